@@ -95,7 +95,8 @@ def engine_process(args: Namespace, listener: socket.socket):
 
         from engine.process import serve
 
-        torch.set_num_threads(engine_threads())
+        # One core is left to HTTP: on two the p99 of the time between tokens is then 5 ms, not 30.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         engine = build_engine(args)
         print(engine.statement(), file=sys.stderr, flush=True)
     except Exception as error:  # of any kind: the server's user gets one line
@@ -119,16 +120,6 @@ def set_environment():
     # oneDNN caches code for each number of rows: without a limit 500 MB in a minute of mixed load
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
-
-
-def engine_threads() -> int:
-    """
-    How many threads the engine computes with: one core is left to HTTP. On two cores the p99 of the
-    time between tokens is then 5 ms, not 30.
-    """
-    import torch
-
-    return max(1, torch.get_num_threads() - 1)
 
 
 def start_process(target: Callable, *args) -> context.Process:
@@ -238,36 +229,37 @@ def run_on_loop(coroutine):
         return runner.run(coroutine)
 
 
-def serve_port(sock: socket.socket, client, encoder, *service) -> str | None:
+def serve_port(sock: socket.socket, *service) -> str | None:
     """
-    Serve one socket until the end; `service` are the other arguments of `Service`. Returns a
-    message if something went wrong.
+    Serve one socket until the end; `service` are the arguments of `Service`. Returns a message if
+    something went wrong.
     """
     from server.app import Service
 
     collect_garbage_rarely()
-    return run_on_loop(Service(client, encoder, *service).run(sock))
+    return run_on_loop(Service(*service).run(sock))
 
 
 def worker_process(
     args: Namespace, keys: list[str], path: str, sock: socket.socket, slot: WorkerSlot
 ):
     """An HTTP process other than the first runs this, on its own socket on the port."""
-    from server.client import EngineClient
-    from server.text import Encoder
-
-    encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    serve_port(sock, EngineClient(path), encoder, args, keys, slot)
+    serve_port(sock, *engine_at(path, args), args, keys, slot)
 
 
 def start_engine(args: Namespace, listener: socket.socket):
     """Start the engine's process. Returns an EngineClient, and the Encoder of its model."""
+    start = partial(start_process, engine_process, args, listener)
+    return engine_at(listener.getsockname(), args, start)
+
+
+def engine_at(path: str, args: Namespace, *start: Callable):
+    """An EngineClient, which starts the engine if it gets `start`; and the Encoder of its model."""
     from server.client import EngineClient
     from server.text import Encoder
 
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    start = partial(start_process, engine_process, args, listener)
-    return EngineClient(listener.getsockname(), start), encoder
+    return EngineClient(path, *start), encoder
 
 
 def first_process(

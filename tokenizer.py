@@ -195,12 +195,11 @@ class Tokenizer:
         self,
         context: Iterable[int] = (),
         skip_special_tokens: bool = True,
-        stop: list[str] = (),
     ) -> "TextStream":
         """The text of tokens that come behind those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         errors = "each_byte" if self.falls_back else "replace"
-        stream = TextStream(token_bytes, stop, self.opening_bytes, errors)
+        stream = TextStream(token_bytes, self.opening_bytes, errors)
         stream.follow(context)
         return stream
 
@@ -224,10 +223,10 @@ class CharTokenizer(Tokenizer):
     character is an error. Through `tokenizers` the same takes 20 times as long.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
-        super().__init__(backend, eos_token)
+    def __init__(self, *args):
+        super().__init__(*args)
         self.has_known_pattern = True
-        self.vocab = backend.get_vocab(with_added_tokens=False)
+        self.vocab = self.backend.get_vocab(with_added_tokens=False)
 
     def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
         """
@@ -273,7 +272,8 @@ class TextStream:
     ends at the first place where a stop string is complete, so it does not matter how the text is
     cut into tokens. `matched` is then that string, and the text ends before it.
 
-        stream = tokenizer.stream(prompt, stop=["\\n\\n"])
+        stream = tokenizer.stream(prompt)
+        stream.stop_at(["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
 
     That is transformers' decode(prompt + tokens) without its decode(prompt): so an answer behind a
@@ -285,7 +285,6 @@ class TextStream:
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],
-        stop: list[str] = (),
         opening_bytes: Callable[[int], bytes] | None = None,
         errors: str = "replace",
     ):
@@ -297,7 +296,7 @@ class TextStream:
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
-        self.stop_at(stop)
+        self.stop_at([])
 
     def follow(self, context: list[int]):
         """The text is behind these tokens, which are no part of it."""

@@ -11,13 +11,13 @@ own, where `serve run` finds one or device=cuda is given; else on one core, or a
 OMP_NUM_THREADS in the environment says.
 
 A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
-off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. An engine that
-dies is started again by its replica; a replica whose engine stays away, or dies again, by Ray.
-Meanwhile it refuses what it gets (503).
+off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. A replica
+starts its engine again when it dies. If the engine does not come back, or dies again, Ray starts
+the replica again. Until then the replica answers 503.
 
 Ray's proxies, one a machine, listen at 127.0.0.1:8000 unless told otherwise. Keys, Host and Origin
-are checked as always: before they listen elsewhere set $PAGEDGPT_API_KEY, for no one refuses to
-start without. Ray's own ports are open to the network, behind a token of its own.
+are checked as always: before they listen elsewhere set $PAGEDGPT_API_KEY, for nothing refuses to
+start without one. Ray's own ports are open to the network, behind a token of its own.
 
 What this does not do:
 - route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
@@ -40,6 +40,7 @@ from argparse import Namespace
 from ray import serve
 
 from flags import parse_args
+from params import CPU_SEQS, GPU_SEQS
 from serve import api_keys, listen_for_links, set_environment, start_engine
 from server.app import Service
 from server.connection import request_id
@@ -85,8 +86,9 @@ def app(options: dict[str, str]) -> serve.Application:
     replicas = int(options.pop("replicas", 1))
     scaling = {"min_replicas": replicas, "max_replicas": int(options.pop("max-replicas", replicas))}
     args = parse_args([f"--{name}={value}" for name, value in options.items()])
-    scaling["target_ongoing_requests"] = args.max_num_seqs or 64
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.startswith("cuda")
+    scaling["target_ongoing_requests"] = args.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     deployment = serve.deployment(
         Replica,
         name="pagedgpt",
@@ -94,6 +96,6 @@ def app(options: dict[str, str]) -> serve.Application:
         max_ongoing_requests=args.max_connections,
         graceful_shutdown_timeout_s=args.drain_seconds,
         health_check_period_s=3,
-        ray_actor_options={"num_gpus": int(device.startswith("cuda"))},
+        ray_actor_options={"num_gpus": int(on_gpu)},
     )
     return deployment.bind(args, api_keys(args))

@@ -10,10 +10,12 @@ The servers listen at the ports after the router's, on this machine only. One th
 again: a stream that it had begun ends with an error event, and other requests go to the others.
 SIGTERM and Ctrl-C let running requests finish; a second one ends them. Not through the router, but
 at each server's own port: the page, /events, /tokenize, /metrics (smg has its own metrics, at the
-port after the last server's), and prompts as token ids. Servers on several machines want no more
-than the router: start serve.py on each with a key and an address that the router reaches, then
+port after the last server's), and prompts as token ids. smg checks neither Host nor Origin: where a
+browser runs, set a key. Servers on several machines need only the router: start serve.py on each
+with a key and an address that the router reaches, then
 
-    smg launch --worker-urls http://A:8000 http://B:8000 --policy cache_aware --api-key KEY
+    smg launch --worker-urls http://A:8000 http://B:8000 --policy cache_aware --api-key KEY \\
+        --control-plane-api-keys me:me:admin:OTHER_KEY --prometheus-host 127.0.0.1
 """
 
 import argparse
@@ -39,17 +41,16 @@ from server.gate import base_url
 if __name__ == "__main__":
     end_with_one_line()
 
-ROOT = Path(__file__).resolve().parents[1]
 RESTART_SECONDS = 1.0  # before a restart: what cannot start must not keep a core busy
 # in a session of its own, where Ctrl-C at the terminal does not reach it
 start = partial(subprocess.Popen, stdout=subprocess.DEVNULL, start_new_session=True)
 
 
-def shares_of_the_machine(replicas: int) -> list[str]:
+def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
     """A variable for each server: a GPU, or a number of threads. Exits where GPUs are too few."""
     import torch
 
-    count = torch.cuda.device_count()
+    count = 0 if device == "cpu" else torch.cuda.device_count()
     if count == 0:
         threads = max(1, torch.get_num_threads() // replicas)
         return [f"OMP_NUM_THREADS={threads}"] * replicas
@@ -113,8 +114,8 @@ def main():
         args.port = sock.getsockname()[1]  # that of --port 0
     ports = range(args.port + 1, args.port + 1 + options.replicas)
     router = router_command(args, ports)
-    serve = [sys.executable, str(ROOT / "serve.py"), *flags, "--host", "127.0.0.1", "--port"]
-    shares = shares_of_the_machine(options.replicas)
+    serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
+    shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: sys.exit())

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Batch
 from model import GPT, TORCH, Attention, Ops, attention
-from ops.cpu import LARGEST, cpp_compiler, int8_weights, with_layers
+from ops.cpu import LARGEST, UnpackedLinear, cpp_compiler, int8_weights, with_layers
 
 
 def materialized(x: Tensor) -> Tensor:
@@ -33,7 +32,7 @@ def materialized(x: Tensor) -> Tensor:
     return x.as_strided(x.shape, x.stride())
 
 
-class OneRowLinear(nn.Module):
+class OneRowLinear(UnpackedLinear):
     """
     As PackedLinear or Int8Linear, but for one row (GEMV): x [1, in] -> [1, out] fp32. Written as a
     sum of products, of which the compiler makes a loop that reads the weights as fast as memory
@@ -41,9 +40,7 @@ class OneRowLinear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, quantize: str):
-        super().__init__()
-        self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach().float()
+        super().__init__(weight, bias)
         self.scale = None
         if quantize == "int8":
             self.weight, scale = int8_weights(self.weight)

@@ -151,8 +151,8 @@ class Service(Site):
             Route("/readyz", self.show_readiness),
             Route("/health", self.show_readiness),
             Route("/metrics", self.show_metrics),
-            Route("/server_info", self.show_server_info),
-            Route("/model_info", self.show_model_info),
+            Route("/server_info", self.show_info),
+            Route("/model_info", self.show_info),
             Route("/v1/loads", self.show_loads),
         ]
 
@@ -255,16 +255,16 @@ class Service(Site):
 
     # What a router in front of several servers asks each of them, under SGLang's names.
 
-    async def show_server_info(self, http):
+    async def show_info(self, http):
         self.check_ready()
-        info = self.client.info
-        limits = {"context_length": info["max_model_len"]}
-        limits["max_running_requests"] = info["max_num_seqs"]
-        return JSONResponse({"served_model_name": self.name, "model_path": self.name} | limits)
-
-    async def show_model_info(self, http):
-        self.check_ready()
-        return JSONResponse({"model_path": self.name, "is_generation": True})
+        answer = {
+            "served_model_name": self.name,
+            "model_path": self.name,
+            "is_generation": True,
+            "context_length": self.client.info["max_model_len"],
+            "max_running_requests": self.client.info["max_num_seqs"],
+        }
+        return JSONResponse(answer)
 
     async def show_loads(self, http):
         self.check_ready()

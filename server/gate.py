@@ -35,8 +35,9 @@ from server.workers import WorkerSlot
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
 OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # for supervisors and newcomers: without a key
-# The page at / and routers call these by themselves: on a terminal they would drown a user's calls.
-POLLED_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize", "/v1/loads")
+UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # supervisors and routers ask every second
+# The page at / calls these by itself: on a terminal they would drown the calls of a user.
+PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
 STOPPED = "the server stopped before this was finished"
 
 
@@ -76,7 +77,7 @@ class Gate:
     def __init__(self, service):
         self.service = service
         self.args = service.args
-        self.unlogged = OPEN_PATHS + POLLED_PATHS if sys.stderr.isatty() else OPEN_PATHS
+        self.unlogged = UNLOGGED_PATHS + PAGE_PATHS if sys.stderr.isatty() else UNLOGGED_PATHS
         self.salts = {}  # of prefix caches, by the digest of the key
         for number, key in enumerate(service.keys):
             self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"

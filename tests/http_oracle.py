@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from scripted_engine import EOS, Violation, logprob_of, script
 from wires import Answer
 
-from server.gate import OPEN_PATHS
+from server.gate import UNLOGGED_PATHS
 
 
 class Expected(SimpleNamespace):
@@ -134,7 +134,7 @@ class Judge:
             return self.check_room()
         if self.log and self.log[0]["status"] not in (answer.status, 499):
             self.wrong(f"the log says {self.log[0]['status']}, the client got {answer.status}")
-        if answer.whole and not self.log and self.call["path"] not in OPEN_PATHS:
+        if answer.whole and not self.log and self.call["path"] not in UNLOGGED_PATHS:
             self.wrong("has an answer, but is not logged")
         if answer.status != 200:
             if answer.whole:

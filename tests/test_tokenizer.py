@@ -454,7 +454,8 @@ def test_characters_are_whole(of_bytes):
 def test_a_stop_string_ends_a_text_at_its_last_byte(of_bytes):
     """Llama 2 has no token for a line end but that of its byte."""
     tokenizer, ids, _ = of_bytes
-    stream = tokenizer.stream([5], stop=["\né"])
+    stream = tokenizer.stream([5])
+    stream.stop_at(["\né"])
     pieces = [*map(stream.push, ids("a\né".encode()))]
     assert pieces == ["a", "", "", ""]
     assert stream.matched == "\né"
@@ -462,12 +463,14 @@ def test_a_stop_string_ends_a_text_at_its_last_byte(of_bytes):
 
 def test_a_stream_ends_once():
     """Text that was held is given out once; a matched stop string leaves nothing."""
-    stream = TextStream(lambda token: bytes([token]), ["ab"])
+    stream = TextStream(lambda token: bytes([token]))
+    stream.stop_at(["ab"])
     assert [stream.push(token) for token in b"xaya"] == ["x", "", "ay", ""]
     assert stream.flush() == "a"
     assert stream.flush() == ""
     assert stream.matched is None
-    stream = TextStream(lambda token: bytes([token]), ["ab", "b", "cab"])
+    stream = TextStream(lambda token: bytes([token]))
+    stream.stop_at(["ab", "b", "cab"])
     assert "".join(stream.push(token) for token in b"xcab") == "x"
     assert stream.matched == "cab"
     assert stream.flush() == ""

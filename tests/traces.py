@@ -18,7 +18,7 @@ server's metrics, is kept, and mutated further. Every request is valid, so these
     hang        no answer, /livez silent, or work and blocks left when all has ended
     slowdown    more than 10 times as long as the requests take alone, one after the other
     answer      not the one that the request gets alone, by its log-probabilities
-    leak        prompt tokens found in the cache that this key and salt have not sent
+    leak        more cached prompt tokens than this key and salt can have put there
 
 A fault is written to out/traces and shrunk, which takes some minutes.
 """
@@ -207,15 +207,15 @@ def leak(request: dict, reply: Reply, sent: list[dict], block_size: int) -> str:
     More found in the cache than this key and salt have put there: what it sent, and less than a
     block of answers, which may go on as the prompt does.
     """
-    own = [other["prompt"] for other in sent if other is not request and realm(other, request)]
+    own = [o["prompt"] for o in sent if o is not request and realm(o) == realm(request)]
     lengths = [len(commonprefix([request["prompt"], other])) for other in own]  # noqa: RUF071
     most = max(lengths, default=1 - block_size)  # without any, there is no block
     return f"{reply.cached} cached tokens" if reply.cached >= most + block_size else ""
 
 
-def realm(*requests: dict) -> bool:
-    """Whether they may share prefixes."""
-    return len({(request["key"], request.get("cache_salt", "")) for request in requests}) == 1
+def realm(request: dict) -> tuple:
+    """Prefixes are shared within one."""
+    return request["key"], request.get("cache_salt", "")
 
 
 def is_slow(seconds: float, alone: float) -> bool:
@@ -484,7 +484,7 @@ class Campaign:
             with serve(settings, self.folder, {}) as server:
                 return any(f[:4] == fault[:4] for f in server.play(requests).faults)
 
-        if fails(traces[-1]):
+        with contextlib.suppress(AssertionError):  # where it does not fail again
             content["traces"] = [shrink(traces[-1], fails)]
             path.write_text(json.dumps(content, indent=1))
 

@@ -301,9 +301,9 @@ class ByteTokenizer:
         spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
         return b"".join(map(spell, ids)).decode("utf-8", "replace")
 
-    def stream(self, context=(), skip_special_tokens=True, stop=()):
+    def stream(self, context=(), skip_special_tokens=True):
         spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        return TextStream(spell, stop)
+        return TextStream(spell)
 
 
 @functools.cache

@@ -396,7 +396,8 @@ def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_termi
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     with House() as house:
         house.args.access_log = True
-        for path in ("/", "/livez", "/readyz", "/v1/loads", "/metrics", "/v1/x%0a%1b[2Jevil"):
+        paths = ["/", "/livez", "/readyz", "/health", "/v1/loads", "/v1/models", "/metrics"]
+        for path in [*paths, "/v1/x%0a%1b[2Jevil"]:
             house.get(path)
         house.call("HEAD", "/events")
         house.call("POST", "/tokenize", {"prompt": "a"})
@@ -407,7 +408,7 @@ def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_termi
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     if not is_terminal:
         calls = [json.loads(line) for line in lines]
-        paths = ["/v1/loads", "/metrics", "/v1/x\n\x1b[2Jevil", "/events", "/tokenize"]
+        paths = ["/v1/models", "/metrics", "/v1/x\n\x1b[2Jevil", "/events", "/tokenize"]
         assert [call["path"] for call in calls] == paths + ["/v1/completions"] * 2
         return
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)

@@ -138,9 +138,9 @@ def test_a_model_is_described(house):
 def test_a_router_learns_the_limits_and_the_load(house):
     """Under SGLang's names; the load as the engine's last message had it, none before the first."""
     limits = {"context_length": 1000, "max_running_requests": 8}
-    names = {"served_model_name": "fake", "model_path": "fake"}
-    assert house.get("/server_info").json == names | limits
-    assert house.get("/model_info").json == {"model_path": "fake", "is_generation": True}
+    names = {"served_model_name": "fake", "model_path": "fake", "is_generation": True}
+    for path in ("/server_info", "/model_info"):
+        assert house.get(path).json == names | limits
 
     def load() -> dict:
         answer = house.get("/v1/loads").json

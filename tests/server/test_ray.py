@@ -181,7 +181,7 @@ def check_hang_up(cluster):
     body = GREEDY | {"prompt": "def ", "stream": True, "max_tokens": 1000}
     with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
         next(answer.iter_lines())
-    assert sum(cluster.finished("abort").values()) == before + 1
+    wait_until(lambda: sum(cluster.finished("abort").values()) == before + 1)
 
 
 def check_killed_engines(cluster):
@@ -200,6 +200,7 @@ def check_killed_engines(cluster):
 
         wait_until(is_whole, 90, pause=0.2)
         assert set(statuses) <= {200, 500, 503}, statuses
+        wait_until(lambda: len(cluster.engines()) == 2)
         (victim,) = set(cluster.engines()) - {other}
 
 

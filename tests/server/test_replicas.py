@@ -8,11 +8,13 @@ import os
 import random
 import signal
 import socket
+import string
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,6 +27,7 @@ from tests.traces import SEEDS, Campaign, save_models
 
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
+get = partial(httpx.get, timeout=30)
 QUIET = ["--http-workers", "1", "--no-access-log", "--check"]
 
 SOAK_SECONDS = 60 * float(os.environ.get("SOAK_MINUTES", "0"))  # for which servers are killed
@@ -36,14 +39,22 @@ slow = pytest.mark.slow
 # Servers, a router, calls
 
 
-def free_ports(count: int) -> int:
-    """The first of so many free ports in a row."""
-    while True:
-        first = random.randrange(20_000, 32_000)
-        with suppress(OSError):
-            for port in range(first, first + count):
-                socket.create_server(("127.0.0.1", port)).close()
-            return first
+def free_ports(count: int, first: int | None = None) -> int:
+    """The first of so many free ports in a row: that given, or anywhere. Raises OSError."""
+    if first is None:
+        while True:
+            with suppress(OSError):
+                return free_ports(count, random.randrange(20_000, 32_000))
+    for port in range(first, first + count):
+        socket.create_server(("127.0.0.1", port)).close()
+    return first
+
+
+def popen(bin, checkpoint, port: int, *flags) -> dict:
+    """Popen's arguments, with the programs of `bin` and without a GPU."""
+    args = [*COMMAND, "--model", str(checkpoint), "--port", str(port), *QUIET, *flags]
+    own = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+    return {"args": args, "env": os.environ | own, "text": True}
 
 
 class Replicas:
@@ -53,10 +64,8 @@ class Replicas:
         self.name = str(checkpoint)
         self.port = free_ports(4)
         self.url, *self.servers = (f"http://127.0.0.1:{self.port + i}" for i in range(3))
-        command = [*COMMAND, "--model", self.name, "--port", str(self.port), *QUIET, *flags]
-        path = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-        pipe = {"stdout": subprocess.PIPE, "text": True}
-        self.process = subprocess.Popen(command, env=os.environ | path, **pipe)
+        call = popen(bin, checkpoint, self.port, *flags)
+        self.process = subprocess.Popen(**call, stdout=subprocess.PIPE)
         assert self.process.stdout.readline().split()[-1] == self.url
 
     def pid(self, number: int) -> int:
@@ -66,14 +75,14 @@ class Replicas:
         return int(found.stdout)
 
     def load(self, number: int, **headers) -> dict:
-        answer = httpx.get(f"{self.servers[number]}/v1/loads", headers=headers)
+        answer = get(f"{self.servers[number]}/v1/loads", headers=headers)
         return answer.json()["loads"][0]
 
     def counts(self, reason: str = "length") -> list[int]:
         """The answers of each server that ended so."""
         counts = []
         for url in self.servers:
-            text = httpx.get(f"{url}/metrics").text
+            text = get(f"{url}/metrics").text
             start = f'vllm:request_success_total{{finished_reason="{reason}"'
             (line,) = [line for line in text.splitlines() if line.startswith(start)]
             counts.append(int(float(line.split()[-1])))
@@ -82,11 +91,13 @@ class Replicas:
     def wait_until_well(self):
         """Both servers answer, and the router knows."""
 
-        def is_well() -> bool:
-            with suppress(httpx.HTTPError):
-                return httpx.get(f"{self.url}/readiness").json().get("healthy_workers") == 2
+        wait_until(lambda: is_ready(self.url), 60, 0.1)
 
-        wait_until(is_well, 60, 0.1)
+
+def is_ready(url: str) -> bool:
+    """Whether a router knows of both servers."""
+    with suppress(httpx.HTTPError):
+        return get(f"{url}/readiness").json().get("healthy_workers") == 2
 
 
 @contextmanager
@@ -115,17 +126,16 @@ def ask(url: str, model: str, stream: bool = False, key: str = "none", **fields)
         text = answer.read().decode()
     if answer.status_code != 200:
         return {"text": "", "cached": 0, "error": f"{answer.status_code} {text}"}
-    if not stream:
-        chunks = [json.loads(text)]
-    else:
-        lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-        assert lines.pop() == "[DONE]"
-        chunks = list(map(json.loads, lines))
-    error = chunks.pop()["error"] if "error" in chunks[-1] else None
-    usage = chunks[-1].get("usage") or {"prompt_tokens_details": {"cached_tokens": 0}}
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
-    return {"text": "".join(c["text"] for c in choices), "cached": cached, "error": error}
+    result = {"text": "", "cached": 0, "error": None}
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    assert not stream or lines.pop() == "[DONE]"
+    for chunk in map(json.loads, lines):
+        if "error" in chunk:
+            result["error"] = chunk["error"]
+        elif usage := chunk.get("usage"):
+            result["cached"] = usage["prompt_tokens_details"]["cached_tokens"]
+        result["text"] += "".join(choice["text"] for choice in chunk.get("choices", []))
+    return result
 
 
 def requests(count: int, max_tokens: int) -> list[dict]:
@@ -172,31 +182,29 @@ def test_each_server_has_its_share(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert shares_of_the_machine(2) == ["OMP_NUM_THREADS=4"] * 2
-    assert shares_of_the_machine(10) == ["OMP_NUM_THREADS=1"] * 10
+    assert shares_of_the_machine(2, None) == ["OMP_NUM_THREADS=4"] * 2
+    assert shares_of_the_machine(10, None) == ["OMP_NUM_THREADS=1"] * 10
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert shares_of_the_machine(2, "cpu") == ["OMP_NUM_THREADS=4"] * 2
     gpu = "CUDA_VISIBLE_DEVICES="
-    assert shares_of_the_machine(2)[:2] == [f"{gpu}0", f"{gpu}1"]
+    assert shares_of_the_machine(2, None)[:2] == [f"{gpu}0", f"{gpu}1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    assert shares_of_the_machine(2)[:2] == [f"{gpu}3", f"{gpu}GPU-7"]
+    assert shares_of_the_machine(2, None)[:2] == [f"{gpu}3", f"{gpu}GPU-7"]
     with pytest.raises(
         SystemExit, match="--replicas 3: each wants a GPU of its own, and there are 2"
     ):
-        shares_of_the_machine(3)
+        shares_of_the_machine(3, None)
 
 
 @slow
 def test_a_server_that_cannot_start_ends_all(bin, checkpoint):
     """Its port is taken: it says so, and the others end."""
     port = free_ports(4)
-    command = [*COMMAND, "--model", str(checkpoint), "--port", str(port), *QUIET]
-    path = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     with socket.create_server(("127.0.0.1", port + 2)):
-        done = subprocess.run(command, env=os.environ | path, capture_output=True, text=True)
+        done = subprocess.run(**popen(bin, checkpoint, port), capture_output=True)
     assert done.returncode == 1
     assert f"cannot listen at 127.0.0.1:{port + 2}" in done.stderr
-    found = subprocess.run(["pgrep", "-f", "--", f"--port {port + 1}$"], capture_output=True)
-    assert not found.stdout
+    assert free_ports(2, port) == port
 
 
 # --------------------------------------------------------------------------------------------------
@@ -242,25 +250,39 @@ def end_one_of_two(number: int, replicas: Replicas):
     """
     replicas.wait_until_well()
     calls = requests(500, 16)
-    alone = ask_all(replicas.servers[1], replicas.name, calls[:60])
-    pid = replicas.pid(0)
-    with ThreadPoolExecutor(1) as pool:
+    long = {"prompt": new_prompt(), "n": 32, "max_tokens": 900, "stream": True}
+
+    def running(i: int) -> int:
+        return replicas.load(i)["num_running_reqs"]
+
+    with ThreadPoolExecutor(2) as pool:
+        begun = pool.submit(ask, replicas.url, replicas.name, **long)
+        wait_until(lambda: running(0) + running(1) == 32)
+        one = int(running(0) == 0)  # the server that it came to
+        alone = ask_all(replicas.servers[1 - one], replicas.name, calls[:60])
+        pid = replicas.pid(one)
         asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
-        wait_until(lambda: replicas.load(0)["num_running_reqs"] >= 2)
+        wait_until(lambda: running(one) > 32)
         os.kill(pid, number)
         answers = asked.result()
+        is_killed = number == signal.SIGKILL
+        assert bool(begun.result()["error"]) == is_killed
     failed = [i for i, answer in enumerate(answers) if answer["error"]]
     assert all(calls[i]["stream"] for i in failed), [answers[i] for i in failed]
-    assert len(failed) <= (16 if number == signal.SIGKILL else 0)
+    assert len(failed) <= 16 * is_killed
     for i, answer in enumerate(answers):
         whole = alone[i % 60]["text"]
         assert whole.startswith(answer["text"]) if answer["error"] else answer["text"] == whole
     replicas.wait_until_well()
-    assert replicas.pid(0) != pid
-    # prompts that begin unlike all before, so that no cache draws them
-    prompts = [chr(0x400 + i) * 20 for i in range(60)]
-    ask_all(replicas.url, replicas.name, [{"prompt": p, "max_tokens": 8} for p in prompts])
-    assert replicas.counts()[0] > 0
+    assert replicas.pid(one) != pid
+    new = [{"prompt": new_prompt(), "max_tokens": 8} for _ in range(60)]
+    ask_all(replicas.url, replicas.name, new)
+    assert replicas.counts()[one] > 0
+
+
+def new_prompt() -> str:
+    """It begins unlike all before, so no cache draws it."""
+    return "".join(random.choices(string.ascii_letters, k=40))
 
 
 @slow
@@ -277,17 +299,20 @@ def test_a_busy_server_gets_no_more(bin, replicas):
     least_load = subprocess.Popen(map(str, command), stdout=subprocess.DEVNULL)
     try:
         url = f"http://127.0.0.1:{port}"
-        with suppress(httpx.HTTPError):
-            wait_until(lambda: httpx.get(f"{url}/readiness").status_code == 200)
+        wait_until(lambda: is_ready(url))
         body = {"model": replicas.name, "prompt": "x", "n": 128, "max_tokens": 400, "stream": True}
         busy = f"{replicas.servers[0]}/v1/completions"
         with httpx.stream("POST", busy, json=body | {"ignore_eos": True}, timeout=60):
             wait_until(lambda: replicas.load(0)["num_waiting_reqs"] >= 8)
             time.sleep(1.5)  # until both have asked for it
             for router in (replicas.url, url):
-                before = replicas.counts()[1]
-                ask_all(router, replicas.name, requests(10, 4), threads=2)
-                assert replicas.counts()[1] == before + 10
+
+                def all_go_to_the_other(router=router) -> bool:
+                    before = replicas.counts()[1]
+                    ask_all(router, replicas.name, requests(10, 4), threads=2)
+                    return replicas.counts()[1] == before + 10
+
+                wait_until(all_go_to_the_other, 20, 0.3)
             assert replicas.load(0)["num_waiting_reqs"] > 0
     finally:
         least_load.kill()
@@ -340,12 +365,12 @@ def test_keys_salts_and_what_the_router_does_not_pass(bin, checkpoint, tmp_path)
         for key in ("none", "gamma"):
             assert ask(replicas.url, replicas.name, key=key, **call)["error"].startswith("401")
         alpha = {"Authorization": "Bearer alpha"}
-        assert httpx.get(f"{replicas.url}/events", headers=alpha).status_code == 404
-        assert httpx.get(f"{replicas.url}/workers", headers=alpha).status_code == 401
+        assert get(f"{replicas.url}/events", headers=alpha).status_code == 404
+        assert get(f"{replicas.url}/workers", headers=alpha).status_code == 401
         for url in replicas.servers:
             with httpx.stream("GET", f"{url}/events", headers=alpha) as events:
                 assert events.status_code == 200
-            assert httpx.get(f"{url}/v1/loads").status_code == 401
+            assert get(f"{url}/v1/loads").status_code == 401
         assert replicas.load(0, **alpha)["num_total_reqs"] == 0
 
 
@@ -371,7 +396,8 @@ def test_traces_through_the_router(bin, tmp_path):
 def test_running_requests_may_finish(number, bin, checkpoint):
     """Then no process is left."""
     replicas = Replicas(bin, checkpoint)
-    calls = requests(8, 200)
+    pids = [replicas.pid(0), replicas.pid(1)]
+    calls = requests(8, 900)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
         wait_until(lambda: sum(replicas.load(i)["num_running_reqs"] for i in range(2)) == 8)
@@ -379,5 +405,7 @@ def test_running_requests_may_finish(number, bin, checkpoint):
         answers = asked.result()
     assert [answer["error"] for answer in answers] == [None] * 8
     assert replicas.process.wait(60) == 0
-    found = subprocess.run(["pgrep", "-f", "--", f"--port {replicas.port}"], capture_output=True)
-    assert not found.stdout
+    assert free_ports(4, replicas.port) == replicas.port
+    sessions = ",".join(map(str, pids))  # with their engines
+    left = ["pgrep", "-s", sessions]
+    wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
