@@ -8,11 +8,16 @@ whose prefix cache then has them.
 
 The servers listen at the ports after the router's, on this machine only. One that dies is started
 again: a stream that it had begun ends with an error event, and other requests go to the others.
-SIGTERM and Ctrl-C let running requests finish; a second one ends them. Not through the router, but
-at each server's own port: the page, /events, /tokenize, /metrics (smg has its own metrics, at the
-port after the last server's), and prompts as token ids. smg checks neither Host nor Origin: where a
-browser runs, set a key. Servers on several machines need only the router: start serve.py on each
-with a key and an address that the router reaches, then
+SIGTERM and Ctrl-C let running requests finish, and a second one ends them; kill -9 of this process
+leaves all others running.
+
+Not through the router, but at each server's own port: the page, /events, /tokenize, /metrics, and
+prompts as token ids. smg has metrics of its own, at the port after the last server's. It checks
+neither Host nor Origin, and shows /v1/models and /engine_metrics without a key: where a browser
+runs, set a key, and let others reach the router's port alone.
+
+Servers on several machines need only the router: start serve.py on each with a key and an address
+that the router reaches, then
 
     smg launch --worker-urls http://A:8000 http://B:8000 --policy cache_aware --api-key KEY \\
         --control-plane-api-keys me:me:admin:OTHER_KEY --prometheus-host 127.0.0.1
@@ -23,13 +28,12 @@ import os
 import secrets
 import shutil
 import signal
-import subprocess
 import sys
-import time
-import urllib.request
-from argparse import Namespace
 from functools import partial
 from pathlib import Path
+from subprocess import DEVNULL, Popen
+from time import sleep
+from urllib.request import urlopen
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -41,9 +45,8 @@ from server.gate import base_url
 if __name__ == "__main__":
     end_with_one_line()
 
-RESTART_SECONDS = 1.0  # before a restart: what cannot start must not keep a core busy
 # in a session of its own, where Ctrl-C at the terminal does not reach it
-start = partial(subprocess.Popen, stdout=subprocess.DEVNULL, start_new_session=True)
+start = partial(Popen, stdout=DEVNULL, start_new_session=True)
 
 
 def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
@@ -51,7 +54,7 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
     import torch
 
     count = 0 if device == "cpu" else torch.cuda.device_count()
-    if count == 0:
+    if not count:
         threads = max(1, torch.get_num_threads() // replicas)
         return [f"OMP_NUM_THREADS={threads}"] * replicas
     if count < replicas:
@@ -61,42 +64,44 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
     return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
 
 
-def router_command(args: Namespace, ports: range) -> list[str]:
+def router_command(args, ports: range) -> list[str]:
     """Of smg in front of the servers at these ports. Exits where it is not installed."""
     smg = shutil.which("smg")
-    if smg is None:
+    if not smg:
         sys.exit("the router smg is not installed: pip install smg")
     options = "--policy cache_aware --log-level error"
     options += f" --prometheus-host 127.0.0.1 --prometheus-port {ports.stop}"
     # a server that ended or is back, and the load of each, is soon known
     options += " --health-check-interval-secs 1 --health-check-endpoint /readyz"
     options += " --cb-timeout-duration-secs 1 --load-monitor-interval 1"
-    options += f" --shutdown-grace-period-secs {args.drain_seconds:.0f}"
+    # the servers' own words for what they cut off shall pass
+    options += f" --shutdown-grace-period-secs {args.drain_seconds + 3:.0f}"
     # nobody may add or remove servers
     options += f" --control-plane-api-keys nobody:nobody:admin:{secrets.token_hex()}"
-    urls = [f"http://127.0.0.1:{port}" for port in ports]
-    command = [smg, "launch", "--worker-urls", *urls, *options.split()]
+    command = [smg, "launch", *options.split(), "--worker-urls"]
+    command += [f"http://127.0.0.1:{port}" for port in ports]
     for number, key in enumerate(api_keys(args)):
         # with the first, smg itself asks the servers for their load
-        command += ["--tenant-api-key", f"{number}:{key}"] if number else ["--api-key", key]
+        command.append(f"--tenant-api-key={number}:{key}" if number else f"--api-key={key}")
     return [*command, "--host", args.host, "--port", str(args.port)]
 
 
-def wait_until_ready(process: subprocess.Popen, url: str):
+def wait_until_ready(process: Popen, url: str):
     """Exits where the process ends before; it has printed why."""
     while process.poll() is None:
         try:
-            return urllib.request.urlopen(url, timeout=5).close()
+            return urlopen(url, timeout=5).close()
         except OSError:  # it does not listen yet, or it loads
-            time.sleep(0.1)
+            sleep(0.1)
     sys.exit(1)
 
 
-def drain(processes: list[subprocess.Popen]):
-    """Let the router finish its requests, then end the servers. A second signal ends all now."""
+def drain(processes: list[Popen]):
+    """All finish their requests and take no new ones. A second signal ends them now."""
     try:
-        for process in reversed(processes):
+        for process in processes:
             process.terminate()
+        for process in processes:
             process.wait()
     finally:
         for process in processes:
@@ -104,21 +109,22 @@ def drain(processes: list[subprocess.Popen]):
 
 
 def main():
-    about = "Several servers behind a router. All other flags are those of serve.py."
-    parser = argparse.ArgumentParser(description=about, allow_abbrev=False)
+    parser = argparse.ArgumentParser(epilog="All other flags are serve.py's.")
     parser.add_argument("--replicas", type=positive, default=2, help="how many (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
+    if args.record or args.replay or args.prompt or args.chat:
+        sys.exit("--record, --replay, --prompt and --chat are for one server: leave them out")
     with listen(args) as sock:
         url = base_url(sock)
-        args.port = sock.getsockname()[1]  # that of --port 0
+        args.host, args.port = sock.getsockname()[:2]  # of a name, and of port 0
+    os.environ["no_proxy"] = f"127.0.0.1,{args.host}"
     ports = range(args.port + 1, args.port + 1 + options.replicas)
-    router = router_command(args, ports)
+    router = router_command(args, ports)  # first: to load torch takes seconds
     serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     terminate_on_hang_up()
     processes = []
     try:
@@ -130,15 +136,17 @@ def main():
         wait_until_ready(processes[-1], f"{url}/readiness")
         print(f"serving {args.model} at {url}", flush=True)
         while True:
-            time.sleep(RESTART_SECONDS)
+            sleep(1)  # what cannot start must not keep a core busy
             for i, process in enumerate(processes):
                 if process.poll() is not None:
-                    port = commands[i][-1]
-                    print(f"port {port}: its process ended, starting it again", file=sys.stderr)
+                    print("ended, starting again: port", commands[i][-1], file=sys.stderr)
                     processes[i] = start(commands[i])
     finally:
         drain(processes)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (OSError, ValueError) as error:  # about the API keys, for example
+        sys.exit(error)

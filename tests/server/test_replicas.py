@@ -163,7 +163,9 @@ def ask_all(url: str, model: str, calls: list[dict], threads: int = 16) -> list[
     [
         ([], "the router smg is not installed: pip install smg"),
         (["--replicas", "0"], "argument --replicas: "),
-        (["--replica", "2"], "unrecognized arguments: --replica 2"),
+        (["--replicates", "2"], "unrecognized arguments: --replicates 2"),
+        (["--record", "x"], "are for one server: leave them out"),
+        (["--api-key-file", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--host", "0.0.0.0"], "opens the model to other machines"),
     ],
 )
@@ -404,7 +406,7 @@ def test_running_requests_may_finish(number, bin, checkpoint):
         replicas.process.send_signal(number)
         answers = asked.result()
     assert [answer["error"] for answer in answers] == [None] * 8
-    assert replicas.process.wait(60) == 0
+    assert replicas.process.wait(60) == (-number if number == signal.SIGINT else 0)
     assert free_ports(4, replicas.port) == replicas.port
     sessions = ",".join(map(str, pids))  # with their engines
     left = ["pgrep", "-s", sessions]
