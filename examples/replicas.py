@@ -38,12 +38,13 @@ from urllib.request import urlopen
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common import end_with_one_line, positive
-from flags import parse_args
-from serve import api_keys, listen, terminate_on_hang_up
-from server.gate import base_url
 
 if __name__ == "__main__":
     end_with_one_line()
+
+from flags import parse_args
+from serve import api_keys, listen, terminate_on_hang_up
+from server.gate import base_url
 
 # in a session of its own, where Ctrl-C at the terminal does not reach it
 start = partial(Popen, stdout=DEVNULL, start_new_session=True)
