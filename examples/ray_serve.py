@@ -62,14 +62,15 @@ class Replica:
         await self.check_health()
 
     def __serve_build_asgi_app__(self):
-        self.gate = Gate(self.service)
-        return self.respond
+        gate = Gate(self.service)
 
-    async def respond(self, scope, receive, send):
-        if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
-            return await self.service.router(scope, receive, send)
-        scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
-        await self.gate(scope, receive, send)
+        async def respond(scope, receive, send):  # no method: Ray would call it with scope alone
+            if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
+                return await self.service.router(scope, receive, send)
+            scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
+            await gate(scope, receive, send)
+
+        return respond
 
     async def check_health(self):
         if trouble := self.service.client.trouble():

@@ -11,16 +11,18 @@ again: a stream that it had begun ends with an error event, and other requests g
 SIGTERM and Ctrl-C let running requests finish, and a second one ends them; kill -9 of this process
 leaves all others running.
 
-Not through the router, but at each server's own port: the page, /events, /tokenize, /metrics, and
-prompts as token ids. smg has metrics of its own, at the port after the last server's. It checks
-neither Host nor Origin, and shows /v1/models and /engine_metrics without a key: where a browser
-runs, set a key, and let others reach the router's port alone.
+Not through the router, but at each server's own port: the page, /events, /tokenize, /metrics,
+requests without `model`, and prompts as token ids. smg checks requests itself, in its own words,
+and has metrics of its own at the port after the last server's. It checks neither Host nor Origin,
+and shows /v1/models and /engine_metrics without a key: where a browser runs, set a key.
 
-Servers on several machines need only the router: start serve.py on each with a key and an address
-that the router reaches, then
+Servers on several machines need only the router, which then is at 127.0.0.1:30000. Start serve.py
+on each with --host and --api-key-file, and the router with one of the keys and another secret, for
+adding and removing servers:
 
-    smg launch --worker-urls http://A:8000 http://B:8000 --policy cache_aware --api-key KEY \\
-        --control-plane-api-keys me:me:admin:OTHER_KEY --prometheus-host 127.0.0.1
+    smg launch --host 127.0.0.1 --worker-urls http://A:8000 http://B:8000 --policy cache_aware \\
+        --api-key KEY --control-plane-api-keys me:me:admin:SECRET --health-check-interval-secs 1 \\
+        --load-monitor-interval 1 --cb-timeout-duration-secs 1 --prometheus-host 127.0.0.1
 """
 
 import argparse
