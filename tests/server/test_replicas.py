@@ -397,17 +397,17 @@ def test_traces_through_the_router(bin, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_running_requests_may_finish(number, bin, checkpoint):
     """Then no process is left."""
-    replicas = Replicas(bin, checkpoint)
-    pids = [replicas.pid(0), replicas.pid(1)]
-    calls = requests(8, 900)
-    with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
-        wait_until(lambda: sum(replicas.load(i)["num_running_reqs"] for i in range(2)) == 8)
-        replicas.process.send_signal(number)
-        answers = asked.result()
-    assert [answer["error"] for answer in answers] == [None] * 8
-    assert replicas.process.wait(60) == (-number if number == signal.SIGINT else 0)
-    assert free_ports(4, replicas.port) == replicas.port
-    sessions = ",".join(map(str, pids))  # with their engines
-    left = ["pgrep", "-s", sessions]
-    wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
+    with replicas_of(bin, checkpoint) as replicas:
+        pids = [replicas.pid(0), replicas.pid(1)]
+        calls = requests(8, 900)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
+            wait_until(lambda: sum(replicas.load(i)["num_running_reqs"] for i in range(2)) == 8)
+            replicas.process.send_signal(number)
+            answers = asked.result()
+        assert [answer["error"] for answer in answers] == [None] * 8
+        assert replicas.process.wait(60) == (-number if number == signal.SIGINT else 0)
+        assert free_ports(4, replicas.port) == replicas.port
+        sessions = ",".join(map(str, pids))  # with their engines
+        left = ["pgrep", "-s", sessions]
+        wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
