@@ -30,6 +30,7 @@ import copy
 import json
 import random
 import re
+import signal
 import string
 import sys
 import time
@@ -512,6 +513,7 @@ def main() -> int:
         print("\n".join(faults) or "no fault")
         return bool(faults)
     campaign = Campaign(args.seed)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, or its server would stay
     campaign.run(3600 * args.hours, args.url)
     print(campaign.summary())
     return bool(campaign.faults)

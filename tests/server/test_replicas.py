@@ -411,3 +411,18 @@ def test_running_requests_may_finish(number, bin, checkpoint):
         sessions = ",".join(map(str, pids))  # with their engines
         left = ["pgrep", "-s", sessions]
         wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
+
+
+@slow
+def test_a_second_signal_ends_all_now(bin, checkpoint):
+    """A drain takes 5 s at least, which are smg's own."""
+    with replicas_of(bin, checkpoint) as replicas:
+        body = {"model": replicas.name, "prompt": "x", "n": 64, "max_tokens": 900, "stream": True}
+        call = {"json": body | {"ignore_eos": True}, "timeout": 60}
+        with httpx.stream("POST", f"{replicas.url}/v1/completions", **call) as answer:
+            next(answer.iter_lines())
+            replicas.process.terminate()
+            time.sleep(0.5)
+            replicas.process.terminate()
+            assert replicas.process.wait(4) == 0
+        assert free_ports(4, replicas.port) == replicas.port
