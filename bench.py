@@ -61,7 +61,7 @@ from engine.engine import Engine, flat_batch
 from engine.sizing import bytes_per_block, machine_name
 from model import GPT, GPTConfig, RMSNorm, Rope
 from ops.choice import choose_ops
-from ops.cpu import packed_for_cpu
+from ops.packed import packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import SamplingParams, Settings
 
@@ -359,7 +359,7 @@ def attention_us(S=16, backend="triton") -> float:
 # A model on a CPU: against Hugging Face, and what smaller weights cost
 
 
-def bench_generate(model="10M", quantize="none", compile=False) -> dict:
+def bench_generate(model="10M", quantize="none") -> dict:
     """
     64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine
     and Hugging Face, in fp32, in turn, so that both see the same machine.
@@ -367,7 +367,7 @@ def bench_generate(model="10M", quantize="none", compile=False) -> dict:
     gpt = build_model(model)
     transformers = hugging_face(gpt, model)
     # without prefix cache each answer is computed whole
-    engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize, compile=compile))
+    engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
     return {f"{n} at once": both_generate(engine, transformers, n) for n in (1, 8)}
 
 

@@ -69,7 +69,7 @@ class Ops(NamedTuple):
     # activation(gate) * up of the two halves of layer(x); with partial_sums it may be (P, T, out),
     # the parts of a sum (split-K) for add_norm, whose delta it is, to add up
     linear: Callable
-    # (x, layer) -> logits (..., T, V)
+    # (x, layer, softcap=0.0) -> logits (..., T, V)
     head: Callable
     # (x, layer, targets, softcap of the logits) -> mean cross-entropy in nats
     loss: Callable
@@ -77,10 +77,12 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch`, `cpu.packed_for_cpu`
+    # see `inputs.decode_inputs`, `sampling.sample_torch`, `packed.packed_for_cpu`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     pack_weights: Callable | None = None
+    # see `CpuKernels.record`; None: a step is computed operator by operator
+    record: Callable | None = None
     # whether the host never waits for the device and launches what the step's padded shape alone
     # decides, so that a CUDA graph can hold it
     fixed_shapes: bool = False
@@ -227,6 +229,11 @@ def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_su
     return activate(y)
 
 
+def head(x: Tensor, layer: nn.Module, softcap: float = 0.0) -> Tensor:
+    logits = layer(x)
+    return soft_cap(logits, softcap) if softcap else logits
+
+
 def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
     Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
@@ -250,7 +257,7 @@ TORCH = Ops(
     store_kv,
     attend,
     linear,
-    head=linear,
+    head=head,
     loss=loss,
 )
 
@@ -553,7 +560,7 @@ class GPT(nn.Module):
             for window in self.config.rope
         }
         scale = self.config.embedding_scale
-        if scale != 1:  # rounded as Gemma's reference rounds it
+        if self.wte.weight.element_size() == 2:  # rounded as Gemma's reference rounds it
             scale = torch.tensor(scale, dtype=self.wte.weight.dtype).item()
         x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe, scale)
         x = drop(x, batch.dropout)  # (..., T, C)
@@ -565,9 +572,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """Logits (..., V) of hidden states x (..., C)."""
-        logits = ops.head(x, self.lm_head)
-        cap = self.config.logit_softcap
-        return soft_cap(logits, cap) if cap else logits
+        return ops.head(x, self.lm_head, self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
         """

@@ -210,10 +210,9 @@ class Settings(SchedulerSettings):
 
     # how it is computed
     attention: str = setting(
-        "auto", "attention backend: triton, flex or torch; auto takes the fastest here"
+        "auto", "attention backend: triton, cpu, flex or torch; auto takes the fastest here"
     )
     quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
-    compile: bool = setting(False, "on a CPU: compile the step of a lone request, 10 to 60 s once")
     # the help text is that of the flag, which turns it off
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
     # asynchronous scheduling: plan a step while the one before runs; None: on a GPU

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ from tqdm import tqdm
 
 from model import GPT
 from ops.choice import choose_ops
-from ops.compiled import check_can_compile, compile_decode_one
 from ops.inputs import (
     KnownRows,
     StepShape,
@@ -112,12 +112,13 @@ class Runner:
     def __init__(self, model: GPT, settings: Settings):
         """
         In `settings` the sizes are numbers, not None (sizing.py). Raises ValueError for operators
-        that do not work here, and if the compiler of `settings.compile` fails.
+        that do not work here.
         """
         config = model.config
         device = model.wte.weight.device
         self.device = device
-        self.ops, self.reason = choose_ops(settings.attention, device)
+        dtype = torch.int8 if settings.quantize == "int8" else model.wte.weight.dtype
+        self.ops, self.reason = choose_ops(settings.attention, device, dtype)
         self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
             settings.num_blocks,
@@ -147,10 +148,10 @@ class Runner:
             self.shapes = padded_shapes(N, settings.token_budget)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
-        self.decode_one = None  # or a compiled step of one request
-        if settings.compile:
-            check_can_compile(self.ops, device)
-            self.decode_one = compile_decode_one(model, settings.quantize, self.pool.kv)
+        self.hidden = partial(self.model.hidden, kv=self.pool.kv)
+        if self.ops.record:
+            most = (settings.token_budget, N, M)
+            self.hidden = self.ops.record(self.model, self.pool.kv, self.ops, *most)
         if settings.graphs and self.shapes:
             self.capture_all()
 
@@ -240,20 +241,16 @@ class Runner:
         """
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
         all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
-        width], or None after a compiled step. With `fixed_shapes` the host does not wait for the
-        device, so a CUDA graph can hold it; `plan` (None at a capture) shows what can be skipped.
+        width]. With `fixed_shapes` the host does not wait for the device, so a CUDA graph can hold
+        it; `plan` (None at a capture) shows what can be skipped.
         """
         batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
         batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
-        if self.decode_one and shape.n == 1 and not shape.C:
-            x = None
-            logits = self.decode_one(batch)
-        else:
-            x = self.model.hidden(batch, self.pool.kv)
-            last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
-            logits = self.model.logits(last, self.ops)
+        x = self.hidden(batch)
+        last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+        logits = self.model.logits(last, self.ops)
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)

@@ -5,7 +5,8 @@ an engine is built.
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
     TORCH     model.TORCH, and torch for what serving adds: the reference, on any device
-    CPU       packed weights, scaled dot-product attention of gathered K and V
+    PACKED    packed weights, scaled dot-product attention of gathered K and V
+    cpu       the operators of cpu.c, if there is a C compiler
     TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
     flex      the device's own table with FlexAttention
 
@@ -19,7 +20,17 @@ import torch
 import kernels
 import model
 from model import Ops
-from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import (
+    cpu,
+    flex,
+    fused,
+    gather,
+    inputs,
+    linear,
+    packed,
+    sampling,
+    sampling_kernels,
+)
 
 TORCH = model.TORCH._replace(
     store_kv=gather.store_kv_torch,
@@ -27,12 +38,12 @@ TORCH = model.TORCH._replace(
     prepare=gather.prepare_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
-    pack_weights=cpu.pack_if_quantized,
+    pack_weights=packed.quantized_if_asked,
 )
-CPU = TORCH._replace(
-    name="cpu",
+PACKED = TORCH._replace(
+    name="packed",
     attend=gather.paged_attention_torch,
-    pack_weights=cpu.packed_for_cpu,
+    pack_weights=packed.packed_for_cpu,
 )
 TRITON = TORCH._replace(
     name="triton",
@@ -52,13 +63,14 @@ TRITON = TORCH._replace(
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",
     "flex": "needs triton on CUDA, a C++ compiler elsewhere",
+    "cpu": "needs a CPU, a C compiler, and weights in fp32 or int8",
 }
 
 
 def tables_for(on_gpu: bool) -> dict[str, Ops]:
-    """The tables that work on such a device: the fastest first, then torch."""
-    compiler = cpu.cpp_compiler()
-    fastest = CPU
+    """The tables that work on such a device without cpu.c: the fastest first, then torch."""
+    compiler = flex.cpp_compiler()
+    fastest = PACKED
     if on_gpu:
         compiler = kernels.triton
         fastest = TRITON if kernels.triton else TORCH
@@ -75,24 +87,33 @@ def tables_for(on_gpu: bool) -> dict[str, Ops]:
     return tables
 
 
-def choose_ops(attention: str = "auto", device: str | torch.device = "cpu") -> tuple[Ops, str]:
+def choose_ops(
+    attention: str = "auto",
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Ops, str]:
     """
-    The table of that name, or with "auto" the fastest for the device, and why. Raises ValueError
-    where it does not work.
+    The table of that name, or with "auto" the fastest for the device and the dtype that weights are
+    multiplied in, and why. Raises ValueError where it does not work.
     """
     on_gpu = torch.device(device).type == "cuda"
     tables = tables_for(on_gpu)
     if attention in tables:
         return tables[attention], "as asked"
+    can_call = not on_gpu and dtype in (torch.float32, torch.int8)
+    compiler = cpu.c_compiler()
+    if attention in ("auto", "cpu") and can_call and compiler:
+        machine = cpu.CpuKernels(compiler)
+        return machine.table(TORCH), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         names = ", ".join(["auto", *tables])
         raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {names}")
     fastest = next(iter(tables.values()))
-    if not on_gpu:
-        reason = "the fastest on a CPU"
+    if can_call:
+        reason = "for there is no C compiler: install gcc for twice the speed"
     elif fastest is TORCH:
         reason = "the package triton is not installed"
     else:
-        reason = "the fastest on CUDA"
+        reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"
     return fastest, reason

@@ -1,244 +1,291 @@
 """
-What only a CPU needs: matrices packed for oneDNN.
+The operators of cpu.c: built with the C compiler when they are first used, and called.
 
-    # a copy with PackedLinear, or Int8Linear, for its linear layers
-    model = packed_for_cpu(model, quantize="none")
+    machine = CpuKernels(threads=2)
+    x, y = machine.add_norm(x, delta, norm)       # at once: each has the signature of its twin in
+                                                  # model.py
+    hidden = machine.record(model, kv, ops, T, B, M)     # or a whole step as one call
+    x = hidden(batch)
 
-`--quantize int8` are linear layers of 8-bit integers. The compiled step (`--compile`) is in
-compiled.py.
+What a CUDA graph is to a GPU, a recorded step is to a CPU: a list of operators, with the addresses
+of all that they read and write. Model and operators are those of model.py; they are only asked
+once. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head size, S
+block size; of a layer, R rows, K inputs, N outputs.
 """
 
+import ctypes
+import hashlib
 import os
+import platform
+import shlex
 import shutil
-import sys
-import timeit
+import subprocess
+import tempfile
+import weakref
 from collections.abc import Callable
-from copy import deepcopy
-from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, RMSNorm
+from kernels import Batch
+from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
+from ops.packed import largest_activation
 
-# rows of x for which oneDNN chooses the layout; measured, other numbers differ little
-PACKED_FOR_ROWS = 64
-BEYOND_CACHES = 2**28  # bytes
-LARGEST = 127  # of the 8-bit integers; the smallest is -127
-MUCH_FASTER = 0.85  # of the packed time: plain weights are kept, too, if they take less
+# --------------------------------------------------------------------------------------------------
+# The compiler
+
+SOURCE = Path(__file__).with_name("cpu.c")
+# no -ffast-math: with gcc before 13 it would switch off denormal numbers in the whole process
+FLAGS = (
+    "-std=gnu11 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math "
+    "-shared -fPIC -pthread"
+).split()
+FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # where the CPU has such
 
 
-def cpp_compiler() -> str | None:
-    """The C++ compiler, which torch.compile needs on a CPU."""
-    usual = "clang++" if sys.platform == "darwin" else "g++"
-    return shutil.which(os.environ.get("CXX") or usual)
+def c_compiler() -> list[str] | None:
+    """The command of the C compiler, $CC or cc; None if there is none."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    return command if shutil.which(command[0]) else None
 
 
-class PackedLinear(nn.Module):
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
+
+
+def library(compiler: list[str]) -> Path:
     """
-    A linear layer whose weights [out, in] are kept in the layout that oneDNN multiplies fastest, in
-    fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
-    with AVX-512, from 1 to 256 rows, packed fp32 is 2 to 3 times as fast as `F.linear` at width 768
-    (equally fast at one row of width 384), and packed bf16 1.1 to 1.9 times as fast as packed fp32.
-    Up to `plain_rows` rows are multiplied with `plain`, the same weights [in, out], by `F.linear`:
-    see `rows_of_plain`.
+    cpu.c as a shared library, in the user's cache: compiled if none of this source, compiler and
+    CPU is there, which takes a second. Raises ValueError with the compiler's words if it fails.
     """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, plain=None, plain_rows=0):
-        super().__init__()
-        weight = weight.detach()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        # no parameter: it has the dtype of the weights
-        self.bias = None if bias is None else bias.detach()
-        self.plain = plain
-        self.plain_rows = plain_rows
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.plain_rows and x.shape[:-1].numel() <= self.plain_rows:
-            return F.linear(x, self.plain.t(), self.bias)
-        x = x.to(self.weight.dtype)
-        return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
-
-
-class UnpackedLinear(nn.Module):
-    """As PackedLinear where oneDNN packs no weights of this dtype: bf16 needs AVX-512."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+    command = [*compiler, *FLAGS, *FLAGS_OF.get(platform.machine(), [])]
+    run = subprocess.run
+    # with -v it says which one it is, and what -march=native stands for
+    about = run([*command, "-###", SOURCE, "-o", "cpu.so"], capture_output=True).stderr
+    made_of = hashlib.sha256(SOURCE.read_bytes() + about)
+    path = cache_folder() / f"cpu-{made_of.hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        new = Path(folder) / path.name
+        result = run([*command, SOURCE, "-o", new, "-lm"], capture_output=True, text=True)
+        if result.returncode:
+            raise ValueError(
+                f"the C compiler failed ({shlex.join(compiler)}): mend it, or let CC name another, "
+                f"or choose --attention torch. It said:\n{result.stderr.strip()}"
+            )
+        new.rename(path)  # another process may have done so: they are the same
+    return path
 
 
-def int8_is_exact() -> bool:
-    """
-    Whether oneDNN adds up products of 8-bit integers exactly here. Without VNNI instructions it
-    adds two of them in 16 bits, which 2 * 255 * 127 overflows. The product is tried: unlike a list
-    of what the CPU can do, it also knows ONEDNN_MAX_CPU_ISA.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return False
-    linear = Int8Linear(torch.ones(1, 2), None)
-    return linear(torch.ones(1, 2)).item() > 1.9  # and not 0.02
+# --------------------------------------------------------------------------------------------------
+# The operators
+
+KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as OPERATORS
+POINTERS = (
+    "x y x_scale weight scale bias delta k_norm rotation kv tokens positions slots requests tables"
+)
+NUMBERS = "N K H Hk D S M k_to_v window activation gated rms"
 
 
-def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]."""
-    weight = weight.detach().float()
-    scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
-    integers = (weight / scale[:, None]).round().to(torch.int8)
-    return integers, scale
+class Op(ctypes.Structure):
+    """One operator, as cpu.c declares it."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in POINTERS.split()),
+        *((name, ctypes.c_int64) for name in NUMBERS.split()),
+        ("factor", ctypes.c_double),
+        ("cap", ctypes.c_double),
+    ]
 
 
-class Int8Linear(nn.Module):
-    """
-    A linear layer of 8-bit integers, by oneDNN (W8A8, dynamic quantization). Weights [out, in] take
-    a quarter of fp32's bytes and have one scale for each output. Rows of x, fp32 as the result is,
-    are rounded as well, each with a scale of its own: whatever else is in the batch, a row gets the
-    same result, to the last bit. At width 768 the layer takes 0.3 to 0.7 of fp32's time. Rounding
-    takes 15 us, more than one row of width 384 saves. (torch's own product, of int8 weights and
-    bf16 rows, takes a third of fp32's time there, but from 64 rows on more than all of it.)
-    """
+class Tables(NamedTuple):
+    """What batch.prepared holds for each window."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.bias = bias
-        integers, scale = int8_weights(weight)
-        self.weight = torch.ops.onednn.qlinear_prepack(integers, None)
-        self.scale = scale / LARGEST  # x has integers of the same range
-        self.half = torch.tensor(128.5)
-        self.zero = torch.zeros_like(scale, dtype=torch.int64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        # (.., 1); where it is 0 the row's integers mean nothing, and the result is 0 times them
-        largest = x.abs().amax(-1, keepdim=True)
-        # rounded to 1 .. 255, where 128 stands for 0; a number for `half` would take twice as long
-        steps = torch.add(self.half, x / largest, alpha=LARGEST).to(torch.uint8)
-        rows = (steps, 1.0, 128)
-        weights = (self.weight, self.scale, self.zero)
-        no_bias = None  # y is not scaled yet
-        result = (1.0, 0, torch.float32, "none", [], "")
-        y = torch.ops.onednn.qlinear_pointwise(*rows, *weights, no_bias, *result)
-        y *= largest
-        return y if self.bias is None else y.add_(self.bias)
+    tables: Tensor  # [B, M] int32 block tables
+    requests: Tensor  # [T] int64: whose table a token has
 
 
-def rows_of_plain(weights: list[Tensor]) -> int:
-    """
-    Up to how many rows (0, 1 or 16) torch's own product with plain fp32 weights is so much faster
-    than the packed one that it is worth to keep them, too. It depends on the CPU and the width, so
-    both are timed, for some milliseconds: on an Intel Xeon one row takes 0.5 (width 384) to 0.75
-    (width 576) of the packed time and 16 rows 0.7 (width 384) to 1.1, on an AMD EPYC plain weights
-    are no faster. The weights are all of several layers, in turn: what a cache still holds of one
-    is multiplied in another time, and some shapes gain less than others.
-    """
-    packed = [PackedLinear(weight, None) for weight in weights]
-    plain = [partial(F.linear, weight=weight.t().contiguous().t()) for weight in weights]
-
-    def seconds(layers: list[Callable], rows: int) -> float:
-        inputs = [torch.ones(rows, weight.shape[1]) for weight in weights]
-
-        def sweep():
-            for layer, x in zip(layers, inputs, strict=True):
-                layer(x)
-
-        return min(timeit.repeat(sweep, number=1, repeat=5))
-
-    for rows in 16, 1:
-        if seconds(plain, rows) < MUCH_FASTER * seconds(packed, rows):
-            return rows
-    return 0
+def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tables:
+    lens = torch.tensor(batch.query_lens_host)
+    requests = torch.arange(len(lens))
+    if len(lens) < len(batch.tokens):
+        requests = requests.repeat_interleave(lens)
+    return Tables(batch.block_tables.contiguous(), requests)
 
 
-class ShortRMSNorm(nn.Module):
-    """
-    As model.RMSNorm of fp32, in four operations, where a CPU's F.rms_norm takes nine: a token has
-    two to four norms in each layer. x / sqrt(mean of x^2 + eps) is sqrt(n) x / sqrt(|x|^2 + n eps).
-    """
+class CpuKernels:
+    """The library and its pool of threads. Raises ValueError if it cannot be built."""
 
-    def __init__(self, norm: RMSNorm):
-        super().__init__()
-        n = len(norm.weight)
-        self.weight = nn.Parameter(norm.weight * n**0.5)
-        self.register_buffer("least", torch.tensor((n * norm.eps) ** 0.5))
+    def __init__(self, compiler: list[str], threads: int | None = None):
+        self.library = ctypes.CDLL(str(library(compiler)))
+        self.library.open_pool.restype = ctypes.c_void_p
+        self.library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + 2 * [ctypes.c_int64]
+        threads = threads or torch.get_num_threads()
+        self.pool = self.library.open_pool(threads)
+        weakref.finalize(self, self.library.close_pool, ctypes.c_void_p(self.pool))
+        self.recorded: list | None = None  # operators, while a step is recorded
+        self.buffers: dict[tuple, Tensor] = {}  # of the recorded step
 
-    def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(self.least)
-        return (x / length).mul_(self.weight)
+    def table(self, other: Ops) -> Ops:
+        """The table of these operators, and for what they do not do those of another."""
+        return other._replace(
+            name="cpu",
+            embed=self.embed,
+            rotation=self.rotation,
+            add_norm=self.add_norm,
+            project_qkv=self.project_qkv,
+            attend=self.attend,
+            linear=self.linear,
+            head=self.head,
+            prepare=prepare,
+            record=self.record,
+        )
+
+    def compute(self, kind: str, R: int, **fields):
+        """Compute an operator for R rows, or record it. Fields are those of `Op`."""
+        op = Op(kind=KINDS.index(kind))
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                assert value.is_contiguous(), f"{name} must be contiguous"
+                value = value.data_ptr()
+            setattr(op, name, value)
+        if self.recorded is None:
+            self.library.run(self.pool, ctypes.byref(op), 1, R)
+        else:
+            self.recorded.append((op, fields))
+
+    def rows(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
+        """
+        Room for a result [R, width]. In a recorded step all results of one role and width share
+        theirs: none is read again once the next is written.
+        """
+        new = torch.empty(R, width, dtype=dtype)
+        return new if self.recorded is None else self.buffers.setdefault((role, width), new)
+
+    def embed(
+        self, tokens: Tensor, positions: Tensor, wte: nn.Module, wpe: nn.Module | None, scale: float
+    ) -> Tensor:
+        R = len(tokens)
+        K = wte.weight.shape[1]
+        x = self.rows("x", R, K)
+        of_token = {"tokens": tokens, "weight": wte.weight, "scale": scale_of(wte)}
+        of_position = {"positions": positions, "bias": None if wpe is None else wpe.weight}
+        self.compute("embed", R, **of_token, **of_position, y=x, K=K, factor=scale)
+        return x
+
+    def rotation(self, positions: Tensor, frequencies: Tensor) -> Tensor:
+        """[T, D]: D / 2 cosines, then as many sines."""
+        R = len(positions)
+        D = 2 * len(frequencies)
+        y = torch.empty(R, D)
+        self.compute("rotation", R, positions=positions, weight=frequencies, y=y, D=D)
+        return y
+
+    def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+        R, K = x.shape
+        y = self.rows("norm", R, K)
+        kind = {"factor": norm.eps, "rms": isinstance(norm, RMSNorm)}
+        of_norm = {"weight": norm.weight, "bias": norm.bias}
+        self.compute("add_norm", R, x=x, delta=delta, y=y, K=K, **of_norm, **kind)
+        return x, y
+
+    def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
+        """q is what `attend` takes it for: queries, keys and values [T, (H + 2 Hk) D]."""
+        qkv = self.product("qkv", y, attn.c_attn)
+        norms = {}
+        if attn.q_norm is not None:
+            norms = {"weight": attn.q_norm.weight, "k_norm": attn.k_norm.weight}
+            norms["factor"] = attn.q_norm.eps
+        rotation = batch.rotations.get(attn.window)
+        place = {"slots": batch.slot_mapping} | pool_fields(attn, kv)
+        self.compute("heads", len(y), x=qkv, rotation=rotation, **norms, **place)
+        return qkv, kv
+
+    def attend(self, qkv: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
+        T = len(qkv)
+        tables, requests = batch.prepared[attn.window]
+        y = self.rows("attend", T, attn.H * attn.D)
+        seen = {"positions": batch.positions, "window": attn.window}
+        seen |= {"requests": requests, "tables": tables, "M": tables.shape[1]}
+        scores = {"factor": attn.scale, "cap": attn.softcap}
+        self.compute("attend", T, x=qkv, y=y, **seen, **scores, **pool_fields(attn, kv))
+        return y.view(T, attn.H, attn.D)
+
+    def linear(self, x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
+        role = "wide" if activation else "delta"
+        return self.product(role, x, layer, activation, gated)
+
+    def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
+        return self.product("logits", x.contiguous(), layer, softcap=softcap)
+
+    def product(
+        self, role: str, x: Tensor, layer, activation=None, gated=False, softcap=0.0
+    ) -> Tensor:
+        """x [R, K] times the layer's weights, rounded before if these are integers."""
+        R, K = x.shape
+        N = len(layer.weight)
+        y = self.rows(role, R, N // 2 if gated else N)
+        scale = scale_of(layer)
+        x_scale = None
+        if scale is not None:
+            integers = self.rows("integers", R, K, torch.int16)
+            x_scale = self.rows("x_scale", R, 1)
+            limit = largest_activation(K)
+            self.compute("round", R, x=x, y=integers, x_scale=x_scale, K=K, factor=limit)
+            x = integers
+        of_layer = {"weight": layer.weight, "scale": scale, "bias": layer.bias, "N": N, "K": K}
+        end = {"activation": 0, "gated": gated, "cap": softcap}
+        if activation:
+            end["activation"] = 1 + list(ACTIVATIONS).index(activation)
+        self.compute("linear", R, x=x, x_scale=x_scale, y=y, **of_layer, **end)
+        return y
+
+    # -- a step ------------------------------------------------------------------------------------
+
+    def record(self, model: GPT, kv: Tensor, ops: Ops, T: int, B: int, M: int) -> Callable:
+        """
+        The model's `hidden` for steps of at most T tokens and B requests with M blocks, as
+        hidden(batch) -> x [T, width], which the next step overwrites.
+        """
+        tokens, positions, slots, requests = torch.zeros(4, T, dtype=torch.int64).unbind()
+        tables = torch.zeros(B, M, dtype=torch.int32)
+        none = torch.empty(0)
+        batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
+        batch.prepared = {window: Tables(tables, requests) for window in model.config.windows}
+        self.recorded = []
+        self.buffers = {}
+        x = model.hidden(batch, kv)
+        kept = self.recorded  # and with it the tensors that the operators have addresses of
+        self.recorded = None
+        program = (Op * len(kept))(*(op for op, _ in kept))
+
+        def hidden(batch: Batch) -> Tensor:
+            plan = next(iter(batch.prepared.values()))
+            n = len(batch.tokens)
+            tokens[:n] = batch.tokens
+            positions[:n] = batch.positions
+            slots[:n] = batch.slot_mapping
+            requests[:n] = plan.requests
+            b, m = plan.tables.shape
+            tables[:b, :m] = plan.tables
+            self.library.run(self.pool, program, len(kept), n)
+            return x[:n]
+
+        return hidden
 
 
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN is here and packs weights of this dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
+def scale_of(layer: nn.Module) -> Tensor | None:
+    """Of weights that are integers: see `packed.Int8Linear`."""
+    return getattr(layer, "scale", None)
 
 
-def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
-    """
-    A copy of the model for serving on a CPU, its matrices packed, if oneDNN can, in the dtype that
-    they have or, with `quantize` "int8", as integers; all else is fp32. Raises ValueError for
-    "int8" without oneDNN or VNNI instructions, and for what is neither.
-    """
-    weight = model.wte.weight
-    if quantize == "int8":
-        if weight.device.type != "cpu" or not int8_is_exact():
-            needs = "needs a CPU with VNNI instructions, and oneDNN"
-            raise ValueError(f"--quantize int8 {needs}, not {weight.device}")
-        return with_short_norms(with_layers(model, Int8Linear))
-    if quantize != "none":
-        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
-    if not can_pack(weight):
-        return with_short_norms(with_layers(model, UnpackedLinear))
-    rows = 0
-    if weight.dtype == torch.float32:
-        count = 1 + BEYOND_CACHES // sum(weight.nbytes for weight in model.h[0].parameters())
-        enough = [w.detach() for w in model.h[:count].parameters() if w.ndim == 2]
-        rows = rows_of_plain(enough)
-
-    def pack(weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        plain = weight.detach().t().contiguous() if rows else None
-        return PackedLinear(weight, bias, plain, rows)
-
-    def pack_head(weight: Tensor, bias: None) -> PackedLinear:
-        plain = weight.detach().t() if rows else None  # of a tied head the embedding: no copy
-        return PackedLinear(weight, None, plain, min(rows, 1))
-
-    return with_short_norms(with_layers(model, pack, pack_head))
-
-
-def pack_if_quantized(model: GPT, quantize: str = "none") -> GPT:
-    """`Ops.pack_weights` of all but CPUs: the model itself, unless 8-bit integers are asked for."""
-    return model if quantize == "none" else packed_for_cpu(model, quantize)
-
-
-def with_short_norms(model: GPT) -> GPT:
-    """The model itself, changed in place."""
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, RMSNorm):
-                setattr(parent, name, ShortRMSNorm(child))
-    return model
-
-
-def with_layers(model: GPT, layer: Callable, head: Callable | None = None) -> GPT:
-    """
-    A copy of the model with layer(weight, bias) for each linear layer, `head` for the last one,
-    fp32 for all else. Unchanged weights share their memory with the model.
-    """
-    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
-    model = deepcopy(model, shared)  # which takes these for copies
-    for block in model.h:
-        for parent in (block.attn, block.mlp):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, layer(child.weight, child.bias))
-    model.lm_head = (head or layer)(model.lm_head.weight, None)
-    # packed weights are no parameters, and stay what they are
-    return model.float()
+def pool_fields(attn: Attention, kv: Tensor) -> dict:
+    """A layer's pool [2, num_blocks + 1, Hk, S, D], as `Op` has it."""
+    S = kv.shape[3]
+    return {"kv": kv, "k_to_v": kv.stride(0), "H": attn.H, "Hk": attn.Hk, "D": attn.D, "S": S}

@@ -8,6 +8,9 @@ masks most of it: right, and slow. Letters as in kernels.py; and b requests of u
 """
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -122,6 +125,12 @@ def tile_lists(tables: Tensor, lens: Tensor, kv: Tensor, rows: int) -> tuple[Ten
     count = count.repeat_interleave(Hk)
     count = count[:, None, None].repeat(1, 1, rows)
     return count, tiles, S
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler, which torch.compile needs on a CPU."""
+    usual = "clang++" if sys.platform == "darwin" else "g++"
+    return shutil.which(os.environ.get("CXX") or usual)
 
 
 @cache

@@ -387,15 +387,17 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     return model.linear(x, layer, activation)
 
 
-def head(x: Tensor | LazyNorm, layer) -> Tensor:
+def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
     """
     Logits [R, V] of x [R, K], by these kernels where cuBLAS is no faster. In 16 bits it takes five
     times as long where 8 does not divide the vocabulary.
     """
     in_16_bits = layer.weight.element_size() == 2
     if len(x) == 1 or (in_16_bits and (len(x) <= FEW_ROWS or len(layer.weight) % 8)):
-        return launch_linear(x, layer, is_head=True)
-    return layer(x)
+        logits = launch_linear(x, layer, is_head=True)
+    else:
+        logits = layer(x)
+    return model.soft_cap(logits, softcap) if softcap else logits
 
 
 class QKVTargets(NamedTuple):

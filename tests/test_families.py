@@ -34,12 +34,11 @@ import kernels
 from checkpoint import CheckpointError, load_checkpoint
 from engine.engine import Engine
 from model import TORCH
-from ops import cpu, flex
-from ops.cpu import int8_is_exact
+from ops import flex, packed
 from params import SamplingParams, Settings
 
 TEXT = text(1, 75)
-needs_compiler = pytest.mark.skipif(not cpu.cpp_compiler(), reason="needs a C++ compiler")
+needs_compiler = pytest.mark.skipif(not flex.cpp_compiler(), reason="needs a C++ compiler")
 ENGINE = {"block_size": 4, "num_blocks": 48, "max_num_seqs": 6, "token_budget": 24}
 
 
@@ -248,12 +247,11 @@ def test_compiled(family, compiler, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not int8_is_exact(), reason="needs a CPU with VNNI")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_int8(family):
     """The same as the quantized model run densely: nearly, since a row's scale is its own."""
     _, ours = pair(family)
-    reference = cpu.packed_for_cpu(ours, "int8")
+    reference = packed.packed_for_cpu(ours, "int8")
     engine = Engine(ours, Settings(**ENGINE | {"quantize": "int8"}))
     prompt = TEXT[:40]
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -14,8 +14,8 @@ from checkpoint import SavedWeights, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
 from engine.sizing import check_fits
-from ops import cpu
-from ops.cpu import PackedLinear, UnpackedLinear, packed_for_cpu
+from ops import packed
+from ops.packed import PackedLinear, UnpackedLinear, packed_for_cpu
 from params import SamplingParams, Settings
 
 
@@ -111,9 +111,9 @@ def test_packing_copies_only_what_it_packs(dtype, can_pack, monkeypatch):
     between layers in bf16 as well: all but matrices is fp32.
     """
     if not can_pack:
-        monkeypatch.setattr(cpu, "can_pack", lambda weight: False)
+        monkeypatch.setattr(packed, "can_pack", lambda weight: False)
     model = random_model(**LLAMA | {"tied": True}).to(dtype)
-    kind = PackedLinear if cpu.can_pack(model.wte.weight) else UnpackedLinear
+    kind = PackedLinear if packed.can_pack(model.wte.weight) else UnpackedLinear
     tokens = torch.arange(9)[None]
     before = model(tokens)[0]
     packed = packed_for_cpu(model)
