@@ -48,7 +48,7 @@ typedef struct {
     const int64_t *slots;     // [R] where K and V of the row go
     const int64_t *requests;  // [R] whose block table
     const int32_t *tables;    // [B, M] block tables
-    int64_t N, K, H, Hk, D, S, M, k_to_v, window, activation, gated, rms;
+    int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
     double factor; // embed's or attention's scale, the norms' epsilon, the integers' largest
     double cap;    // soft cap of scores or logits; 0: none
 } Op;
@@ -57,12 +57,13 @@ typedef struct {
 // Vectors and functions
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 4, COLS = 4 }; // of a vector; of a tile, whose sums stay in registers
+enum { LANES = 16, SUMS = 24, COLS = 4 }; // of a vector; vectors of sums that stay in registers
 #elif defined(__AVX__)
-enum { LANES = 8, ROWS = 3, COLS = 4 };
+enum { LANES = 8, SUMS = 12, COLS = 2 };
 #else
-enum { LANES = 4, ROWS = 3, COLS = 4 };
+enum { LANES = 4, SUMS = 12, COLS = 2 };
 #endif
+enum { ROWS = 6, PANEL = 16 }; // of a tile; outputs whose weights are kept together
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -155,12 +156,13 @@ static void activate(float *x, int64_t n, int64_t activation)
 static void embed(const Op *op, int64_t r)
 {
     float *y = (float *)op->y + r * op->K;
-    int64_t at = op->tokens[r] * op->K;
+    int64_t token = op->tokens[r], panel = op->panel;
+    int64_t at = token / panel * panel * op->K + token % panel;
     for (int64_t k = 0; k < op->K; k++)
         if (op->scale)
-            y[k] = ((const int8_t *)op->weight)[at + k] * op->scale[op->tokens[r]];
+            y[k] = ((const int8_t *)op->weight)[at + k] * op->scale[token];
         else
-            y[k] = ((const float *)op->weight)[at + k];
+            y[k] = ((const float *)op->weight)[at + k * panel];
     for (int64_t k = 0; k < op->K; k++)
         y[k] *= (float)op->factor;
     if (op->bias)
@@ -341,33 +343,35 @@ static void attend(const Op *op, int64_t task)
 }
 
 // -------------------------------------------------------------------------------------------------
-// Linear layers: y [R, N] = activation(x [R, K] weight [N, K]^T + bias)
+// Linear layers: y [R, N] = activation(x [R, K] weight^T + bias)
+//
+// In fp32 the weights [N, K] are kept in panels of 16 outputs, [N / 16, K, 16]: an input is
+// multiplied with a panel's 16 weights at once, and each output is the sum over K in its order.
+// Integers are kept as [N, K].
 
-enum { ROW_BLOCK = 64, MOST_COLUMNS = 256, CACHE = 1 << 17 }; // of a task; bytes of its weights
+enum { ROW_BLOCK = 66, MOST_COLUMNS = 256, CACHE = 1 << 18 }; // of a task; bytes of its weights
+enum { VECTORS = PANEL / LANES, ROOM = MOST_COLUMNS + 4 * PANEL };
 
-// Products of `rows` rows of x with `cols` rows of w.
+// Products of `rows` rows of x with `panels` panels of weights.
 INLINE void tile_fp32(
-    const float *w, const float *x, int64_t K, int rows, int cols, float y[][MOST_COLUMNS])
+    const float *w, const float *x, int64_t K, int rows, int panels, float y[][ROOM])
 {
-    Vector sum[ROWS][COLS] = {0};
-    int64_t k = 0;
-    for (; k + LANES <= K; k += LANES)
-        for (int c = 0; c < cols; c++) {
-            Vector weights = load(w + c * K + k);
+    Vector sum[ROWS][4 * VECTORS] = {0};
+    for (int64_t k = 0; k < K; k++)
+        for (int v = 0; v < panels * VECTORS; v++) {
+            Vector weights = load(w + v / VECTORS * PANEL * K + k * PANEL + v % VECTORS * LANES);
             for (int r = 0; r < rows; r++)
-                sum[r][c] += weights * load(x + r * K + k);
+                sum[r][v] += weights * x[r * K + k];
         }
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++) {
-            y[r][c] = sum_of(sum[r][c]);
-            for (int64_t rest = k; rest < K; rest++)
-                y[r][c] += w[c * K + rest] * x[r * K + rest];
-        }
+        for (int v = 0; v < panels * VECTORS; v++)
+            store(y[r] + v * LANES, sum[r][v]);
 }
 
-// The same of integers. The compiler makes multiply-add instructions of 16-bit pairs of it.
+// Products of `rows` rows of integers x with `cols` rows of w, exact. The compiler makes multiply-add
+// instructions for pairs of 16 bits of it.
 INLINE void tile_int8(const int8_t *w, const float *scale, const int16_t *x, const float *x_scale,
-                      int64_t K, int rows, int cols, float y[][MOST_COLUMNS])
+                      int64_t K, int rows, int cols, float y[][ROOM])
 {
     int32_t sum[ROWS][COLS] = {0};
     for (int64_t k = 0; k < K; k++)
@@ -379,30 +383,40 @@ INLINE void tile_int8(const int8_t *w, const float *scale, const int16_t *x, con
             y[r][c] = (float)sum[r][c] * (scale[c] * x_scale[r]);
 }
 
-INLINE void tile(const Op *op, int64_t r, int rows, int64_t n, int cols, float y[][MOST_COLUMNS])
+// Columns n .. n + cols, to y, of a number of rows that the compiler knows.
+INLINE void product_of(
+    const Op *op, int64_t r, const int rows, int64_t n, int64_t cols, float y[][ROOM])
 {
-    int64_t K = op->K;
-    if (op->scale)
-        tile_int8((const int8_t *)op->weight + n * K, op->scale + n, (const int16_t *)op->x + r * K,
-                  op->x_scale + r, K, rows, cols, y);
-    else
-        tile_fp32((const float *)op->weight + n * K, (const float *)op->x + r * K, K, rows, cols, y);
+    int64_t K = op->K, c = 0;
+    if (op->scale) {
+        const int8_t *w = (const int8_t *)op->weight + n * K;
+        const int16_t *x = (const int16_t *)op->x + r * K;
+        for (; c + COLS <= cols; c += COLS)
+            tile_int8(w + c * K, op->scale + n + c, x, op->x_scale + r, K, rows, COLS, (void *)(y[0] + c));
+        for (; c < cols; c++)
+            tile_int8(w + c * K, op->scale + n + c, x, op->x_scale + r, K, rows, 1, (void *)(y[0] + c));
+        return;
+    }
+    const float *w = (const float *)op->weight + n * K, *x = (const float *)op->x + r * K;
+    int most = SUMS / (rows * VECTORS);
+    const int panels = most > 4 ? 4 : most;
+    for (; c + panels * PANEL <= cols; c += panels * PANEL)
+        tile_fp32(w + c * K, x, K, rows, panels, (void *)(y[0] + c));
+    for (; c < cols; c += PANEL)
+        tile_fp32(w + c * K, x, K, rows, 1, (void *)(y[0] + c));
 }
 
-// Columns n .. n + cols of `rows` rows: in each number of rows the loops are unrolled.
-static void product(const Op *op, int64_t r, int rows, int64_t n, int64_t cols, float y[][MOST_COLUMNS])
+static void product(
+    const Op *op, int64_t r, int rows, int64_t n, int64_t cols, float y[][ROOM])
 {
-    int64_t c = 0;
-    for (; c + COLS <= cols; c += COLS)
-        switch (rows) {
-        case 1: tile(op, r, 1, n + c, COLS, (void *)(y[0] + c)); break;
-        case 2: tile(op, r, 2, n + c, COLS, (void *)(y[0] + c)); break;
-        case 3: tile(op, r, 3, n + c, COLS, (void *)(y[0] + c)); break;
-        default: tile(op, r, ROWS, n + c, COLS, (void *)(y[0] + c));
-        }
-    for (; c < cols; c++)
-        for (int i = 0; i < rows; i++)
-            tile(op, r + i, 1, n + c, 1, (void *)(y[i] + c));
+    switch (rows) {
+    case 1: product_of(op, r, 1, n, cols, y); break;
+    case 2: product_of(op, r, 2, n, cols, y); break;
+    case 3: product_of(op, r, 3, n, cols, y); break;
+    case 4: product_of(op, r, 4, n, cols, y); break;
+    case 5: product_of(op, r, 5, n, cols, y); break;
+    default: product_of(op, r, ROWS, n, cols, y);
+    }
 }
 
 static void add_bias(const Op *op, float *y, int64_t n, int64_t cols)
@@ -427,23 +441,24 @@ static int64_t columns(const Op *op, int threads)
 
 static void linear(const Op *op, int64_t R, int64_t task, int threads)
 {
-    float gate[ROWS][MOST_COLUMNS], up[ROWS][MOST_COLUMNS];
+    float gate[ROWS][ROOM], up[ROWS][ROOM];
     int64_t N = outputs(op), width = columns(op, threads), blocks = (N + width - 1) / width;
     int64_t n = task % blocks * width, cols = N - n < width ? N - n : width;
+    int64_t into_panel = (N + n) % op->panel; // where the first column of `up` is
     int64_t r = task / blocks * ROW_BLOCK, end = R - r < ROW_BLOCK ? R : r + ROW_BLOCK;
     for (int rows; r < end; r += rows) {
         rows = end - r < ROWS ? (int)(end - r) : ROWS;
         product(op, r, rows, n, cols, gate);
         if (op->gated)
-            product(op, r, rows, N + n, cols, up);
+            product(op, r, rows, N + n - into_panel, cols + into_panel, up);
         for (int i = 0; i < rows; i++) {
             float *y = (float *)op->y + (r + i) * N + n;
             add_bias(op, gate[i], n, cols);
             activate(gate[i], cols, op->activation);
             if (op->gated)
-                add_bias(op, up[i], N + n, cols);
+                add_bias(op, up[i] + into_panel, N + n, cols);
             for (int64_t c = 0; c < cols; c++)
-                y[c] = op->gated ? gate[i][c] * up[i][c] : gate[i][c];
+                y[c] = op->gated ? gate[i][c] * up[i][c + into_panel] : gate[i][c];
             if (op->cap)
                 for (int64_t c = 0; c < cols; c++)
                     y[c] = capped(y[c], (float)op->cap);

@@ -23,16 +23,18 @@ import subprocess
 import tempfile
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
-from ops.packed import largest_activation
+from ops.packed import largest_activation, quantized, with_layers
 
 # --------------------------------------------------------------------------------------------------
 # The compiler
@@ -52,6 +54,15 @@ def c_compiler() -> list[str] | None:
     return command if shutil.which(command[0]) else None
 
 
+def kind_of_cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:  # no Linux
+        return platform.processor()
+    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
+
+
 def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
 
@@ -62,17 +73,16 @@ def library(compiler: list[str]) -> Path:
     CPU is there, which takes a second. Raises ValueError with the compiler's words if it fails.
     """
     command = [*compiler, *FLAGS, *FLAGS_OF.get(platform.machine(), [])]
-    run = subprocess.run
-    # with -v it says which one it is, and what -march=native stands for
-    about = run([*command, "-###", SOURCE, "-o", "cpu.so"], capture_output=True).stderr
-    made_of = hashlib.sha256(SOURCE.read_bytes() + about)
-    path = cache_folder() / f"cpu-{made_of.hexdigest()[:16]}.so"
+    run = partial(subprocess.run, capture_output=True, text=True)
+    about = run([*compiler, "--version"]).stdout + shlex.join(command) + kind_of_cpu()
+    name = hashlib.sha256(SOURCE.read_bytes() + about.encode()).hexdigest()[:16]
+    path = cache_folder() / f"cpu-{name}.so"
     if path.exists():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         new = Path(folder) / path.name
-        result = run([*command, SOURCE, "-o", new, "-lm"], capture_output=True, text=True)
+        result = run([*command, SOURCE, "-o", new, "-lm"])
         if result.returncode:
             raise ValueError(
                 f"the C compiler failed ({shlex.join(compiler)}): mend it, or let CC name another, "
@@ -83,13 +93,46 @@ def library(compiler: list[str]) -> Path:
 
 
 # --------------------------------------------------------------------------------------------------
+# The weights
+
+PANEL = 16  # as in cpu.c
+
+
+class PanelLinear(nn.Module):
+    """
+    A linear layer, the head, or a tied embedding, for cpu.c alone: weights [N, K] in fp32 as
+    panels of 16 outputs, [N / 16, K, 16], zeros behind the last.
+    """
+
+    scale = None
+
+    def __init__(self, weight: Tensor, bias: Tensor | None):
+        super().__init__()
+        self.out_features, K = weight.shape
+        padded = F.pad(weight.detach().float(), (0, 0, 0, -self.out_features % PANEL))
+        self.weight = padded.view(-1, PANEL, K).transpose(1, 2).contiguous()
+        self.bias = None if bias is None else bias.detach().float()
+
+
+def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
+    """A copy of the model with `PanelLinear`, or with `Int8Linear`."""
+    if quantize != "none":
+        return quantized(model)
+    is_tied = model.config.tied
+    model = with_layers(model, PanelLinear)
+    if is_tied:
+        model.wte = model.lm_head
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
 # The operators
 
 KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as OPERATORS
 POINTERS = (
     "x y x_scale weight scale bias delta k_norm rotation kv tokens positions slots requests tables"
 )
-NUMBERS = "N K H Hk D S M k_to_v window activation gated rms"
+NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
 
 class Op(ctypes.Structure):
@@ -144,6 +187,7 @@ class CpuKernels:
             linear=self.linear,
             head=self.head,
             prepare=prepare,
+            pack_weights=packed_for_kernels,
             record=self.record,
         )
 
@@ -174,7 +218,7 @@ class CpuKernels:
         R = len(tokens)
         K = wte.weight.shape[1]
         x = self.rows("x", R, K)
-        of_token = {"tokens": tokens, "weight": wte.weight, "scale": scale_of(wte)}
+        of_token = {"tokens": tokens, **weight_fields(wte)}
         of_position = {"positions": positions, "bias": None if wpe is None else wpe.weight}
         self.compute("embed", R, **of_token, **of_position, y=x, K=K, factor=scale)
         return x
@@ -229,17 +273,16 @@ class CpuKernels:
     ) -> Tensor:
         """x [R, K] times the layer's weights, rounded before if these are integers."""
         R, K = x.shape
-        N = len(layer.weight)
+        N = layer.out_features
         y = self.rows(role, R, N // 2 if gated else N)
-        scale = scale_of(layer)
         x_scale = None
-        if scale is not None:
+        if layer.weight.dtype == torch.int8:
             integers = self.rows("integers", R, K, torch.int16)
             x_scale = self.rows("x_scale", R, 1)
             limit = largest_activation(K)
             self.compute("round", R, x=x, y=integers, x_scale=x_scale, K=K, factor=limit)
             x = integers
-        of_layer = {"weight": layer.weight, "scale": scale, "bias": layer.bias, "N": N, "K": K}
+        of_layer = {"bias": layer.bias, "N": N, "K": K, **weight_fields(layer)}
         end = {"activation": 0, "gated": gated, "cap": softcap}
         if activation:
             end["activation"] = 1 + list(ACTIVATIONS).index(activation)
@@ -280,9 +323,10 @@ class CpuKernels:
         return hidden
 
 
-def scale_of(layer: nn.Module) -> Tensor | None:
-    """Of weights that are integers: see `packed.Int8Linear`."""
-    return getattr(layer, "scale", None)
+def weight_fields(layer: nn.Module) -> dict:
+    """Weights, as `Op` has them, of `PanelLinear`, `Int8Linear` or an embedding."""
+    panel = PANEL if layer.weight.ndim == 3 else 1
+    return {"weight": layer.weight, "scale": getattr(layer, "scale", None), "panel": panel}
 
 
 def pool_fields(attn: Attention, kv: Tensor) -> dict:

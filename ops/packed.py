@@ -21,6 +21,7 @@ from model import GPT, RMSNorm
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
 LARGEST = 127  # of the 8-bit integers; the smallest is -127
+ROWS_AT_ONCE = 1024
 
 
 class PackedLinear(nn.Module):
@@ -55,12 +56,19 @@ class UnpackedLinear(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
 
 
-def int8_weights(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]."""
-    weight = weight.detach().float()
-    scale = weight.abs().amax(1).clamp(min=1e-12) / LARGEST
-    integers = (weight / scale[:, None]).round().to(torch.int8)
-    return integers, scale
+def int8_weights(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+    """
+    Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]. A few
+    rows at a time: in fp32 the whole of an embedding may be as large as the model in integers.
+    """
+    integers = torch.empty_like(weight, dtype=torch.int8)
+    scale = torch.empty_like(weight[:, 0], dtype=torch.float32)
+    parts = (tensor.split(ROWS_AT_ONCE) for tensor in (weight.detach(), integers, scale))
+    for rows, integers_of_rows, scale_of_rows in zip(*parts, strict=True):
+        rows = rows.float()
+        scale_of_rows.copy_(rows.abs().amax(1).clamp(min=1e-12) / LARGEST)
+        integers_of_rows.copy_((rows / scale_of_rows[:, None]).round())
+    return nn.Parameter(integers, False), nn.Parameter(scale, False)
 
 
 def largest_activation(K: int) -> int:
@@ -68,7 +76,26 @@ def largest_activation(K: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
-class Int8Linear(nn.Module):
+class Int8Weights(nn.Module):
+    """
+    Weights of 8 bits, one scale for each row. A state dict may have them in fp32 or bf16: they are
+    quantized when they are loaded, so a model without weights (meta device) is quantized first.
+    """
+
+    def __init__(self, weight: nn.Parameter, scale: nn.Parameter):
+        super().__init__()
+        self.out_features = len(weight)
+        self.weight = weight
+        self.scale = scale
+
+    def _load_from_state_dict(self, state: dict, prefix: str, *rest):
+        weight = state.get(prefix + "weight")
+        if weight is not None and weight.is_floating_point():
+            state[prefix + "weight"], state[prefix + "scale"] = int8_weights(weight)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class Int8Linear(Int8Weights):
     """
     A linear layer of 8-bit weights, one scale for each output. Each row of x is rounded, too, to 11
     to 15 bits and a sign; the sums of the products of these integers are exact, whoever computes
@@ -76,9 +103,8 @@ class Int8Linear(nn.Module):
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        self.weight, self.scale = int8_weights(weight)
-        self.bias = None if bias is None else bias.detach().float()
+        super().__init__(*int8_weights(weight))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
 
     def forward(self, x: Tensor) -> Tensor:
         most = largest_activation(x.shape[-1])
@@ -90,13 +116,8 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class Int8Embedding(nn.Module):
-    """An embedding of 8-bit weights, those of `linear`: the head, if it is tied."""
-
-    def __init__(self, linear: Int8Linear):
-        super().__init__()
-        self.weight = linear.weight
-        self.scale = linear.scale
+class Int8Embedding(Int8Weights):
+    """An embedding of 8-bit weights."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens] * self.scale[tokens, None]
@@ -128,14 +149,20 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
+def check_quantize(quantize: str, device: torch.device):
+    """Raises ValueError for 8-bit integers on a GPU."""
+    if quantize != "none" and device.type == "cuda":
+        raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
+
+
+def is_quantized(model: GPT) -> bool:
+    return isinstance(model.wte, Int8Embedding)
+
+
 def quantized_if_asked(model: GPT, quantize: str = "none") -> GPT:
     """The model itself, or a copy in 8-bit integers. Raises ValueError for these on a GPU."""
-    if quantize == "none":
-        return model
-    device = model.wte.weight.device
-    if device.type != "cpu":
-        raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
-    return quantized(model)
+    check_quantize(quantize, model.wte.weight.device)
+    return model if quantize == "none" else quantized(model)
 
 
 def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
@@ -143,17 +170,24 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
     A copy of the model for serving on a CPU with torch: its matrices packed, if oneDNN can, in the
     dtype that they have, or quantized; all else is fp32.
     """
-    if quantize != "none":
+    if quantize != "none" or is_quantized(model):
         return with_short_norms(quantized(model))
     packed = PackedLinear if can_pack(model.wte.weight) else UnpackedLinear
     return with_short_norms(with_layers(model, packed))
 
 
 def quantized(model: GPT) -> GPT:
-    """A copy of the model with `Int8Linear` and `Int8Embedding`; all else is fp32."""
-    is_tied = model.config.tied
+    """
+    A copy of the model with `Int8Linear` and `Int8Embedding`; all else is fp32. If it has these
+    already, their integers are shared.
+    """
     model = with_layers(model, Int8Linear)
-    model.wte = Int8Embedding(model.lm_head if is_tied else Int8Linear(model.wte.weight, None))
+    if is_quantized(model):
+        return model
+    head = model.lm_head
+    is_tied = model.config.tied
+    weights = (head.weight, head.scale) if is_tied else int8_weights(model.wte.weight)
+    model.wte = Int8Embedding(*weights)
     return model
 
 
@@ -173,11 +207,9 @@ def with_layers(model: GPT, layer: Callable) -> GPT:
     """
     shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
     model = deepcopy(model, shared)  # which takes these for copies
-    for block in model.h:
-        for parent in (block.attn, block.mlp):
-            for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear):
-                    setattr(parent, name, layer(child.weight, child.bias))
-    model.lm_head = layer(model.lm_head.weight, None)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(parent, name, layer(child.weight, child.bias))
     # packed weights are no parameters, and stay what they are
     return model.float()

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 
 from ops.inputs import upload
-from params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
+from params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, RANGES, SamplingParams
+
+MOST_LOGPROBS = RANGES["logprobs"].bounds["le"]
 
 # --------------------------------------------------------------------------------------------------
 # Each request's parameters on the device
@@ -251,18 +253,20 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     """
     Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
     -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. LOWEST_LOGPROB is
-    the least, also where a row has NaN or its token is NO_TOKEN.
+    the least, also where a row has NaN or its token is NO_TOKEN. On a CPU a row's results do not
+    depend on the other rows, on the threads, or on n.
     """
+    # not logsumexp, which several threads add up in parts, where there is one row
+    scores = logits.log_softmax(1, dtype=torch.float32)
 
-    total = logits.float().logsumexp(1, keepdim=True)  # [R, 1]
+    def finite(x: Tensor) -> Tensor:
+        return x.nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
 
-    def relative(x: Tensor) -> Tensor:
-        difference = (x.float() - total).nan_to_num(LOWEST_LOGPROB)
-        return difference.clamp(LOWEST_LOGPROB, 0.0)
-
-    best, best_ids = logits.topk(min(n, logits.shape[1]))
-    chosen = logits.gather(1, tokens.clamp(min=0)[:, None])
-    return relative(chosen)[:, 0], best_ids, relative(best)
+    # which of equal logits topk takes depends on how many it takes: as many as can be asked for
+    most = max(n, MOST_LOGPROBS) if n else 0
+    ids = logits.topk(min(most, logits.shape[1])).indices[:, :n]
+    chosen = scores.gather(1, tokens.clamp(min=0)[:, None])
+    return finite(chosen)[:, 0], ids, finite(scores.gather(1, ids))
 
 
 # --------------------------------------------------------------------------------------------------
