@@ -156,12 +156,15 @@ def load_checkpoint(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     check: Callable | None = None,
+    convert: Callable | None = None,
 ) -> GPT:
     """
     Build the model of a checkpoint directory, in evaluation mode. The files are mapped and their
     weights copied one by one: no second copy of them all is ever in memory, and once they are
     loaded the files may be changed. Raises CheckpointError with what to change.
-    check(model without weights, dtype, device), if given, may refuse it before they are loaded.
+    Before they are loaded, convert(model without weights) may return another model whose layers
+    take the same weights and keep them otherwise, as those of `packed.quantized` do, each as it is
+    read; and check(that model, dtype, device) may refuse it.
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -175,21 +178,33 @@ def load_checkpoint(
         for hub_name, part in hub_parts(config, name, weight, family).items():
             shapes[hub_name] = tuple(part.shape)
     saved.check(shapes)
+    if convert:
+        model = convert(model)
     if check:
         check(model, dtype, device)
-    weights = {}
+    # One buffer for all matrices of which integers are made: one for each would leave gaps between
+    # the integers that the allocator neither fills nor gives back.
+    rounded = {name for name in ours if not model.get_parameter(name).is_floating_point()}
+    largest = max((ours[name].numel() for name in rounded), default=0)
+    buffer = torch.empty(largest, dtype=dtype, device=device)
     # by default a lock for processes: Python warns that it leaked when the engine's is killed
     tqdm.set_lock(threading.RLock())
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
         is_norm = config.norm == "rms" and name.endswith(".weight") and ours[name].ndim == 1
         kept = torch.float32 if is_norm else dtype
-        weight = torch.empty(ours[name].shape, dtype=kept, device=device)
+        shape = ours[name].shape
+        if name in rounded:
+            weight = buffer[: shape.numel()].view(shape)
+        else:
+            weight = torch.empty(shape, dtype=kept, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
-        weights[name] = weight.add_(family.norm_offset) if is_norm else weight
-    model.load_state_dict(weights, strict=False, assign=True)
+        weight = weight.add_(family.norm_offset) if is_norm else weight
+        layer, _, kind = name.rpartition(".")
+        model.get_submodule(layer).load_state_dict({kind: weight}, strict=False, assign=True)
     if config.tied:
-        model.lm_head.weight = model.wte.weight
+        shared = model.wte.state_dict(keep_vars=True)  # the parameters themselves
+        model.lm_head.load_state_dict(shared, assign=True)
     return model.to(device).eval()
 
 

@@ -72,8 +72,9 @@ class Engine:
         )
         size = sum(w.nbytes for w in model.parameters()) / 2**20
         dtype = str(model.wte.weight.dtype).removeprefix("torch.")
-        how = "" if settings.quantize == "none" else f", quantize {settings.quantize}"
-        self.weights = f"{size:,.0f} MiB of weights ({dtype}{how})"
+        if settings.quantize not in ("none", dtype):
+            dtype += f", quantize {settings.quantize}"
+        self.weights = f"{size:,.0f} MiB of weights ({dtype})"
         with explain_lack_of_memory(f"{self.weights} and a KV pool of {self.blocks}"):
             self.runner = Runner(model, settings)
         self.started = time.monotonic()

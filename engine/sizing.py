@@ -13,6 +13,8 @@ import torch
 from common import plural
 from engine.runner import kv_dtype
 from model import GPT, GPTConfig
+from ops.choice import choose_ops
+from ops.packed import check_quantize, is_quantized, quantized_if_asked
 from paged import blocks_held
 from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
@@ -87,19 +89,28 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     """
     Raises ValueError, before anything is loaded, where the device has no memory for the weights of
-    a model and a KV pool for one short text. A CPU takes as much again, at least: matrices are
-    packed beside the weights that were loaded, and embeddings are fp32.
+    a model and a KV pool for one short text. Integers are made of one matrix at a time. Other
+    weights a CPU may take twice: matrices are packed beside those that were loaded, and embeddings
+    are fp32.
     """
     device = torch.device(device)
+    check_quantize(settings.quantize, device)
     config = model.config
-    weights = sum(weight.numel() for weight in model.parameters()) * dtype.itemsize
-    kv_itemsize = dtype.itemsize
+    sizes = [weight.numel() for weight in model.parameters()]
+    weights = sum(sizes) * dtype.itemsize
+    kv_itemsize = 4 if device.type == "cpu" else dtype.itemsize
     how = ""
-    if device.type == "cpu":
+    if is_quantized(model):
+        weights = sum(weight.nbytes for weight in model.parameters())
+        weights += max(sizes) * dtype.itemsize
+        dtype = torch.int8
+        how = ", beside one matrix to make them of,"
+    ops, _ = choose_ops(settings.attention, device, dtype)
+    is_packed = ops.pack_weights != quantized_if_asked
+    if device.type == "cpu" and dtype != torch.int8 and is_packed:
         weights *= 2
         if dtype != torch.float32:
             weights += 4 * model.wte.weight.numel()
-        kv_itemsize = 4
         how = ", loaded and packed,"
     tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)
     num_blocks = settings.num_blocks or -(-tokens // settings.block_size)
@@ -110,8 +121,8 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
         raise ValueError(
             f"the model does not fit: its weights in {name}{how} take {weights / 2**20:,.0f} MiB "
             f"and the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: "
-            "end other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16 or a "
-            "smaller model"
+            "end other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16, on "
+            "a CPU --quantize int8, or a smaller model"
         )
 
 

@@ -21,7 +21,7 @@ from model import GPT, RMSNorm
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
 LARGEST = 127  # of the 8-bit integers; the smallest is -127
-ROWS_AT_ONCE = 1024
+ROUNDED_AT_ONCE = 2**18  # weights
 
 
 class PackedLinear(nn.Module):
@@ -59,15 +59,17 @@ class UnpackedLinear(nn.Module):
 def int8_weights(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
     """
     Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]. A few
-    rows at a time: in fp32 the whole of an embedding may be as large as the model in integers.
+    rows at a time: larger temporaries would leave gaps in memory, between the integers.
     """
+    count = max(1, ROUNDED_AT_ONCE // weight.shape[1])
     integers = torch.empty_like(weight, dtype=torch.int8)
     scale = torch.empty_like(weight[:, 0], dtype=torch.float32)
-    parts = (tensor.split(ROWS_AT_ONCE) for tensor in (weight.detach(), integers, scale))
-    for rows, integers_of_rows, scale_of_rows in zip(*parts, strict=True):
-        rows = rows.float()
-        scale_of_rows.copy_(rows.abs().amax(1).clamp(min=1e-12) / LARGEST)
-        integers_of_rows.copy_((rows / scale_of_rows[:, None]).round())
+    if not weight.is_meta:  # else there is nothing to round, and torch would import its compiler
+        parts = (tensor.split(count) for tensor in (weight.detach(), integers, scale))
+        for rows, integers_of_rows, scale_of_rows in zip(*parts, strict=True):
+            rows = rows.float()
+            scale_of_rows.copy_(rows.abs().amax(1).clamp(min=1e-12) / LARGEST)
+            integers_of_rows.copy_((rows / scale_of_rows[:, None]).round())
     return nn.Parameter(integers, False), nn.Parameter(scale, False)
 
 
@@ -205,11 +207,16 @@ def with_layers(model: GPT, layer: Callable) -> GPT:
     A copy of the model with layer(weight, bias) for each linear layer, the head too, and fp32 for
     all else. Unchanged weights share their memory with the model.
     """
-    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
-    model = deepcopy(model, shared)  # which takes these for copies
+    model = shared_copy(model)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 setattr(parent, name, layer(child.weight, child.bias))
     # packed weights are no parameters, and stay what they are
     return model.float()
+
+
+def shared_copy(model: GPT) -> GPT:
+    """A copy of the model whose weights are the same memory."""
+    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
+    return deepcopy(model, shared)  # which takes these for copies
