@@ -9,7 +9,7 @@ test here.
 
 import json
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 import tiny_models
 import transformers
-from judging import TOLERANCE, Judge, dense, distance, log_probabilities, report, shortfall
+from judging import TOLERANCE, Judge, dense, distance, log_probabilities, report, scores_of
 from tiny_models import (
     FAMILIES,
     VOCABULARY,
@@ -38,7 +38,7 @@ from ops import flex, packed
 from params import SamplingParams, Settings
 
 TEXT = text(1, 75)
-needs_compiler = pytest.mark.skipif(not flex.cpp_compiler(), reason="needs a C++ compiler")
+INT8_TOLERANCE = 5e-3  # of log-probabilities
 ENGINE = {"block_size": 4, "num_blocks": 48, "max_num_seqs": 6, "token_budget": 24}
 
 
@@ -225,39 +225,23 @@ def test_served_by_triton(family):
     assert judge.engine.counts()["hit tokens"] == 8
 
 
-# "eager" runs the graph that was captured as it is; C++ is written for the families that have most
-COMPILED = [(family, "eager") for family in FAMILIES]
-COMPILED += [(family, "inductor") for family in ("qwen3-windows", "gemma2", "gemma3")]
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(("family", "compiler"), COMPILED)
-def test_compiled(family, compiler, monkeypatch):
-    """Alone, so that the compiled step takes it, and beside others."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
-    torch._dynamo.reset()
-    judge = Judge(*pair(family), **ENGINE, compile=True)
-    calls, decode_one = [], judge.engine.runner.decode_one
-    judge.engine.runner.decode_one = lambda batch: calls.append(1) or decode_one(batch)
-    judge.ask(TEXT[:40], 12)
-    judge.finish()
-    assert len(calls) == 11
-    serve_all_ways(judge)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", soon("gpt2", "gemma2", "qwen3"))
 def test_int8(family):
-    """The same as the quantized model run densely: nearly, since a row's scale is its own."""
+    """
+    The engine and the quantized model run densely by torch differ as the order of sums in norms and
+    attention makes them: an activation near a half step is rounded to the other side. Would catch:
+    a scale or a matrix that is another's; activations of 8 bits, a hundred times as far off.
+    """
     _, ours = pair(family)
-    reference = packed.packed_for_cpu(ours, "int8")
     engine = Engine(ours, Settings(**ENGINE | {"quantize": "int8"}))
-    prompt = TEXT[:40]
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    [answer] = engine.generate([prompt], params, progress=False)
-    scored = dense(reference, prompt + answer)[len(prompt) - 1 : -1]
-    assert shortfall(scored, answer).max() < 0.1
+    params = SamplingParams(temperature=0, max_tokens=1)
+    engine.add_request("a", TEXT, params, prompt_logprobs=0)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    scores = torch.tensor([score for score, *_ in outputs[-1].prompt_logprobs])
+    reference = dense(packed.packed_for_cpu(ours, "int8"), TEXT)
+    assert (scores_of(reference[:-1], TEXT[1:]) - scores).abs().max() < INT8_TOLERANCE
 
 
 # --------------------------------------------------------------------------------------------------

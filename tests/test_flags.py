@@ -18,7 +18,7 @@ from flags import engine_settings
 
 # The meaning of `serve.py` alone: a reader of README and --help relies on each.
 DEFAULTS = """{
-    "model": "out/stdlib", "device": null, "dtype": "auto", "quantize": "none", "compile": false,
+    "model": "out/stdlib", "device": null, "dtype": "auto", "quantize": "none",
     "attention": "auto", "num_blocks": null, "block_size": 16, "max_model_len": null,
     "max_num_seqs": null, "token_budget": null, "prefill_share": 0.25, "policy": "priority",
     "graphs": true, "prefix_cache": true, "check": false, "host": "127.0.0.1", "port": 8000,
@@ -38,7 +38,6 @@ FLAGS = r"""
 --default-chat-template-kwargs {"a":1} -> {"default_chat_template_kwargs": {"a": 1}}
 --dtype fp32 -> {"dtype": "fp32"}
 --quantize int8 -> {"quantize": "int8"}
---compile -> {"compile": true}
 --attention flex -> {"attention": "flex"}
 --kv-blocks 7 -> {"num_blocks": 7}
 --block-size 8 -> {"block_size": 8}
@@ -90,7 +89,7 @@ def test_each_flag_sets_one_thing(row):
     assert vars(args) == json.loads(DEFAULTS) | json.loads(effect)
     settings = vars(engine_settings(args))
     shared = settings.keys() & vars(args).keys() - {"seed"}  # of the terminal
-    assert len(shared) == 13
+    assert len(shared) == 12
     assert all(settings[name] == getattr(args, name) for name in shared)
 
 

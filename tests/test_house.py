@@ -30,8 +30,8 @@ ARGUMENTS = 8  # the most, without self
 ORDER = [
     "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
     "checkpoint", "kernels",
-    "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
-    "ops.flex", "ops.linear", "ops.fused", "ops.choice", "ops.compiled",
+    "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
+    "ops.flex", "ops.linear", "ops.fused", "ops.choice",
     "engine.runner", "engine.sizing", "engine.links", "engine.events",
     "engine.engine", "engine.process",
     "server.workers", "server.text", "server.protocol",
