@@ -2,13 +2,13 @@
 The measurements behind the figures in README.md and REFERENCE.md.
 
     python bench.py scheduler     # Python time of plan + update, per step
-    python bench.py kernels       # one layer of attention: on a CPU a mixed step; on a GPU decodes
-                                  # by each backend, block sizes, and the floor
+    python bench.py kernels       # one layer of attention on a GPU: by each backend, block sizes,
+                                  # and the floor
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and 32
     python bench.py equality      # greedy answers with graphs, overlap, neither; the dense model's
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
-    python bench.py generate      # engine against Hugging Face's generate, 1 and 8 requests at once
+    python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
 
 assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
@@ -27,6 +27,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -56,14 +57,22 @@ if __name__ == "__main__":
 import torch
 
 from assets import load
-from checkpoint import DTYPES, load_checkpoint, load_config, save_checkpoint, serving_dtype
+from checkpoint import (
+    DTYPES,
+    hub_weights,
+    load_checkpoint,
+    load_config,
+    save_checkpoint,
+    serving_dtype,
+)
 from engine.engine import Engine, flat_batch
 from engine.sizing import bytes_per_block, machine_name
+from families import FAMILIES, hub_config
 from model import GPT, GPTConfig, RMSNorm, Rope
 from ops.choice import choose_ops
-from ops.packed import packed_for_cpu
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import SamplingParams, Settings
+from tokenizer import load_tokenizer
 
 Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
 Answers = list[list[int]]  # token ids
@@ -86,7 +95,8 @@ FLAGS = {  # the help of each argument of a command
     "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
     "quantize": "int8: the engine's weights as integers",
-    "compile": "compile the engine's step of one request",
+    "llama": "a Python that has llama_cpp, to measure llama.cpp beside; not given: without",
+    "limit": "held-out tokens to score",
     "data": "the model's training data: a name in data/, or a folder",
     "streams": "numbers of requests at once",
     "repeats": "runs of each, of which the one with the median time counts",
@@ -266,73 +276,24 @@ def decode_step(n: int) -> Callable:
 # --------------------------------------------------------------------------------------------------
 # Attention, one layer
 
-Step = list[tuple[int, int]]  # requests: new tokens, context length
-Heads = tuple[int, int, int]  # H query heads, Hk KV heads, D head size
-GPT2_HEADS = (12, 12, 64)  # of gpt2-124M
-
-
-class Layer:
-    """
-    One layer's attention in a step whose blocks are permuted all over a pool: in fp32 on a CPU, in
-    bf16 on a GPU.
-    """
-
-    def __init__(self, requests: Step, heads: Heads, S=16, attention="auto", device="cpu"):
-        H, Hk, D = heads
-        B = len(requests)
-        longest = max(context for _, context in requests)
-        M = math.ceil(longest / S)
-        tables = torch.randperm(B * M).view(B, M).tolist()
-        plan = Plan()
-        for i, (n, context) in enumerate(requests):
-            r = Request(i, [0] * context, 1, block_table=tables[i])
-            r.num_filled_slots = context - n
-            if n == 1:
-                plan.decodes.append(r)
-            else:
-                plan.chunks.append((r, n))
-        dtype = torch.bfloat16 if device == "cuda" else torch.float32
-        pool = KVBlockPool(B * M, S, 1, Hk, D, device, dtype)
-        self.kv = pool.kv[0].normal_()
-        config = GPTConfig(n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
-        model = SimpleNamespace(config=config)  # flat_batch needs no weights
-        self.batch = flat_batch(plan, model, pool)
-        self.ops, _ = choose_ops(attention, device)
-        self.batch.prepared = {0: self.ops.prepare(self.batch, H, self.kv)}
-        T = len(self.batch.tokens)
-        randn = partial(torch.randn, dtype=dtype, device=device)
-        self.q = randn(T, H, D)
-        self.k = randn(T, Hk, D)
-        self.v = randn(T, Hk, D)
-        self.attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
-
-    def store(self):
-        self.ops.store_kv(self.k, self.v, self.kv, self.batch)
-
-    def attend(self, kv: torch.Tensor):
-        self.ops.attend(self.q, kv, self.attn, self.batch)
-
-
-DECODES = [(1, 1024)] * 256
+# 256 requests of gpt2-124M decode
+B = 256
+H = 12
+D = 64
+CONTEXT = 1024
 
 
 def bench_kernels() -> dict:
     """
-    On a CPU: one layer of store_kv + attention in fp32, 31 decodes at context 512 and a chunk of
-    256 tokens, 6 heads of 64. On a GPU: microseconds of one layer of paged attention in bf16, 256
-    decodes at context 1,024, 12 heads of 64, by each backend with 16 tokens a block, and by ours
-    with other block sizes; block tables permuted, each call in a CUDA graph and on another pool
-    than the one before. The floor is to read K and V once.
+    On a GPU: microseconds of one layer of paged attention in bf16, 256 decodes at context 1,024, 12
+    heads of 64, by each backend with 16 tokens a block, and by ours with other block sizes; block
+    tables permuted, each call in a CUDA graph and on another pool than the one before. The floor is
+    to read K and V once.
     """
     if DEVICE == "cpu":
-        layer = Layer([(1, 512)] * 31 + [(256, 512)], (6, 6, 64))
-        store = median_seconds(layer.store, 50)
-        attend = median_seconds(lambda: layer.attend(layer.kv), 50)
-        return {"a layer, ms": ms(store + attend, 2)}
+        raise ValueError("kernels are measured on a GPU, here is none: `generate` is for CPUs")
     bandwidth = read_bandwidth("cuda")
-    _, Hk, D = GPT2_HEADS
-    tokens = sum(context for _, context in DECODES)
-    num_bytes = 4 * tokens * Hk * D  # K and V in bf16
+    num_bytes = 4 * B * CONTEXT * H * D  # K and V in bf16
     floor = 1e6 * num_bytes / bandwidth
     result = {"read, GB/s": round(bandwidth / 1e9), "floor, us": round(floor, 1)}
     for backend in ("triton", "flex", "torch"):
@@ -348,31 +309,80 @@ def attention_us(S=16, backend="triton") -> float:
     """
     torch._dynamo.reset()  # FlexAttention compiles for each shape, and has a limit
     torch.cuda.empty_cache()
-    layer = Layer(DECODES, GPT2_HEADS, S, backend, "cuda")
-    number = max(2, min(64, 600_000_000 // layer.kv.nbytes))
-    pools = [torch.randn_like(layer.kv) for _ in range(number)]
-    us = graph_us(lambda i: layer.attend(pools[i]), number)
+    kv, attend = one_layer(S, backend)
+    number = max(2, min(64, 600_000_000 // kv.nbytes))
+    pools = [torch.randn_like(kv) for _ in range(number)]
+    us = graph_us(lambda i: attend(pools[i]), number)
     return round(us, 1)
 
 
+def one_layer(S: int, backend: str, device="cuda") -> tuple[torch.Tensor, Callable]:
+    """A layer's pool, over which the blocks of all requests are permuted; and attend(pool)."""
+    M = math.ceil(CONTEXT / S)
+    plan = Plan()
+    for i, table in enumerate(torch.randperm(B * M).view(B, M).tolist()):
+        r = Request(i, [0] * CONTEXT, 1, block_table=table)
+        r.num_filled_slots = CONTEXT - 1
+        plan.decodes.append(r)
+    pool = KVBlockPool(B * M, S, 1, H, D, device, torch.bfloat16)
+    kv = pool.kv[0].normal_()
+    config = GPTConfig(n_layer=1, n_head=H, n_embd=H * D)
+    batch = flat_batch(plan, SimpleNamespace(config=config), pool)  # it needs no weights
+    ops, _ = choose_ops(backend, device)
+    batch.prepared = {0: ops.prepare(batch, H, kv)}
+    q = torch.randn(B, H, D, dtype=torch.bfloat16, device=device)
+    attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
+    return kv, lambda kv: ops.attend(q, kv, attn, batch)
+
+
 # --------------------------------------------------------------------------------------------------
-# A model on a CPU: against Hugging Face, and what smaller weights cost
+# A model on a CPU: against Hugging Face and llama.cpp, and what smaller weights cost
 
 
-def bench_generate(model="10M", quantize="none") -> dict:
+def bench_generate(model="10M", quantize="none", llama="") -> dict:
     """
-    64 tokens in, 128 out, greedy: milliseconds per token of one request, per step of eight. Engine
-    and Hugging Face, in fp32, in turn, so that both see the same machine.
+    64 tokens in and 64 out, greedy, alone and eight at once: milliseconds a step; and milliseconds
+    of the first token after a prompt of 512, if the context is longer. By turns, so that all see
+    the same machine, and with other prompts each time: the engine; Hugging Face, in fp32; and with
+    --llama llama.cpp, in fp32 or Q8_0.
     """
     gpt = build_model(model)
-    transformers = hugging_face(gpt, model)
     # without prefix cache each answer is computed whole
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
-    return {f"{n} at once": both_generate(engine, transformers, n) for n in (1, 8)}
+    systems = {"engine": lambda work: timed(engine, work, temperature=0)[1]}
+    systems["Hugging Face"] = hugging_face(gpt, model)
+    if llama:
+        ask = llama_cpp(gpt, llama, "F32" if quantize == "none" else "Q8_0")
+        systems["llama.cpp"] = lambda work: ask([prompt for prompt, _ in work], work[0][1])
+    result = {}
+    for n, tokens_in, tokens_out in ((1, 64, 64), (8, 64, 64), (1, 512, 1)):
+        if tokens_in + tokens_out < gpt.config.context_length:
+            work = partial(even_workload, n, tokens_in, tokens_out, gpt.config.vocab_size)
+            result[f"{n} x {tokens_in} in, {tokens_out} out"] = by_turns(systems, work, tokens_out)
+    return result
+
+
+def by_turns(systems: dict[str, Callable], work_of: Callable, steps: int) -> dict:
+    """Milliseconds a step of each system, and how many answers are those of the first one."""
+    seconds = {name: [] for name in systems}
+    equal = Counter()
+    for seed in range(6):
+        work = work_of(seed)
+        answers = {}
+        for name, generate in systems.items():
+            started = perf_counter()
+            answers[name] = generate(work)
+            seconds[name].append(perf_counter() - started)
+            equal[name] += sum(map(eq, answers[name], answers["engine"]))
+    of = 6 * len(work)
+    return {  # the first is warm-up
+        name: {"ms": ms(median(times[1:]) / steps, 2), "equal answers": f"{equal[name]} of {of}"}
+        for name, times in seconds.items()
+    }
 
 
 def hugging_face(gpt: GPT, name: str) -> Callable[[Work], Answers]:
-    """The same weights in transformers: greedy answers of 128 tokens to prompts of equal length."""
+    """The same weights in transformers: greedy answers to prompts of equal length."""
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as directory:
@@ -380,65 +390,107 @@ def hugging_face(gpt: GPT, name: str) -> Callable[[Work], Answers]:
             save_checkpoint(gpt, directory)
             name = directory
         transformers = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 128}
+    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
     @torch.inference_mode()
     def generate(work: Work) -> Answers:
         prompts = torch.tensor([prompt for prompt, _ in work])
+        n = work[0][1]
         mask = torch.ones_like(prompts)
-        texts = transformers.generate(prompts, attention_mask=mask, **options)
-        return texts[:, -128:].tolist()
+        texts = transformers.generate(prompts, attention_mask=mask, max_new_tokens=n, **options)
+        return texts[:, -n:].tolist()
 
     return generate
 
 
-def both_generate(engine: Engine, generate: Callable, n: int) -> dict:
-    """n requests by the engine and by `generate`, in turn, other prompts each time."""
-    seconds = []  # of both
-    equal = 0
-    for seed in range(6):
-        work = even_workload(n, 64, 128, engine.config.vocab_size, seed)
-        ours, answers = timed(engine, work, temperature=0)
-        started = perf_counter()
-        expected = generate(work)
-        seconds.append((ours, perf_counter() - started))
-        equal += sum(map(eq, answers, expected))
-    ours, transformers = map(median, zip(*seconds[1:], strict=True))  # the first is warm-up
-    return {
-        "ms a step": ms(ours / 128, 2),
-        "Hugging Face, ms a step": ms(transformers / 128, 2),
-        "equal answers": f"{equal} of {n * len(seconds)}",
-    }
+def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
+    """llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        write_gguf(gpt, path, format)
+        command = [python, "assets/llama.py", path, str(torch.get_num_threads())]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        process = subprocess.Popen(command, text=True, **pipes)
+        if not process.stdout.readline():  # else it has opened the file
+            raise ValueError(f"--llama {python} did not start: see above")
+
+    def ask(*request):
+        print(json.dumps(request), file=process.stdin, flush=True)
+        return json.loads(process.stdout.readline())
+
+    return ask
 
 
-FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # what a CPU serves -> --quantize
-
-
-def bench_quality(model="out/stdlib", data="stdlib") -> dict:
+def write_gguf(gpt: GPT, path: str, format: str):
     """
-    Held-out text, each token scored once as at the end of training, with the weights in each format
-    that this CPU serves.
+    A Llama as llama.cpp reads it, its matrices in F32 or Q8_0, without a tokenizer. Raises
+    ValueError for other models.
     """
-    from train import Process, evaluate
+    import gguf
+
+    config = gpt.config
+    if hub_config(config, torch.float32)["model_type"] != "llama" or config.rope[0].llama3:
+        raise ValueError("--llama takes a Llama whose positions are not scaled: leave it out")
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.n_inner)
+    writer.add_head_count(config.n_head)
+    writer.add_head_count_kv(config.n_kv_head)
+    writer.add_layer_norm_rms_eps(config.norm_epsilon)
+    writer.add_rope_freq_base(config.rope[0].theta)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layer)
+    for name, weight in hub_weights(gpt, FAMILIES["llama"]).items():
+        if "q_proj" in name or "k_proj" in name:  # there RoPE turns neighbours, not halves
+            halves = weight.unflatten(0, (-1, 2, config.head_size // 2))
+            weight = halves.transpose(1, 2).flatten(0, 2)
+        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else format]
+        data = gguf.quantize(weight.float().numpy(), kind)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # of weights -> --quantize
+
+
+def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:
+    """
+    Bits per byte of held-out text in the model's own tokens, the first of them up to --limit, with
+    the weights in each format that a CPU serves and, with --llama, in llama.cpp's Q8_0. Each token
+    but the first is scored once, in windows of 500 or what the context holds.
+    """
     from training.corpus import load_corpus
 
-    process = Process(torch.device("cpu"), torch.float32, compile=False)
-    corpus = load_corpus(data, process)
-    result = {}
+    corpus = load_corpus(data, SimpleNamespace(is_main=True, wait=tuple))
+    text = corpus.tokenizer.decode(corpus.val.tolist())
+    tokenizer = load_tokenizer(model)
+    tokens = tokenizer.encode(text)[:limit]
+    T = min(500, load_config(model).context_length - 2)
+    windows = [tokens[i : i + T + 1] for i in range(0, len(tokens) - 1, T)]
+    bits = math.log(2) * len(tokenizer.decode_bytes(tokens[1:]))
+    scorers = {}
     for name, quantize in FORMATS.items():
-        dtype = DTYPES.get(name, torch.float32)  # integers are made of fp32
-        gpt = load_checkpoint(model, dtype=dtype)
-        try:
-            gpt = packed_for_cpu(gpt, quantize)
-        except ValueError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-            continue
-        if gpt.config.vocab_size != corpus.tokenizer.vocab_size:
-            raise ValueError(f"{model} was not trained on {data}: name its data with --data")
-        nats, count = evaluate(gpt, corpus, process)
-        bits = corpus.bits_per_byte(nats, count)
-        result[name] = {"nats a token": round(nats / count, 5), "bits a byte": round(bits, 5)}
-    return result
+        gpt = load_checkpoint(model, dtype=DTYPES.get(name, torch.float32))
+        scorers[name] = partial(score, Engine(gpt, Settings(quantize=quantize)))
+    if llama:
+        ask = llama_cpp(load_checkpoint(model), llama, "Q8_0")
+        scorers["llama.cpp's Q8_0"] = lambda window: ask([window], 0)
+    return {name: round(-sum(map(score, windows)) / bits, 5) for name, score in scorers.items()}
+
+
+def score(engine: Engine, text: list[int]) -> float:
+    """The log-probability of a text, in nats, given its first token."""
+    engine.add_request(0, text, fixed_length(1), prompt_logprobs=0)
+    while engine.has_work:
+        for output in engine.step():
+            scores = output.prompt_logprobs
+    return sum(logprob for logprob, *_ in scores)
 
 
 # --------------------------------------------------------------------------------------------------

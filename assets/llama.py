@@ -1,0 +1,65 @@
+"""
+llama.cpp in a process of its own, for `bench.py generate` and `bench.py quality`: run by a Python
+that has llama_cpp, and needs no torch.
+
+    python assets/llama.py MODEL.gguf THREADS
+
+Answers a line of stdin with a line: [prompts, n], with n greedy tokens after each of up to 8
+prompts, 512 tokens together; or [[text], 0], with the log-probability of the text, in nats, given
+its first token. Both are JSON.
+"""
+
+import json
+import sys
+
+import llama_cpp as cpp
+import numpy as np
+
+
+def compute(context, batch, texts: list[list[int]], of_all=False) -> np.ndarray:
+    """Logits [n, V] behind the next tokens of each text: behind the last of each, or all."""
+    i = 0
+    for number, text in enumerate(texts):
+        for token in text:
+            batch.token[i] = token
+            batch.n_seq_id[i] = 1
+            batch.seq_id[i][0] = number
+            batch.logits[i] = of_all
+            i += 1
+        batch.logits[i - 1] = True
+    batch.n_tokens = i
+    assert cpp.llama_decode(context, batch) == 0, "llama.cpp has no room for that"
+    vocabulary = cpp.llama_model_get_vocab(cpp.llama_get_model(context))
+    shape = (sum(batch.logits[:i]), cpp.llama_vocab_n_tokens(vocabulary))
+    return np.ctypeslib.as_array(cpp.llama_get_logits(context), shape)
+
+
+def main(path: str, threads: str):
+    model = cpp.llama_model_load_from_file(path.encode(), cpp.llama_model_default_params())
+    params = cpp.llama_context_default_params()
+    params.n_seq_max = 8
+    params.n_ctx = 8 * 1024
+    params.n_batch = params.n_ubatch = 512
+    params.n_threads = params.n_threads_batch = int(threads)
+    context = cpp.llama_init_from_model(model, params)
+    batch = cpp.llama_batch_init(512, 0, 1)
+    batch.pos = None  # each text goes on where it was
+    print("ready", flush=True)
+    for line in sys.stdin:
+        texts, n = json.loads(line)
+        cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+        if n:
+            steps = []
+            while len(steps) < n:
+                texts = compute(context, batch, texts).argmax(1, keepdims=True).tolist()
+                steps.append(texts)
+            result = np.concatenate(steps, 1).tolist()
+        else:
+            logits = compute(context, batch, [texts[0][:-1]], of_all=True).astype(float)
+            chosen = logits[range(len(logits)), texts[0][1:]]
+            result = (chosen - np.logaddexp.reduce(logits, 1)).sum()
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
