@@ -24,7 +24,6 @@ S block size, M blocks per table.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -32,16 +31,18 @@ S block size, M blocks per table.
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
-    int64_t kind;             // place in OPERATORS
-    const void *x;            // what it reads, [R, K] fp32; of integers, int16
-    void *y;                  // what it writes
-    const float *x_scale;     // [R] of integers, else NULL
-    const void *weight;       // [N, K] fp32; of integers, int8
-    const float *scale;       // [N] of integers, else NULL
+    int64_t kind; // place in OPERATORS
+    // what it reads and writes, [R, K] and [R, N]: numbers, or integers of 16 bits
+    union { float *x; const int16_t *x16; };
+    union { float *y; int16_t *y16; };
+    // of a layer, a norm or an embedding: numbers, or integers of 8 bits; see `linear`
+    union { const float *weight; const int8_t *weight8; };
+    float *x_scale;           // [R] of x in integers
+    const float *scale;       // [N] of weights in integers, else NULL
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
-    const float *k_norm;      // heads: [D] or NULL, as `weight` for q
-    const float *rotation;    // heads: [R, D] or NULL, cosines and sines
+    const float *k_norm;      // heads: [D] or NULL; `weight` is that of q
+    const float *rotation;    // heads: [R, D] or NULL, what `rotation` wrote
     float *kv;                // one layer's pool [2, num_blocks + 1, Hk, S, D]
     const int64_t *tokens;    // [R]
     const int64_t *positions; // [R]
@@ -49,7 +50,7 @@ typedef struct {
     const int64_t *requests;  // [R] whose block table
     const int32_t *tables;    // [B, M] block tables
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
-    double factor; // embed's or attention's scale, the norms' epsilon, the integers' largest
+    double factor; // scale of the embedding or of scores, epsilon of norms, largest integer
     double cap;    // soft cap of scores or logits; 0: none
 } Op;
 
@@ -57,13 +58,12 @@ typedef struct {
 // Vectors and functions
 
 #if defined(__AVX512F__)
-enum { LANES = 16, SUMS = 24, COLS = 4 }; // of a vector; vectors of sums that stay in registers
+enum { LANES = 16, ROWS = 8, SUMS = 16 }; // numbers of a vector; rows and vectors of a tile
 #elif defined(__AVX__)
-enum { LANES = 8, SUMS = 12, COLS = 2 };
+enum { LANES = 8, ROWS = 4, SUMS = 8 };
 #else
-enum { LANES = 4, SUMS = 12, COLS = 2 };
+enum { LANES = 4, ROWS = 4, SUMS = 8 };
 #endif
-enum { ROWS = 6, PANEL = 16 }; // of a tile; outputs whose weights are kept together
 
 typedef float Vector __attribute__((vector_size(4 * LANES)));
 typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -95,18 +95,18 @@ INLINE float dot(const float *a, const float *b, int64_t K)
     return total;
 }
 
-// e^x, to 2 units of the last place: 2^n times a polynomial of what is left, |left| < ln(2) / 2.
-INLINE float exponential(float x)
+// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned. What is left of
+// x, |left| < ln(2) / 2, goes into a polynomial.
+INLINE float exp_beyond(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
-    const float round = 12582912.0f; // 1.5 * 2^23: adding it leaves a whole number
-    float n = x * 1.44269504f + round;
+    const float whole = 12582912.0f; // 1.5 * 2^23: added to a number it rounds it
+    float n = x * 1.44269504f + whole;
     int32_t bits;
     memcpy(&bits, &n, 4);
-    bits = (bits - 0x4b400000 + 127) << 23; // 2^n
-    float power;
-    memcpy(&power, &bits, 4);
-    n -= round;
+    bits = (bits - 0x4b400000 + 127) << 23;
+    memcpy(power, &bits, 4);
+    n -= whole;
     float left = x - n * 0.693359375f + n * 2.12194440e-4f;
     float y = 1.9875691500e-4f;
     y = y * left + 1.3981999507e-3f;
@@ -114,38 +114,36 @@ INLINE float exponential(float x)
     y = y * left + 4.1665795894e-2f;
     y = y * left + 1.6666665459e-1f;
     y = y * left + 5.0000001201e-1f;
-    return power * (y * left * left + left + 1.0f);
+    return *power * (y * left * left + left);
+}
+
+INLINE float exponential(float x)
+{
+    float power, beyond = exp_beyond(x, &power);
+    return beyond + power;
 }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-INLINE float capped(float x, float cap) { return cap * (2.0f * sigmoid(2.0f * x / cap) - 1.0f); }
+// cap * tanh(x / cap), with e^(2 x / cap) - 1 that is exact near 0.
+INLINE float capped(float x, float cap)
+{
+    float power, beyond = exp_beyond(2.0f * x / cap, &power), e = beyond + (power - 1.0f);
+    return cap * (e / (e + 2.0f));
+}
 
 enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in its order
 
-// activation(x) of n numbers, in place.
-static void activate(float *x, int64_t n, int64_t activation)
+INLINE float activated(float x, int64_t activation)
 {
     switch (activation) {
     case GELU_NEW: // 0.5 (1 + tanh(u)) is sigmoid(2 u)
-        for (int64_t i = 0; i < n; i++)
-            x[i] *= sigmoid(1.5957691216f * (x[i] + 0.044715f * x[i] * x[i] * x[i]));
-        break;
-    case GELU:
-        for (int64_t i = 0; i < n; i++)
-            x[i] = 0.5f * x[i] * (1.0f + erff(x[i] * 0.70710678f));
-        break;
-    case RELU:
-        for (int64_t i = 0; i < n; i++)
-            x[i] = x[i] > 0 ? x[i] : 0;
-        break;
-    case RELU2:
-        for (int64_t i = 0; i < n; i++)
-            x[i] = x[i] > 0 ? x[i] * x[i] : 0;
-        break;
-    case SILU:
-        for (int64_t i = 0; i < n; i++)
-            x[i] *= sigmoid(x[i]);
+        return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
+    case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
+    case RELU: return x > 0 ? x : 0;
+    case RELU2: return x > 0 ? x * x : 0;
+    case SILU: return x * sigmoid(x);
+    default: return x;
     }
 }
 
@@ -155,29 +153,28 @@ static void activate(float *x, int64_t n, int64_t activation)
 // y [R, K]: the token's embedding times `factor`, and that of its position where there are such.
 static void embed(const Op *op, int64_t r)
 {
-    float *y = (float *)op->y + r * op->K;
-    int64_t token = op->tokens[r], panel = op->panel;
-    int64_t at = token / panel * panel * op->K + token % panel;
-    for (int64_t k = 0; k < op->K; k++)
+    int64_t K = op->K, token = op->tokens[r], panel = op->panel;
+    int64_t at = token / panel * panel * K + token % panel;
+    float *y = op->y + r * K, factor = (float)op->factor;
+    for (int64_t k = 0; k < K; k++)
         if (op->scale)
-            y[k] = ((const int8_t *)op->weight)[at + k] * op->scale[token];
+            y[k] = op->weight8[at + k] * op->scale[token] * factor;
         else
-            y[k] = ((const float *)op->weight)[at + k * panel];
-    for (int64_t k = 0; k < op->K; k++)
-        y[k] *= (float)op->factor;
+            y[k] = op->weight[at + k * panel] * factor;
     if (op->bias)
-        for (int64_t k = 0; k < op->K; k++)
-            y[k] += op->bias[op->positions[r] * op->K + k];
+        for (int64_t k = 0; k < K; k++)
+            y[k] += op->bias[op->positions[r] * K + k];
 }
 
 // y [R, D]: cosines and sines of the position times each of the D / 2 frequencies, `weight`.
 static void rotation(const Op *op, int64_t r)
 {
-    float *y = (float *)op->y + r * op->D;
-    for (int64_t i = 0; i < op->D / 2; i++) {
-        float angle = (float)op->positions[r] * ((const float *)op->weight)[i];
+    int64_t half = op->D / 2;
+    float *y = op->y + r * op->D;
+    for (int64_t i = 0; i < half; i++) {
+        float angle = (float)op->positions[r] * op->weight[i];
         y[i] = cosf(angle);
-        y[i + op->D / 2] = sinf(angle);
+        y[i + half] = sinf(angle);
     }
 }
 
@@ -193,38 +190,37 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
 static void add_norm(const Op *op, int64_t r)
 {
     int64_t K = op->K;
-    float *x = (float *)op->x + r * K, *y = (float *)op->y + r * K;
-    const float *weight = op->weight;
+    float *x = op->x + r * K, *y = op->y + r * K, epsilon = (float)op->factor;
     if (op->delta)
         for (int64_t k = 0; k < K; k++)
             x[k] += op->delta[r * K + k];
     if (op->rms) {
-        rms_norm(x, y, weight, K, (float)op->factor);
+        rms_norm(x, y, op->weight, K, epsilon);
         return;
     }
-    double sum = 0;
+    double mean = 0;
     for (int64_t k = 0; k < K; k++)
-        sum += x[k];
-    float mean = (float)(sum / (double)K);
+        mean += x[k] / (double)K;
     for (int64_t k = 0; k < K; k++)
-        y[k] = x[k] - mean;
-    float shrink = 1.0f / sqrtf(dot(y, y, K) / (float)K + (float)op->factor);
-    for (int64_t k = 0; k < K; k++)
-        y[k] = y[k] * shrink * weight[k] + (op->bias ? op->bias[k] : 0.0f);
+        y[k] = x[k] - (float)mean;
+    rms_norm(y, y, op->weight, K, epsilon);
+    if (op->bias)
+        for (int64_t k = 0; k < K; k++)
+            y[k] += op->bias[k];
 }
 
-// x [R, K] as integers y of at most `factor`, and x_scale [R], the size of a step.
+// y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
 static void round_row(const Op *op, int64_t r)
 {
-    const float *x = (const float *)op->x + r * op->K;
-    int16_t *y = (int16_t *)op->y + r * op->K;
-    float largest = 1e-30f;
-    for (int64_t k = 0; k < op->K; k++)
-        largest = fabsf(x[k]) > largest ? fabsf(x[k]) : largest;
-    float steps = (float)op->factor / largest;
-    for (int64_t k = 0; k < op->K; k++)
-        y[k] = (int16_t)rintf(x[k] * steps);
-    ((float *)op->x_scale)[r] = largest / (float)op->factor;
+    int64_t K = op->K;
+    const float *x = op->x + r * K;
+    int16_t *y = op->y16 + r * K;
+    float top = 1e-30f, largest = (float)op->factor;
+    for (int64_t k = 0; k < K; k++)
+        top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
+    for (int64_t k = 0; k < K; k++)
+        y[k] = (int16_t)rintf(x[k] * (largest / top));
+    op->x_scale[r] = top / largest;
 }
 
 // Numbers i and i + D / 2 of a head, turned by the row's cosines and sines.
@@ -249,18 +245,20 @@ INLINE int64_t pool_offset(const Op *op, int64_t slot)
 static void heads(const Op *op, int64_t r)
 {
     int64_t D = op->D, H = op->H, Hk = op->Hk;
-    float *x = (float *)op->x + r * (H + 2 * Hk) * D;
+    float *x = op->x + r * (H + 2 * Hk) * D;
     for (int64_t h = 0; h < H + Hk; h++) {
+        float *head = x + h * D;
         const float *weight = h < H ? op->weight : op->k_norm;
         if (weight)
-            rms_norm(x + h * D, x + h * D, weight, D, (float)op->factor);
+            rms_norm(head, head, weight, D, (float)op->factor);
         if (op->rotation)
-            rotate(x + h * D, op->rotation + r * D, D);
+            rotate(head, op->rotation + r * D, D);
     }
-    float *kv = op->kv + pool_offset(op, op->slots[r]);
+    float *k = op->kv + pool_offset(op, op->slots[r]), *v = k + op->k_to_v;
+    x += H * D;
     for (int64_t h = 0; h < Hk; h++) {
-        memcpy(kv + h * op->S * D, x + (H + h) * D, D * sizeof *x);
-        memcpy(kv + op->k_to_v + h * op->S * D, x + (H + Hk + h) * D, D * sizeof *x);
+        memcpy(k + h * op->S * D, x + h * D, D * sizeof *x);
+        memcpy(v + h * op->S * D, x + (Hk + h) * D, D * sizeof *x);
     }
 }
 
@@ -292,27 +290,25 @@ typedef struct {
     float total; // the sum of the weights so far
 } Softmax;
 
-// Online softmax (Milakov and Gimelshein 2018): n more keys and values [n, D], n <= TILE, of the
-// query q [D]; y [D] is the weighted sum of values so far.
+// Online softmax (Milakov and Gimelshein 2018): n <= TILE more keys k [n, D], with their values, of
+// the query q [D]; y [D] is the weighted sum of values so far.
 static void attend_tile(
-    const Op *op, const float *q, const float *k, const float *v, int64_t n, float *y, Softmax *state)
+    const Op *op, const float *q, const float *k, int64_t n, float *y, Softmax *state)
 {
-    float weight[TILE];
-    float top = state->top;
+    float weight[TILE], top = state->top, total = 0;
     for (int64_t j = 0; j < n; j++) {
         weight[j] = dot(q, k + j * op->D, op->D) * (float)op->factor;
         if (op->cap)
             weight[j] = capped(weight[j], (float)op->cap);
         top = weight[j] > top ? weight[j] : top;
     }
-    float shrink = exponential(state->top - top);
     for (int64_t j = 0; j < n; j++)
         weight[j] = exponential(weight[j] - top);
-    float total = state->total * shrink;
     for (int64_t j = 0; j < n; j++)
         total += weight[j];
-    mix(y, shrink, weight, v, n, op->D);
-    *state = (Softmax){top, total};
+    float shrink = exponential(state->top - top);
+    mix(y, shrink, weight, k + op->k_to_v, n, op->D);
+    *state = (Softmax){top, state->total * shrink + total};
 }
 
 // y [R, H D]: the G query heads of a row x [R, (H + 2 Hk) D] that share a KV head attend to all
@@ -320,8 +316,8 @@ static void attend_tile(
 static void attend(const Op *op, int64_t task)
 {
     int64_t r = task / op->Hk, head = task % op->Hk, D = op->D, S = op->S, G = op->H / op->Hk;
-    const float *q = (const float *)op->x + r * (op->H + 2 * op->Hk) * D + head * G * D;
-    float *y = (float *)op->y + (r * op->H + head * G) * D;
+    const float *q = op->x + (r * (op->H + 2 * op->Hk) + head * G) * D;
+    float *y = op->y + (r * op->H + head * G) * D;
     const int32_t *table = op->tables + op->requests[r] * op->M;
     int64_t end = op->positions[r] + 1;
     int64_t at = op->window && end > op->window ? end - op->window : 0;
@@ -335,7 +331,7 @@ static void attend(const Op *op, int64_t task)
         int64_t slot = table[at / S] * S + at % S;
         const float *k = op->kv + pool_offset(op, slot) + head * S * D;
         for (int64_t g = 0; g < G; g++)
-            attend_tile(op, q + g * D, k, k + op->k_to_v, n, y + g * D, state + g);
+            attend_tile(op, q + g * D, k, n, y + g * D, state + g);
     }
     for (int64_t g = 0; g < G; g++)
         for (int64_t d = 0; d < D; d++)
@@ -345,123 +341,107 @@ static void attend(const Op *op, int64_t task)
 // -------------------------------------------------------------------------------------------------
 // Linear layers: y [R, N] = activation(x [R, K] weight^T + bias)
 //
-// In fp32 the weights [N, K] are kept in panels of 16 outputs, [N / 16, K, 16]: an input is
-// multiplied with a panel's 16 weights at once, and each output is the sum over K in its order.
-// Integers are kept as [N, K].
+// Weights come in panels of 32 outputs, zeros behind the last: in fp32 [N / 32, K, 32], so that an
+// input is multiplied with a panel's 32 weights at once, and each output is a sum over K in its
+// order; integers [N / 32, 32, K], for sums over K at once.
 
-enum { ROW_BLOCK = 66, MOST_COLUMNS = 256, CACHE = 1 << 18 }; // of a task; bytes of its weights
-enum { VECTORS = PANEL / LANES, ROOM = MOST_COLUMNS + 4 * PANEL };
+enum { PANEL = 32, ROW_BLOCK = 64 }; // rows of a task
 
-// Products of `rows` rows of x with `panels` panels of weights.
-INLINE void tile_fp32(
-    const float *w, const float *x, int64_t K, int rows, int panels, float y[][ROOM])
+// Products of `rows` rows of x [.., K] with `count` of a panel's vectors w.
+INLINE void tile_fp32(const float *w, const float *x, int64_t K, int rows, int count, float *y)
 {
-    Vector sum[ROWS][4 * VECTORS] = {0};
+    Vector sum[ROWS][PANEL / LANES] = {0};
     for (int64_t k = 0; k < K; k++)
-        for (int v = 0; v < panels * VECTORS; v++) {
-            Vector weights = load(w + v / VECTORS * PANEL * K + k * PANEL + v % VECTORS * LANES);
+        for (int v = 0; v < count; v++) {
+            Vector weights = load(w + k * PANEL + v * LANES);
             for (int r = 0; r < rows; r++)
                 sum[r][v] += weights * x[r * K + k];
         }
     for (int r = 0; r < rows; r++)
-        for (int v = 0; v < panels * VECTORS; v++)
-            store(y[r] + v * LANES, sum[r][v]);
+        for (int v = 0; v < count; v++)
+            store(y + r * PANEL + v * LANES, sum[r][v]);
 }
 
-// Products of `rows` rows of integers x with `cols` rows of w, exact. The compiler makes multiply-add
-// instructions for pairs of 16 bits of it.
-INLINE void tile_int8(const int8_t *w, const float *scale, const int16_t *x, const float *x_scale,
-                      int64_t K, int rows, int cols, float y[][ROOM])
+// Products of `rows` rows of x [.., K] with `count` outputs' weights w [.., K]: the compiler makes
+// multiply-add instructions for pairs of 16 bits of it.
+INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, int count, int32_t *y)
 {
-    int32_t sum[ROWS][COLS] = {0};
+    int32_t sum[ROWS][SUMS] = {0};
     for (int64_t k = 0; k < K; k++)
-        for (int c = 0; c < cols; c++)
+        for (int c = 0; c < count; c++)
             for (int r = 0; r < rows; r++)
                 sum[r][c] += w[c * K + k] * x[r * K + k];
     for (int r = 0; r < rows; r++)
-        for (int c = 0; c < cols; c++)
-            y[r][c] = (float)sum[r][c] * (scale[c] * x_scale[r]);
+        for (int c = 0; c < count; c++)
+            y[r * PANEL + c] = sum[r][c];
 }
 
-// Columns n .. n + cols, to y, of a number of rows that the compiler knows.
-INLINE void product_of(
-    const Op *op, int64_t r, const int rows, int64_t n, int64_t cols, float y[][ROOM])
+// Rows r .. r + rows, a number that the compiler knows, times a panel, to y [rows, PANEL].
+INLINE void product_of(const Op *op, int64_t r, const int rows, int64_t panel, float *y)
 {
-    int64_t K = op->K, c = 0;
-    if (op->scale) {
-        const int8_t *w = (const int8_t *)op->weight + n * K;
-        const int16_t *x = (const int16_t *)op->x + r * K;
-        for (; c + COLS <= cols; c += COLS)
-            tile_int8(w + c * K, op->scale + n + c, x, op->x_scale + r, K, rows, COLS, (void *)(y[0] + c));
-        for (; c < cols; c++)
-            tile_int8(w + c * K, op->scale + n + c, x, op->x_scale + r, K, rows, 1, (void *)(y[0] + c));
+    int64_t K = op->K, n = panel * PANEL;
+    if (!op->scale) {
+        const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
+        for (int c = 0; c < PANEL; c += count * LANES)
+            tile_fp32(op->weight + n * K + c, op->x + r * K, K, rows, count, y + c);
         return;
     }
-    const float *w = (const float *)op->weight + n * K, *x = (const float *)op->x + r * K;
-    int most = SUMS / (rows * VECTORS);
-    const int panels = most > 4 ? 4 : most;
-    for (; c + panels * PANEL <= cols; c += panels * PANEL)
-        tile_fp32(w + c * K, x, K, rows, panels, (void *)(y[0] + c));
-    for (; c < cols; c += PANEL)
-        tile_fp32(w + c * K, x, K, rows, 1, (void *)(y[0] + c));
+    const int count = SUMS / rows < 4 ? SUMS / rows : 4;
+    int32_t sums[ROWS * PANEL];
+    for (int c = 0; c < PANEL; c += count)
+        tile_int8(op->weight8 + (n + c) * K, op->x16 + r * K, K, rows, count, sums + c);
+    for (int i = 0; i < rows * PANEL; i++)
+        y[i] = (float)sums[i] * (op->scale[n + i % PANEL] * op->x_scale[r + i / PANEL]);
 }
 
-static void product(
-    const Op *op, int64_t r, int rows, int64_t n, int64_t cols, float y[][ROOM])
+static void product(const Op *op, int64_t r, int rows, int64_t panel, float *y)
 {
     switch (rows) {
-    case 1: product_of(op, r, 1, n, cols, y); break;
-    case 2: product_of(op, r, 2, n, cols, y); break;
-    case 3: product_of(op, r, 3, n, cols, y); break;
-    case 4: product_of(op, r, 4, n, cols, y); break;
-    case 5: product_of(op, r, 5, n, cols, y); break;
-    default: product_of(op, r, ROWS, n, cols, y);
+    case 1: product_of(op, r, 1, panel, y); break;
+    case 2: product_of(op, r, 2, panel, y); break;
+    case 4: product_of(op, r, 4, panel, y); break;
+    default: product_of(op, r, ROWS, panel, y);
     }
 }
 
-static void add_bias(const Op *op, float *y, int64_t n, int64_t cols)
+// Outputs n .. n + count of a row: bias, activation, and the gate's other half, `up`.
+static void finish(const Op *op, float *gate, const float *up, int64_t n, int64_t count, float *y)
 {
     if (op->bias)
-        for (int64_t c = 0; c < cols; c++)
-            y[c] += op->bias[n + c];
+        for (int64_t i = 0; i < count; i++)
+            gate[i] += op->bias[n + i];
+    for (int64_t i = 0; i < count; i++)
+        y[i] = activated(gate[i], op->activation);
+    if (op->gated)
+        for (int64_t i = 0; i < count; i++)
+            y[i] *= op->bias ? up[i] + op->bias[op->N + n + i] : up[i];
+    if (op->cap)
+        for (int64_t i = 0; i < count; i++)
+            y[i] = capped(y[i], (float)op->cap);
 }
 
-// Outputs of a layer: of a gated one, half of the weights' rows.
-static int64_t outputs(const Op *op) { return op->gated ? op->N / 2 : op->N; }
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Columns of a task: few enough that the weights stay in a cache, and that all threads have some.
-static int64_t columns(const Op *op, int threads)
-{
-    int64_t bytes = op->K * (op->scale ? 1 : 4) * (op->gated ? 2 : 1);
-    int64_t most = CACHE / bytes, share = outputs(op) / (4 * threads);
-    most = share < most ? share : most;
-    most = most < MOST_COLUMNS ? most : MOST_COLUMNS;
-    return most < 16 ? 16 : most / 16 * 16;
-}
+// Panels of a task: one or, of many, a few.
+static int64_t width(const Op *op, int threads) { return divide_up(op->N, PANEL * 8 * threads); }
 
 static void linear(const Op *op, int64_t R, int64_t task, int threads)
 {
-    float gate[ROWS][ROOM], up[ROWS][ROOM];
-    int64_t N = outputs(op), width = columns(op, threads), blocks = (N + width - 1) / width;
-    int64_t n = task % blocks * width, cols = N - n < width ? N - n : width;
-    int64_t into_panel = (N + n) % op->panel; // where the first column of `up` is
-    int64_t r = task / blocks * ROW_BLOCK, end = R - r < ROW_BLOCK ? R : r + ROW_BLOCK;
-    for (int rows; r < end; r += rows) {
-        rows = end - r < ROWS ? (int)(end - r) : ROWS;
-        product(op, r, rows, n, cols, gate);
-        if (op->gated)
-            product(op, r, rows, N + n - into_panel, cols + into_panel, up);
-        for (int i = 0; i < rows; i++) {
-            float *y = (float *)op->y + (r + i) * N + n;
-            add_bias(op, gate[i], n, cols);
-            activate(gate[i], cols, op->activation);
+    float gate[ROWS * PANEL], up[ROWS * PANEL];
+    int64_t panels = divide_up(op->N, PANEL), tasks = divide_up(panels, width(op, threads));
+    int64_t first = task % tasks * panels / tasks, end = (task % tasks + 1) * panels / tasks;
+    int64_t start = task / tasks * ROW_BLOCK, stop = R - start < ROW_BLOCK ? R : start + ROW_BLOCK;
+    for (int64_t panel = first; panel < end; panel++) {
+        int64_t n = panel * PANEL, count = op->N - n < PANEL ? op->N - n : PANEL;
+        int rows = ROWS;
+        for (int64_t r = start; r < stop; r += rows) {
+            while (rows > stop - r)
+                rows /= 2;
+            product(op, r, rows, panel, gate);
             if (op->gated)
-                add_bias(op, up[i] + into_panel, N + n, cols);
-            for (int64_t c = 0; c < cols; c++)
-                y[c] = op->gated ? gate[i][c] * up[i][c + into_panel] : gate[i][c];
-            if (op->cap)
-                for (int64_t c = 0; c < cols; c++)
-                    y[c] = capped(y[c], (float)op->cap);
+                product(op, r, rows, panels + panel, up);
+            for (int i = 0; i < rows; i++)
+                finish(op, gate + i * PANEL, up + i * PANEL, n, count, op->y + (r + i) * op->N + n);
         }
     }
 }
@@ -470,28 +450,21 @@ static void linear(const Op *op, int64_t R, int64_t task, int threads)
 // The pool of threads
 
 typedef struct {
-    _Alignas(64) atomic_int_fast64_t next; // task, of a thread's share
-} Share;
-
-typedef struct {
-    _Alignas(64) atomic_int_fast64_t done; // tasks of all threads
-    int64_t tasks;
-    Share *shares; // [threads]
-} Phase;
+    _Alignas(64) atomic_int_fast64_t number; // in a cache line of its own
+} Counter;
 
 typedef struct {
     int threads; // the one that calls `run` among them
     pthread_t *workers;
     const Op *ops; // of the run under way
     int64_t count, R, room;
-    Phase *phases; // [room], of which `count` are used
-    Share *shares; // [room, threads]
-    atomic_int state;     // OPEN, while workers may enter, plus how many are in
-    atomic_int run;       // which run it is
-    atomic_bool closing;
-    pthread_mutex_t lock; // of what follows
+    // [room, threads + 1]: of each operator the next task of each thread's share, and the tasks
+    // that are done
+    Counter *counters;
+    atomic_int state; // OPEN, while workers may enter, plus how many are in
+    atomic_int runs;  // so far; -1: the pool is closed
+    pthread_mutex_t lock;
     pthread_cond_t wake;
-    int asleep;
 } Pool;
 
 enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to others
@@ -505,8 +478,7 @@ static int64_t num_tasks(const Op *op, int64_t R, int threads)
         return R * op->Hk;
     if (OPERATORS[op->kind])
         return R;
-    int64_t width = columns(op, threads), row_blocks = (R + ROW_BLOCK - 1) / ROW_BLOCK;
-    return row_blocks * ((outputs(op) + width - 1) / width);
+    return divide_up(R, ROW_BLOCK) * divide_up(divide_up(op->N, PANEL), width(op, threads));
 }
 
 static void pause_for(int looks)
@@ -519,19 +491,18 @@ static void pause_for(int looks)
 #endif
 }
 
-// All phases of a run, as thread `me`: of each its own share first, then what others have left. So
-// nobody waits for a thread that is late, only for tasks that another has begun.
+// All operators of a run, as thread `me`: of each its own share first, then what others have left.
+// So nobody waits for a thread that is late, only for tasks that another has begun.
 static void take_part(Pool *pool, int me)
 {
     int threads = pool->threads;
-    for (int64_t i = 0; i < pool->count; i++) {
-        const Op *op = pool->ops + i;
-        Phase *phase = pool->phases + i;
-        int64_t tasks = phase->tasks, did = 0;
+    Counter *next = pool->counters;
+    for (const Op *op = pool->ops; op < pool->ops + pool->count; op++, next += threads + 1) {
+        int64_t tasks = num_tasks(op, pool->R, threads), did = 0;
         for (int t = 0; t < threads; t++) {
             int owner = (me + t) % threads;
             int64_t task, end = tasks * (owner + 1) / threads;
-            while ((task = atomic_fetch_add(&phase->shares[owner].next, 1)) < end) {
+            while ((task = atomic_fetch_add(&next[owner].number, 1)) < end) {
                 if (OPERATORS[op->kind])
                     OPERATORS[op->kind](op, task);
                 else
@@ -539,25 +510,33 @@ static void take_part(Pool *pool, int me)
                 did++;
             }
         }
-        atomic_fetch_add(&phase->done, did);
-        for (int looks = 0; atomic_load(&phase->done) < tasks; looks++)
+        Counter *done = next + threads;
+        atomic_fetch_add(&done->number, did);
+        for (int looks = 0; atomic_load(&done->number) < tasks; looks++)
             pause_for(looks);
     }
 }
 
-// Sleep until there is another run than `seen`, after a while of looking out for it.
-static void wait_for_run(Pool *pool, int seen)
+// The number of the run after `seen`: after a while of looking out for it, asleep.
+static int wait_for_run(Pool *pool, int seen)
 {
     for (int looks = 0; looks < PATIENCE; looks++) {
-        if (atomic_load(&pool->run) != seen)
-            return;
+        if (atomic_load(&pool->runs) != seen)
+            return atomic_load(&pool->runs);
         pause_for(looks);
     }
     pthread_mutex_lock(&pool->lock);
-    pool->asleep++;
-    while (atomic_load(&pool->run) == seen)
+    while (atomic_load(&pool->runs) == seen)
         pthread_cond_wait(&pool->wake, &pool->lock);
-    pool->asleep--;
+    pthread_mutex_unlock(&pool->lock);
+    return atomic_load(&pool->runs);
+}
+
+static void announce(Pool *pool, int run)
+{
+    pthread_mutex_lock(&pool->lock);
+    atomic_store(&pool->runs, run);
+    pthread_cond_broadcast(&pool->wake);
     pthread_mutex_unlock(&pool->lock);
 }
 
@@ -569,26 +548,14 @@ typedef struct {
 static void *work(void *argument)
 {
     Worker worker = *(Worker *)argument;
-    Pool *pool = worker.pool;
     free(argument);
-    for (int seen = 0;;) {
-        wait_for_run(pool, seen);
-        seen = atomic_load(&pool->run);
-        if (atomic_load(&pool->closing))
-            return NULL;
+    Pool *pool = worker.pool;
+    for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
         if (atomic_fetch_add(&pool->state, 1) & OPEN)
             take_part(pool, worker.me);
         atomic_fetch_sub(&pool->state, 1);
     }
-}
-
-static void announce(Pool *pool)
-{
-    pthread_mutex_lock(&pool->lock);
-    atomic_fetch_add(&pool->run, 1);
-    if (pool->asleep)
-        pthread_cond_broadcast(&pool->wake);
-    pthread_mutex_unlock(&pool->lock);
+    return NULL;
 }
 
 // A pool of so many threads, or of fewer where the system gives no more.
@@ -601,22 +568,18 @@ Pool *open_pool(int threads)
     for (pool->threads = 1; pool->threads < threads; pool->threads++) {
         Worker *worker = malloc(sizeof *worker);
         *worker = (Worker){pool, pool->threads};
-        if (pthread_create(&pool->workers[pool->threads], NULL, work, worker)) {
-            free(worker);
+        if (pthread_create(&pool->workers[pool->threads], NULL, work, worker))
             break;
-        }
     }
     return pool;
 }
 
 void close_pool(Pool *pool)
 {
-    atomic_store(&pool->closing, true);
-    announce(pool);
+    announce(pool, -1);
     for (int t = 1; t < pool->threads; t++)
         pthread_join(pool->workers[t], NULL);
-    free(pool->phases);
-    free(pool->shares);
+    free(pool->counters);
     free(pool->workers);
     free(pool);
 }
@@ -626,23 +589,21 @@ void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
     int threads = pool->threads;
     if (count > pool->room) {
-        free(pool->phases);
-        free(pool->shares);
-        pool->phases = aligned_alloc(64, count * sizeof *pool->phases);
-        pool->shares = aligned_alloc(64, count * threads * sizeof *pool->shares);
+        free(pool->counters);
+        pool->counters = aligned_alloc(64, count * (threads + 1) * sizeof *pool->counters);
         pool->room = count;
+    }
+    for (int64_t i = 0; i < count; i++) {
+        Counter *next = pool->counters + i * (threads + 1);
+        for (int t = 0; t < threads; t++)
+            atomic_init(&next[t].number, num_tasks(ops + i, R, threads) * t / threads);
+        atomic_init(&next[threads].number, 0);
     }
     pool->ops = ops;
     pool->count = count;
     pool->R = R;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t tasks = num_tasks(ops + i, R, threads);
-        pool->phases[i] = (Phase){.tasks = tasks, .shares = pool->shares + i * threads};
-        for (int t = 0; t < threads; t++)
-            pool->phases[i].shares[t].next = tasks * t / threads;
-    }
     atomic_fetch_or(&pool->state, OPEN);
-    announce(pool);
+    announce(pool, (atomic_load(&pool->runs) + 1) & INT32_MAX);
     take_part(pool, 0);
     atomic_fetch_and(&pool->state, ~OPEN);
     for (int looks = 0; atomic_load(&pool->state); looks++)

@@ -29,12 +29,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
-from ops.packed import largest_activation, quantized, with_layers
+from ops.packed import Int8Linear, largest_activation, quantized_if_asked, shared_copy
 
 # --------------------------------------------------------------------------------------------------
 # The compiler
@@ -95,34 +94,52 @@ def library(compiler: list[str]) -> Path:
 # --------------------------------------------------------------------------------------------------
 # The weights
 
-PANEL = 16  # as in cpu.c
+PANEL = 32  # outputs whose weights are kept together, as in cpu.c
+
+
+def padded(rows: Tensor, parts: int) -> Tensor:
+    """Rows [parts * N, ..] with zeros behind each part, up to a whole panel."""
+    rows = rows.detach().unflatten(0, (parts, -1))
+    missing = -rows.shape[1] % PANEL
+    if missing:
+        zeros = rows.new_zeros(parts, missing, *rows.shape[2:])
+        rows = torch.cat([rows, zeros], 1)
+    return rows.flatten(0, 1)
 
 
 class PanelLinear(nn.Module):
     """
-    A linear layer, the head, or a tied embedding, for cpu.c alone: weights [N, K] in fp32 as
-    panels of 16 outputs, [N / 16, K, 16], zeros behind the last.
+    A layer as cpu.c takes it: weights in panels of 32 outputs, fp32 [N / 32, K, 32] or int8 [N / 32
+    * 32, K]. `parts`: 2 for a gated one, which has twice as many weights as outputs.
     """
 
-    scale = None
-
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, layer: nn.Linear | Int8Linear, parts: int = 1):
         super().__init__()
-        self.out_features, K = weight.shape
-        padded = F.pad(weight.detach().float(), (0, 0, 0, -self.out_features % PANEL))
-        self.weight = padded.view(-1, PANEL, K).transpose(1, 2).contiguous()
-        self.bias = None if bias is None else bias.detach().float()
+        weight = padded(layer.weight, parts)
+        self.N = layer.out_features // parts
+        self.scale = None
+        if weight.dtype == torch.int8:
+            self.scale = padded(layer.scale, parts)
+        else:
+            weight = weight.float().unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+        self.weight = weight
+        self.bias = None if layer.bias is None else layer.bias.detach().float()
 
 
 def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
-    """A copy of the model with `PanelLinear`, or with `Int8Linear`."""
-    if quantize != "none":
-        return quantized(model)
-    is_tied = model.config.tied
-    model = with_layers(model, PanelLinear)
-    if is_tied:
+    """A copy of the model with `PanelLinear` for its linear layers, quantized if asked for."""
+    model = shared_copy(quantized_if_asked(model, quantize))
+    for block in model.h:
+        attn = block.attn
+        mlp = block.mlp
+        attn.c_attn = PanelLinear(attn.c_attn)
+        attn.c_proj = PanelLinear(attn.c_proj)
+        mlp.c_fc = PanelLinear(mlp.c_fc, parts=2 if mlp.gated else 1)
+        mlp.c_proj = PanelLinear(mlp.c_proj)
+    model.lm_head = PanelLinear(model.lm_head)
+    if model.config.tied:
         model.wte = model.lm_head
-    return model
+    return model.float()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +147,7 @@ def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
 
 KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as OPERATORS
 POINTERS = (
-    "x y x_scale weight scale bias delta k_norm rotation kv tokens positions slots requests tables"
+    "x y weight x_scale scale bias delta k_norm rotation kv tokens positions slots requests tables"
 )
 NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
@@ -273,8 +290,8 @@ class CpuKernels:
     ) -> Tensor:
         """x [R, K] times the layer's weights, rounded before if these are integers."""
         R, K = x.shape
-        N = layer.out_features
-        y = self.rows(role, R, N // 2 if gated else N)
+        N = layer.N
+        y = self.rows(role, R, N)
         x_scale = None
         if layer.weight.dtype == torch.int8:
             integers = self.rows("integers", R, K, torch.int16)
@@ -324,7 +341,7 @@ class CpuKernels:
 
 
 def weight_fields(layer: nn.Module) -> dict:
-    """Weights, as `Op` has them, of `PanelLinear`, `Int8Linear` or an embedding."""
+    """Weights, as `Op` has them, of `PanelLinear` or an embedding."""
     panel = PANEL if layer.weight.ndim == 3 else 1
     return {"weight": layer.weight, "scale": getattr(layer, "scale", None), "panel": panel}
 
