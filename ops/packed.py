@@ -68,8 +68,10 @@ def int8_weights(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
         parts = (tensor.split(count) for tensor in (weight.detach(), integers, scale))
         for rows, integers_of_rows, scale_of_rows in zip(*parts, strict=True):
             rows = rows.float()
-            scale_of_rows.copy_(rows.abs().amax(1).clamp(min=1e-12) / LARGEST)
-            integers_of_rows.copy_((rows / scale_of_rows[:, None]).round())
+            largest = rows.abs().amax(1)
+            scale_of_rows.copy_(largest.clamp(min=1e-12) / LARGEST)
+            steps = rows / scale_of_rows[:, None]
+            integers_of_rows.copy_(steps.round())
     return nn.Parameter(integers, False), nn.Parameter(scale, False)
 
 
@@ -106,7 +108,9 @@ class Int8Linear(Int8Weights):
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__(*int8_weights(weight))
-        self.bias = None if bias is None else nn.Parameter(bias.detach().float(), False)
+        if bias is not None:
+            bias = nn.Parameter(bias.detach().float(), False)
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         most = largest_activation(x.shape[-1])
