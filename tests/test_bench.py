@@ -147,8 +147,9 @@ def llama(toy, monkeypatch) -> Path:
     monkeypatch.setitem(bench.MODELS, "tiny", shape)
     torch.manual_seed(0)
     model = GPT(shape)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
+    for name, weight in model.named_parameters():
+        if weight.ndim == 2:
+            torch.nn.init.normal_(weight, std=0.5 if "c_attn" in name else 0.2)
     save_checkpoint(model, toy)
     python = toy / "python"
     python.write_text(LLAMA_CPP.format(python=sys.executable))
@@ -170,8 +171,8 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
             assert equal == count
     run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
     result = json.loads(capsys.readouterr().out)
-    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=2e-3)
-    assert result["int8"] == pytest.approx(result["fp32"], rel=2e-3)
+    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=1e-2)
+    assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
 
 def test_quality_scores_each_token_once(llama, toy, monkeypatch, capsys):
