@@ -72,14 +72,15 @@ INLINE Vector load(const float *x) { return *(const Unaligned *)x; }
 
 INLINE void store(float *x, Vector v) { *(Unaligned *)x = v; }
 
+typedef float Four __attribute__((vector_size(16), may_alias));
+
 INLINE float sum_of(Vector v)
 {
-    float x[LANES];
-    memcpy(x, &v, sizeof v);
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++)
-            x[i] += x[i + half];
-    return x[0];
+    const Four *part = (const Four *)&v;
+    Four sum = part[0];
+    for (int i = 1; i < LANES / 4; i++)
+        sum += part[i];
+    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
 // Sum of a[k] b[k].

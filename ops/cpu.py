@@ -44,26 +44,14 @@ FLAGS = (
     "-std=gnu11 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math "
     "-shared -fPIC -pthread"
 ).split()
-FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # where the CPU has such
+if platform.machine() == "x86_64":
+    FLAGS.append("-mprefer-vector-width=512")  # where the CPU has such
 
 
-def c_compiler() -> list[str] | None:
-    """The command of the C compiler, $CC or cc; None if there is none."""
-    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    return command if shutil.which(command[0]) else None
-
-
-def kind_of_cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # no Linux
-        return platform.processor()
-    return "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
-
-
-def cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
+def c_compiler() -> list[str]:
+    """The command of the C compiler, $CC or cc; [] if there is none."""
+    command = shlex.split(os.environ.get("CC", "cc"))
+    return command if command and shutil.which(command[0]) else []
 
 
 def library(compiler: list[str]) -> Path:
@@ -71,21 +59,23 @@ def library(compiler: list[str]) -> Path:
     cpu.c as a shared library, in the user's cache: compiled if none of this source, compiler and
     CPU is there, which takes a second. Raises ValueError with the compiler's words if it fails.
     """
-    command = [*compiler, *FLAGS, *FLAGS_OF.get(platform.machine(), [])]
-    run = partial(subprocess.run, capture_output=True, text=True)
-    about = run([*compiler, "--version"]).stdout + shlex.join(command) + kind_of_cpu()
-    name = hashlib.sha256(SOURCE.read_bytes() + about.encode()).hexdigest()[:16]
-    path = cache_folder() / f"cpu-{name}.so"
+    command = [*compiler, *FLAGS]
+    run = partial(subprocess.run, capture_output=True)
+    # the macros that it defines tell its version and the CPU's instructions
+    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout
+    made_of = hashlib.sha256(SOURCE.read_bytes() + macros + shlex.join(command).encode())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
+    path = cache / f"cpu-{made_of.hexdigest()[:16]}.so"
     if path.exists():
         return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
         new = Path(folder) / path.name
-        result = run([*command, SOURCE, "-o", new, "-lm"])
+        result = run([*command, SOURCE, "-o", new, "-lm"], text=True)
         if result.returncode:
             raise ValueError(
-                f"the C compiler failed ({shlex.join(compiler)}): mend it, or let CC name another, "
-                f"or choose --attention torch. It said:\n{result.stderr.strip()}"
+                f"the C compiler failed ({shlex.join(compiler)}): mend it, let CC name another, or "
+                f"choose --attention torch. Its words:\n{result.stderr.strip()}"
             )
         new.rename(path)  # another process may have done so: they are the same
     return path
