@@ -89,29 +89,28 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     """
     Raises ValueError, before anything is loaded, where the device has no memory for the weights of
-    a model and a KV pool for one short text. Integers are made of one matrix at a time. Other
-    weights a CPU may take twice: matrices are packed beside those that were loaded, and embeddings
-    are fp32.
+    a model and a KV pool for one short text. Integers are made of one matrix at a time. A CPU may
+    take weights twice, at the start: matrices are packed beside those that were loaded, and
+    embeddings of bf16 are fp32, too.
     """
     device = torch.device(device)
     check_quantize(settings.quantize, device)
     config = model.config
     sizes = [weight.numel() for weight in model.parameters()]
     weights = sum(sizes) * dtype.itemsize
+    beside = 0
     kv_itemsize = 4 if device.type == "cpu" else dtype.itemsize
-    how = ""
     if is_quantized(model):
         weights = sum(weight.nbytes for weight in model.parameters())
-        weights += max(sizes) * dtype.itemsize
+        beside = max(sizes) * dtype.itemsize
         dtype = torch.int8
-        how = ", beside one matrix to make them of,"
     ops, _ = choose_ops(settings.attention, device, dtype)
-    is_packed = ops.pack_weights != quantized_if_asked
-    if device.type == "cpu" and dtype != torch.int8 and is_packed:
-        weights *= 2
-        if dtype != torch.float32:
-            weights += 4 * model.wte.weight.numel()
-        how = ", loaded and packed,"
+    if device.type == "cpu" and ops.pack_weights != quantized_if_asked:
+        beside = max(beside, weights)
+        if dtype == torch.bfloat16:
+            beside += 4 * model.wte.weight.numel()
+    how = ", loaded and packed," if beside else ""
+    weights += beside
     tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)
     num_blocks = settings.num_blocks or -(-tokens // settings.block_size)
     pool = num_blocks * numbers_per_block(config, settings.block_size) * kv_itemsize

@@ -14,6 +14,7 @@ import pytest
 import torch
 from test_checkpoint import LLAMA, SHAPE, random_model, same
 
+import serve
 from checkpoint import SavedWeights, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
@@ -22,7 +23,6 @@ from model import GPT, GPTConfig
 from ops import packed
 from ops.choice import choose_ops
 from ops.packed import (
-    Int8Linear,
     PackedLinear,
     UnpackedLinear,
     packed_for_cpu,
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         on_gpu()
 
 
-@pytest.mark.parametrize("attention", ["auto", "torch", "flex"])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_weights_in_fp32_count_twice_where_they_are_packed(attention, monkeypatch):
     """Would catch: a copy that the operators make and that is not counted, or the other way."""
     ours = random_model(**LLAMA)
@@ -93,24 +93,26 @@ def test_weights_in_fp32_count_twice_where_they_are_packed(attention, monkeypatc
 
 def test_integers_count_once(tmp_path, monkeypatch):
     """
-    A byte each, a scale for each row, and the largest matrix in fp32. Would catch: a model refused
-    that would fit, as if it were loaded in fp32; and integers on a GPU that are refused only when
-    all is loaded.
+    A byte each, a scale for each row; beside them the largest matrix in fp32 or, where they are
+    packed, as many again. Would catch: a model refused that would fit, as if it were loaded in
+    fp32; and integers on a GPU that are refused only when all is loaded.
     """
     save_checkpoint(random_model(**LLAMA), tmp_path)
     ours = quantized(random_model(**LLAMA))
     pool = 3 * 2 * 3 * 2 * 8 * 16 * 4
     matrices = 2 * [(97, 32)] + 3 * [(64, 32), (32, 32), (256, 32), (32, 128)]
     integers = sum(n * k + 4 * n for n, k in matrices)
-    enough = integers + 7 * 32 * 4 + 256 * 32 * 4 + pool  # norms, and the largest
+    weights = integers + 7 * 32 * 4  # norms
+    largest = 256 * 32 * 4
     convert = partial(quantized_if_asked, quantize="int8")
-    check = partial(check_fits, Settings(quantize="int8"))
-    load = partial(load_checkpoint, tmp_path, check=check, convert=convert)
-    set_memory(monkeypatch, enough)
-    assert same(load(), ours)
-    set_memory(monkeypatch, enough - 1)
-    with refused("int8, beside one matrix to make them of, take"):
-        load()
+    for attention, beside in {"auto": weights, "torch": largest}.items():
+        check = partial(check_fits, Settings(quantize="int8", attention=attention))
+        load = partial(load_checkpoint, tmp_path, check=check, convert=convert)
+        set_memory(monkeypatch, weights + beside + pool)
+        assert same(load(), ours)
+        set_memory(monkeypatch, weights + beside + pool - 1)
+        with refused("int8, loaded and packed, take"):
+            load()
     with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
         load(device="cuda")
 
@@ -141,16 +143,22 @@ def test_integers_made_while_loading_are_those_of_the_model(kind, dtype, tmp_pat
     assert (model.lm_head.scale is model.wte.scale) == is_tied
     params = SamplingParams(temperature=0, max_tokens=9)
     answers = []
-    for serve in (loaded, "int8"), (model, "int8"), (model, "none"):
-        model_of_engine, quantize = serve
-        engine = Engine(model_of_engine, Settings(block_size=4, quantize=quantize))
+    for given, quantize in (loaded, "int8"), (model, "int8"), (model, "none"):
+        engine = Engine(given, Settings(block_size=4, quantize=quantize))
         answers.append(engine.generate([[1, 2, 3]], params, progress=False))
-        served = engine.runner.model.lm_head
-        assert isinstance(served, Int8Linear)
-        is_shared = served.weight.data_ptr() == model.lm_head.weight.data_ptr()
-        assert is_shared == (model_of_engine is model)
+        assert engine.runner.model.lm_head.weight.dtype == torch.int8
+        without_compiler = packed_for_cpu(given, quantize).lm_head.weight
+        is_shared = without_compiler.data_ptr() == model.lm_head.weight.data_ptr()
+        assert is_shared == (given is model)
     assert answers[0] == answers[1] == answers[2]
     assert engine.weights.endswith("(int8)")
+
+
+def test_serve_loads_integers(tmp_path):
+    """Would catch: all in fp32 first, and integers made by the engine."""
+    save_checkpoint(random_model(**LLAMA), tmp_path)
+    args = serve.parse_args(["--model", str(tmp_path), "--device", "cpu", "--quantize", "int8"])
+    assert serve.build_engine(args).weights.endswith("(int8)")
 
 
 MEASURE = """
