@@ -83,6 +83,8 @@ INLINE float sum_of(Vector v)
     return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
+typedef int32_t Bits __attribute__((may_alias)); // of a number
+
 // Sum of a[k] b[k].
 INLINE float dot(const float *a, const float *b, int64_t K)
 {
@@ -199,11 +201,12 @@ static void add_norm(const Op *op, int64_t r)
         rms_norm(x, y, op->weight, K, epsilon);
         return;
     }
-    double mean = 0;
+    double sum = 0;
     for (int64_t k = 0; k < K; k++)
-        mean += x[k] / (double)K;
+        sum += x[k];
+    float mean = (float)(sum / (double)K);
     for (int64_t k = 0; k < K; k++)
-        y[k] = x[k] - (float)mean;
+        y[k] = x[k] - mean;
     rms_norm(y, y, op->weight, K, epsilon);
     if (op->bias)
         for (int64_t k = 0; k < K; k++)
@@ -217,8 +220,13 @@ static void round_row(const Op *op, int64_t r)
     const float *x = op->x + r * K;
     int16_t *y = op->y16 + r * K;
     float top = 1e-30f, largest = (float)op->factor;
-    for (int64_t k = 0; k < K; k++)
-        top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
+    int32_t bits;
+    memcpy(&bits, &top, 4);
+    for (int64_t k = 0; k < K; k++) { // bits are in the order of numbers, and NaN beyond them
+        int32_t size = ((const Bits *)x)[k] & INT32_MAX;
+        bits = size > bits ? size : bits;
+    }
+    memcpy(&top, &bits, 4);
     for (int64_t k = 0; k < K; k++)
         y[k] = (int16_t)rintf(x[k] * (largest / top));
     op->x_scale[r] = top / largest;
