@@ -1,0 +1,403 @@
+"""
+Equal to the bit: with the operators of cpu.c a request gets the same tokens and the same
+log-probabilities to the last bit, whatever happens to it and whatever stands beside it.
+
+The reference is each of ASKS alone: cold, its prompt in one piece, by one thread. Then all of them
+are served in the situations below, each of which shows that it has happened: hits, preemptions and
+copies of shared blocks were counted. Whether answers are right, test_paged.py asks; here they need
+only be the same. The block size is 4 throughout, for attention adds up block by block.
+"""
+
+import ctypes
+import math
+import random
+from collections import Counter
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from checkpoint import load_checkpoint
+from engine.engine import Engine
+from model import GPT, GPTConfig
+from ops import cpu, sampling
+from params import SamplingParams
+from test_paged import assert_idle, new_engine, trained_model
+
+needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def threads_are_as_before():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models
+
+
+def with_twins(vocabulary: int) -> GPT:
+    """Each token has a twin, whose logit is the same: ties everywhere."""
+    model = GPT(GPTConfig(vocabulary, 64, n_layer=1, n_head=2, n_embd=36, tied=False))
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.3, generator=generator)
+    head = model.lm_head.weight.data
+    head[1::2] = head[:-1:2].clone()
+    return model.eval()
+
+
+@cache
+def model_of(name: str) -> GPT:
+    if name == "trained":
+        return trained_model()
+    if name == "twins":
+        return with_twins(33)
+    if name == "large":  # above 32,768, torch's threads share the numbers of a row
+        return with_twins(33_003)
+    tiny_models = pytest.importorskip("tiny_models")
+    with TemporaryDirectory() as directory:
+        tiny_models.make(name).save_pretrained(directory)
+        return load_checkpoint(Path(directory))
+
+
+OWN = ("trained", "twins", "large")
+FAMILIES = ("gpt2-untied", "llama-one-kv-head", "mistral", "qwen2-windows", "qwen3-windows")
+FAMILIES += ("gemma2", "gemma3")
+FORMATS = ("none", "int8")
+QUICK = [*product(("trained", "twins"), FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
+SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+each_model = pytest.mark.parametrize(("name", "quantize"), QUICK + SLOW)
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+@dataclass
+class Ask:
+    """A request for an answer to a prompt of so many tokens, which all begin with the same 9."""
+
+    length: int
+    params: SamplingParams
+    n: int = 1
+    prompt_logprobs: int | None = None
+
+    def prompt(self, vocabulary: int) -> list[int]:
+        rng = random.Random(self.length)
+        own = [rng.randrange(vocabulary) for _ in range(self.length)]
+        return ([3 * i % 29 for i in range(9)] + own)[: self.length]
+
+
+def ask(length: int, n=1, prompt_logprobs=None, **fields) -> Ask:
+    defaults = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "ignore_eos": True}
+    return Ask(length, SamplingParams(**defaults | fields), n, prompt_logprobs)
+
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
+BIASED = {"logit_bias": {1: 2.0, 7: -3.0}, "stop_token_ids": (2, 3), "min_tokens": 4}
+ASKS: dict[str, Ask] = {}
+ASKS["greedy"] = ask(5, max_tokens=12, logprobs=0)
+ASKS["sampled"] = ask(1, temperature=1.0, logprobs=5)
+ASKS["filtered"] = ask(30, temperature=1.4, top_k=12, top_p=0.97, min_p=0.01, logprobs=1)
+ASKS["nucleus"] = ask(22, temperature=0.8, top_p=0.6)
+ASKS["min-p"] = ask(17, temperature=0.7, min_p=0.05, logprobs=20)
+ASKS["penalised"] = ask(13, logprobs=2, **PENALTIES)
+ASKS["biased"] = ask(26, temperature=1.2, logprobs=3, **PENALTIES, **BIASED)
+ASKS["scored"] = ask(35, prompt_logprobs=3, logprobs=1)
+ASKS["three"] = ask(18, n=3, temperature=1.0, logprobs=2)
+ASKS["two"] = ask(21, n=2, prompt_logprobs=0, temperature=1.0, top_k=5, logprobs=1)
+# they filter, adjust and score where the others do not; nobody compares their answers
+NEIGHBOURS: dict[str, Ask] = {}
+NEIGHBOURS["a"] = ask(11, temperature=1.0, max_tokens=20)
+NEIGHBOURS["b"] = ask(33, temperature=0.9, top_k=3, min_p=0.2, logprobs=20, max_tokens=6)
+NEIGHBOURS["c"] = ask(2, n=2, max_tokens=25, logprobs=0, **PENALTIES)
+NEIGHBOURS["d"] = ask(28, prompt_logprobs=20, temperature=1.0, **BIASED)
+
+
+@dataclass
+class Answer:
+    """All that a client of a choice is sent."""
+
+    tokens: list[int] = field(default_factory=list)
+    scores: list = field(default_factory=list)
+    prompt_scores: list | None = None
+    finish_reason: str | None = None
+
+
+class Service:
+    """
+    An engine, and the answers of its requests. Their ids are "7 three": a number, and the name of
+    what was asked; a further choice has the id "7 three.1", and so the name "three.1".
+    """
+
+    def __init__(self, engine: Engine):
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.answers: dict[str, Answer] = {}
+        self.most_decodes = 0  # in one step
+        self.chunks = Counter()  # of each request
+        self.launch = engine.runner.launch
+        engine.runner.launch = self.noted
+
+    def noted(self, plan):
+        self.most_decodes = max(self.most_decodes, len(plan.decodes))
+        self.chunks.update(request.id for request, _ in plan.chunks)
+        return self.launch(plan)
+
+    def add(self, *names: str):
+        for name in names:
+            asked = (ASKS | NEIGHBOURS)[name]
+            id = f"{len(self.answers)} {name}"
+            prompt = asked.prompt(self.engine.config.vocab_size)
+            options = {"n": asked.n, "prompt_logprobs": asked.prompt_logprobs}
+            self.engine.add_request(id, prompt, asked.params, **options)
+            for choice in range(asked.n):
+                self.answers[f"{id}.{choice}" if choice else id] = Answer()
+
+    def step(self):
+        for output in self.engine.step():
+            assert output.error is None, output.error
+            answer = self.answers[output.id]
+            answer.tokens += output.tokens
+            answer.scores.append(output.logprobs)
+            answer.prompt_scores = answer.prompt_scores or output.prompt_logprobs
+            answer.finish_reason = output.finish_reason
+
+    def run(self, *names: str):
+        self.add(*names)
+        while self.engine.has_work:
+            self.step()
+        assert_idle(self.engine)
+
+
+def start(name: str, quantize: str, threads=1, **settings) -> Service:
+    """An engine with cpu.c and so many threads; torch has as many."""
+    torch.set_num_threads(threads)
+    sizes = {"attention": "cpu", "num_blocks": 160, "max_num_seqs": 16}
+    return Service(new_engine(model_of(name), quantize=quantize, **sizes | settings))
+
+
+def name_of(id: str) -> str:
+    return id.partition(" ")[2]
+
+
+@cache
+def alone(name: str, quantize: str) -> dict[str, Answer]:
+    """The reference. Choices of a request are not forked: there is no row for a second one."""
+    service = start(name, quantize, max_num_seqs=1, prefix_cache=False)
+    for asked in ASKS:
+        service.run(asked)
+    assert len(service.answers) == 13
+    assert service.most_decodes == 1
+    assert set(service.chunks.values()) == {1}
+    assert service.scheduler.num_hit_tokens == service.scheduler.num_forks == 0
+    return {name_of(id): answer for id, answer in service.answers.items()}
+
+
+def differences(service: Service, expected: dict[str, Answer]) -> list[str]:
+    """The answers that differ, as they are written: no two floats are written alike."""
+    compared = {id: a for id, a in service.answers.items() if name_of(id) in expected}
+    assert set(map(name_of, compared)) == set(expected)
+    return [id for id, answer in compared.items() if repr(answer) != repr(expected[name_of(id)])]
+
+
+# --------------------------------------------------------------------------------------------------
+# Situations: each serves all of ASKS with services that it starts, and shows that it has happened
+
+
+def together(start) -> list[Service]:
+    service = start()
+    service.run(*ASKS)
+    assert service.most_decodes == 13
+    return [service]
+
+
+def beside_others(start) -> list[Service]:
+    """Beside requests that come before and after, of which two hang up."""
+    service = start(max_num_seqs=20, num_blocks=240)
+    for name, neighbour in zip(ASKS, 3 * list(NEIGHBOURS), strict=False):
+        service.add(neighbour, name)
+        service.step()
+    running = [id for id in service.engine.requests if name_of(id) in NEIGHBOURS]
+    for id in running[:2]:
+        service.engine.abort(id)
+    service.run()
+    assert len(running) > 3
+    assert service.most_decodes > 13
+    return [service]
+
+
+def one_after_the_other(start) -> list[Service]:
+    """No batches, but hits and forks."""
+    service = start(max_num_seqs=3)
+    for name in ASKS:
+        service.run(name)
+    assert service.scheduler.num_hit_tokens > 0
+    return [service]
+
+
+def warm(start) -> list[Service]:
+    service = start()
+    service.run(*ASKS)
+    hits = service.scheduler.num_hit_tokens
+    service.run(*ASKS)
+    # of all blocks before the last token's; scored prompts take no hits, forks need none
+    assert service.scheduler.num_hit_tokens - hits == 4 + 28 + 20 + 16 + 12 + 24 + 16
+    return [service]
+
+
+def chunked(start) -> list[Service]:
+    services = []
+    for budget, rows in ((1, 1), (3, 2), (7, 4)):
+        service = start(token_budget=budget, max_num_seqs=rows)
+        service.run(*ASKS)
+        assert max(service.chunks.values()) >= 30 / budget
+        services.append(service)
+    return services
+
+
+def preempted(start) -> list[Service]:
+    services = []
+    for prefix_cache in (True, False):
+        settings = {"num_blocks": 14, "watermark": 0, "token_budget": 20}
+        service = start(prefix_cache=prefix_cache, **settings)
+        service.run(*ASKS)
+        assert service.scheduler.num_preemptions >= 5
+        services.append(service)
+    return services
+
+
+def forked(start) -> list[Service]:
+    service = start(max_num_seqs=20)
+    service.run(*ASKS)
+    assert service.scheduler.num_forks == 3
+    assert service.scheduler.num_copies >= 2, "shared blocks were copied before they were written"
+    return [service]
+
+
+def with_threads(start) -> list[Service]:
+    services = []
+    for threads in (2, 3):
+        service = start(threads=threads, token_budget=40)
+        machine = service.engine.runner.ops.linear.__self__
+        of_pool = ctypes.c_int.from_address(machine.pool)  # its first field
+        assert of_pool.value == torch.get_num_threads() == threads
+        service.run(*ASKS)
+        services.append(service)
+    return services
+
+
+def overlapping(start) -> list[Service]:
+    service = start(overlap=True, token_budget=16)
+    service.run(*ASKS)
+    assert service.engine.overlap
+    return [service]
+
+
+SITUATIONS = (together, beside_others, one_after_the_other, warm, chunked, preempted, forked)
+SITUATIONS += (with_threads, overlapping)
+
+
+@needs_compiler
+@pytest.mark.parametrize("situation", SITUATIONS)
+@each_model
+def test_a_request_gets_the_same_bits(name, quantize, situation):
+    """
+    Would catch: a sum whose order depends on the size of a batch, a thread's share, or where a
+    chunk or a task begins; K and V in the cache that are not those computed again; candidates that
+    depend on how many a neighbour asks for.
+    """
+    expected = alone(name, quantize)
+    for service in situation(partial(start, name, quantize)):
+        assert differences(service, expected) == []
+
+
+@needs_compiler
+@pytest.mark.slow
+@each_model
+def test_a_request_gets_the_same_bits_in_random_lives(name, quantize):
+    """All situations at once, as they come."""
+    expected = alone(name, quantize)
+    counts = Counter()
+    for seed in range(20):
+        rng = random.Random(seed)
+        rows = rng.choice([1, 3, 8, 20])
+        sizes = {"max_num_seqs": rows, "token_budget": rng.choice([rows, rows + 5, 64])}
+        sizes |= {"num_blocks": rng.choice([14, 25, 240]), "watermark": rng.choice([0, 0.01])}
+        sizes |= {"overlap": rng.random() < 0.5, "prefix_cache": rng.random() < 0.8}
+        service = start(name, quantize, threads=rng.choice([1, 1, 2, 3]), **sizes)
+        names = 2 * list(ASKS) + list(NEIGHBOURS)
+        rng.shuffle(names)
+        for asked in names:
+            service.add(asked)
+            for _ in range(rng.choice([0, 1, 3, 10])):
+                service.step()
+        of_neighbours = [id for id in service.engine.requests if name_of(id) in NEIGHBOURS]
+        for id in of_neighbours[::2]:
+            service.engine.abort(id)
+        service.run()
+        assert differences(service, expected) == [], f"seed {seed}: {sizes}"
+        counts["aborts"] += len(of_neighbours[::2])
+        counts["several chunks"] += max(service.chunks.values()) > 3
+        for counter in ("num_hit_tokens", "num_preemptions", "num_forks", "num_copies"):
+            counts[counter] += getattr(service.scheduler, counter)
+    assert len(counts) == 6 and min(counts.values()) >= 5, counts
+
+
+@needs_compiler
+@pytest.mark.parametrize(("name", "quantize"), QUICK)
+def test_the_answers_are_worth_comparing(name, quantize):
+    """Would catch: comparisons that cannot fail, for there is nothing in the answers."""
+    service = start(name, quantize)
+    service.run(*ASKS)
+    answers = alone(name, quantize)
+    assert len({tuple(answer.tokens) for answer in answers.values()}) >= 11
+    assert len(answers["min-p"].scores[8][1]) == 20
+    assert len(answers["scored"].prompt_scores) == 34
+    score = deepcopy(answers["three.1"].scores[3])
+    score[0] = torch.tensor(score[0]).nextafter(torch.tensor(-1e9)).item()
+    service.answers["8 three.1"].scores[3] = score
+    assert differences(service, answers) == ["8 three.1"]
+
+
+# --------------------------------------------------------------------------------------------------
+# What torch computes of the logits
+
+
+@pytest.mark.parametrize("V", [31, 997, 32_769, 50_257])
+def test_a_row_of_logits_is_judged_by_itself(V):
+    """
+    Would catch: a sum that torch's threads share where there is one row (logsumexp does, above
+    32,768); a function that has other last bits at the end of a vector; other candidates of a tie
+    for who asks for more of them.
+    """
+    generator = torch.Generator().manual_seed(V)
+    logits = torch.randn(5, V, generator=generator).round(decimals=2) - math.log(V)
+    logits[:, 0] = 0.0  # no digit of its log-probability, about -1, is lost in a subtraction
+    of_request = torch.arange(5)  # top_k, seed, position
+    shares = torch.linspace(0.3, 0.99, 5)  # top_p, min_p
+
+    def judge(rows: slice, n: int) -> list[list]:
+        own = of_request[rows]
+        x = logits[rows].clone()
+        lowest = sampling.threshold(x / 1.3, own, shares[rows], shares[rows] / 50)
+        noise = sampling.gumbel_noise(own, own, own, V)
+        logprob, ids, best = sampling.logprobs(x, torch.zeros_like(own), n)
+        parts = (lowest, noise, logprob, ids[:, :3], best[:, :3])
+        return [[part[i].tolist() for part in parts] for i in range(len(x))]
+
+    torch.set_num_threads(1)
+    expected = [judge(slice(i, i + 1), 3)[0] for i in range(5)]
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert judge(slice(0, 5), 20) == expected
+        assert judge(slice(1, 3), 4) == expected[1:3]
+        assert [judge(slice(i, i + 1), 7)[0] for i in range(5)] == expected
