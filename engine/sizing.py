@@ -89,9 +89,9 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
 def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     """
     Raises ValueError, before anything is loaded, where the device has no memory for the weights of
-    a model and a KV pool for one short text. Integers are made of one matrix at a time. A CPU may
-    take weights twice, at the start: matrices are packed beside those that were loaded, and
-    embeddings of bf16 are fp32, too.
+    a model and a KV pool for one short text. Integers are made of one matrix at a time. Other
+    weights a CPU takes twice, at the start, if its operators pack them: beside those that were
+    loaded; and embeddings of bf16 are fp32, too.
     """
     device = torch.device(device)
     check_quantize(settings.quantize, device)
@@ -100,14 +100,14 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     weights = sum(sizes) * dtype.itemsize
     beside = 0
     kv_itemsize = 4 if device.type == "cpu" else dtype.itemsize
+    served = torch.int8 if is_quantized(model) else dtype
+    ops, _ = choose_ops(settings.attention, device, served)
     if is_quantized(model):
         weights = sum(weight.nbytes for weight in model.parameters())
         beside = max(sizes) * dtype.itemsize
-        dtype = torch.int8
-    ops, _ = choose_ops(settings.attention, device, dtype)
-    if device.type == "cpu" and ops.pack_weights != quantized_if_asked:
-        beside = max(beside, weights)
-        if dtype == torch.bfloat16:
+    elif device.type == "cpu" and ops.pack_weights != quantized_if_asked:
+        beside = weights
+        if dtype != torch.float32:
             beside += 4 * model.wte.weight.numel()
     how = ", loaded and packed," if beside else ""
     weights += beside
@@ -116,7 +116,7 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     pool = num_blocks * numbers_per_block(config, settings.block_size) * kv_itemsize
     free, _ = memory_of(device)
     if weights + pool > free:
-        name = str(dtype).removeprefix("torch.")
+        name = str(served).removeprefix("torch.")
         raise ValueError(
             f"the model does not fit: its weights in {name}{how} take {weights / 2**20:,.0f} MiB "
             f"and the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: "

@@ -93,26 +93,24 @@ def test_weights_in_fp32_count_twice_where_they_are_packed(attention, monkeypatc
 
 def test_integers_count_once(tmp_path, monkeypatch):
     """
-    A byte each, a scale for each row; beside them the largest matrix in fp32 or, where they are
-    packed, as many again. Would catch: a model refused that would fit, as if it were loaded in
-    fp32; and integers on a GPU that are refused only when all is loaded.
+    A byte each, a scale for each row, and the largest matrix in fp32. Would catch: a model refused
+    that would fit, as if it were loaded in fp32 or packed; and integers on a GPU that are refused
+    only when all is loaded.
     """
     save_checkpoint(random_model(**LLAMA), tmp_path)
     ours = quantized(random_model(**LLAMA))
     pool = 3 * 2 * 3 * 2 * 8 * 16 * 4
     matrices = 2 * [(97, 32)] + 3 * [(64, 32), (32, 32), (256, 32), (32, 128)]
     integers = sum(n * k + 4 * n for n, k in matrices)
-    weights = integers + 7 * 32 * 4  # norms
-    largest = 256 * 32 * 4
+    enough = integers + 7 * 32 * 4 + 256 * 32 * 4 + pool  # norms, and the largest
     convert = partial(quantized_if_asked, quantize="int8")
-    for attention, beside in {"auto": weights, "torch": largest}.items():
-        check = partial(check_fits, Settings(quantize="int8", attention=attention))
-        load = partial(load_checkpoint, tmp_path, check=check, convert=convert)
-        set_memory(monkeypatch, weights + beside + pool)
-        assert same(load(), ours)
-        set_memory(monkeypatch, weights + beside + pool - 1)
-        with refused("int8, loaded and packed, take"):
-            load()
+    check = partial(check_fits, Settings(quantize="int8"))
+    load = partial(load_checkpoint, tmp_path, check=check, convert=convert)
+    set_memory(monkeypatch, enough)
+    assert same(load(), ours)
+    set_memory(monkeypatch, enough - 1)
+    with refused("int8, loaded and packed, take"):
+        load()
     with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
         load(device="cuda")
 
