@@ -115,7 +115,8 @@ class Int8Linear(Int8Weights):
     def forward(self, x: Tensor) -> Tensor:
         most = largest_activation(x.shape[-1])
         largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        integers = (x * (most / largest)).round()
+        steps = torch.full_like(largest, most) / largest  # most / largest would round twice
+        integers = (x * steps).round()
         # in fp64 no sum is rounded
         sums = F.linear(integers.double(), self.weight.double()).float()
         y = sums * (self.scale * (largest / most))
