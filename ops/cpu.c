@@ -24,9 +24,11 @@ S block size, M blocks per table.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -143,8 +145,8 @@ INLINE float activated(float x, int64_t activation)
     case GELU_NEW: // 0.5 (1 + tanh(u)) is sigmoid(2 u)
         return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
     case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    case RELU: return x > 0 ? x : 0;
-    case RELU2: return x > 0 ? x * x : 0;
+    case RELU: return x < 0 ? 0 : x; // NaN stays one
+    case RELU2: return x < 0 ? 0 : x * x;
     case SILU: return x * sigmoid(x);
     default: return x;
     }
@@ -354,21 +356,27 @@ static void attend(const Op *op, int64_t task)
 // input is multiplied with a panel's 32 weights at once, and each output is a sum over K in its
 // order; integers [N / 32, 32, K], for sums over K at once.
 
-enum { PANEL = 32, ROW_BLOCK = 64 }; // rows of a task
+enum { PANEL = 32, ROW_BLOCK = 64, K_BLOCK = 512 }; // rows of a task; inputs of a partial sum
 
-// Products of `rows` rows of x [.., K] with `count` of a panel's vectors w.
+// Products of `rows` rows of x [.., K] with `count` of a panel's vectors w, to y [rows, PANEL].
+// Partial sums keep the error small: it grows with how many numbers are added one by one.
 INLINE void tile_fp32(const float *w, const float *x, int64_t K, int rows, int count, float *y)
 {
-    Vector sum[ROWS][PANEL / LANES] = {0};
-    for (int64_t k = 0; k < K; k++)
-        for (int v = 0; v < count; v++) {
-            Vector weights = load(w + k * PANEL + v * LANES);
-            for (int r = 0; r < rows; r++)
-                sum[r][v] += weights * x[r * K + k];
-        }
-    for (int r = 0; r < rows; r++)
-        for (int v = 0; v < count; v++)
-            store(y + r * PANEL + v * LANES, sum[r][v]);
+    for (int64_t k = 0; k < K;) {
+        Vector sum[ROWS][PANEL / LANES] = {0};
+        bool is_first = k == 0;
+        for (int64_t end = K - k < K_BLOCK ? K : k + K_BLOCK; k < end; k++)
+            for (int v = 0; v < count; v++) {
+                Vector weights = load(w + k * PANEL + v * LANES);
+                for (int r = 0; r < rows; r++)
+                    sum[r][v] += weights * x[r * K + k];
+            }
+        for (int r = 0; r < rows; r++)
+            for (int v = 0; v < count; v++) {
+                float *total = y + r * PANEL + v * LANES;
+                store(total, is_first ? sum[r][v] : load(total) + sum[r][v]);
+            }
+    }
 }
 
 // Products of `rows` rows of x [.., K] with `count` outputs' weights w [.., K]: the compiler makes
@@ -464,6 +472,7 @@ typedef struct {
 
 typedef struct {
     int threads; // the one that calls `run` among them
+    pid_t process; // that has them
     pthread_t *workers;
     const Op *ops; // of the run under way
     int64_t count, R, room;
@@ -567,13 +576,24 @@ static void *work(void *argument)
     return NULL;
 }
 
+// A forked process has none of the threads, and may have the lock of one.
+static void notice_fork(Pool *pool)
+{
+    if (pool->process == getpid())
+        return;
+    pool->process = getpid();
+    pool->threads = 1;
+    atomic_store(&pool->state, 0);
+    pthread_mutex_init(&pool->lock, NULL);
+    pthread_cond_init(&pool->wake, NULL);
+}
+
 // A pool of so many threads, or of fewer where the system gives no more.
 Pool *open_pool(int threads)
 {
     Pool *pool = calloc(1, sizeof *pool);
     pool->workers = calloc(threads, sizeof *pool->workers);
-    pthread_mutex_init(&pool->lock, NULL);
-    pthread_cond_init(&pool->wake, NULL);
+    notice_fork(pool);
     for (pool->threads = 1; pool->threads < threads; pool->threads++) {
         Worker *worker = malloc(sizeof *worker);
         *worker = (Worker){pool, pool->threads};
@@ -585,6 +605,7 @@ Pool *open_pool(int threads)
 
 void close_pool(Pool *pool)
 {
+    notice_fork(pool);
     announce(pool, -1);
     for (int t = 1; t < pool->threads; t++)
         pthread_join(pool->workers[t], NULL);
@@ -596,6 +617,7 @@ void close_pool(Pool *pool)
 // Compute `count` operators of R rows, one after the other.
 void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
+    notice_fork(pool);
     int threads = pool->threads;
     if (count > pool->room) {
         free(pool->counters);

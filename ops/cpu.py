@@ -64,11 +64,17 @@ def library(compiler: list[str]) -> Path:
     # the macros that it defines tell its version and the CPU's instructions
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout
     made_of = hashlib.sha256(SOURCE.read_bytes() + macros + shlex.join(command).encode())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pagedgpt"
     path = cache / f"cpu-{made_of.hexdigest()[:16]}.so"
     if path.exists():
         return path
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"no room for the compiled ops/cpu.c ({error}): let XDG_CACHE_HOME name a folder with "
+            "room to write, or choose --attention torch"
+        ) from error
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         new = Path(folder) / path.name
         result = run([*command, SOURCE, "-o", new, "-lm"], text=True)

@@ -157,7 +157,9 @@ def can_pack(weight: Tensor) -> bool:
 
 
 def check_quantize(quantize: str, device: torch.device):
-    """Raises ValueError for 8-bit integers on a GPU."""
+    """Raises ValueError for 8-bit integers on a GPU, and for other formats."""
+    if quantize not in ("none", "int8"):
+        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
     if quantize != "none" and device.type == "cuda":
         raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
 
