@@ -763,7 +763,9 @@ def test_forked():
     text = prompt(11, 13)
     for steps in range(1, 6):  # the fork happens at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
-        runner = Runner(model, Settings(num_blocks=64, block_size=4, max_num_seqs=256, token_budget=256))
+        runner = Runner(
+            model, Settings(num_blocks=64, block_size=4, max_num_seqs=256, token_budget=256)
+        )
         poison(runner, scheduler)
         parent = Request("parent", text, 16)
         scheduler.add_request(parent)

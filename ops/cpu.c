@@ -487,6 +487,10 @@ typedef struct {
 
 enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to others
 
+#ifndef WORTH_SHARING               // tests share whatever there is
+#define WORTH_SHARING (1 << 20)     // products: a thread alone takes 30 us for them
+#endif
+
 static void (*const OPERATORS[])(const Op *, int64_t) = {
     embed, rotation, add_norm, round_row, heads, attend, NULL};
 
@@ -624,7 +628,9 @@ void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
         pool->counters = aligned_alloc(64, count * (threads + 1) * sizeof *pool->counters);
         pool->room = count;
     }
+    int64_t products = 0;
     for (int64_t i = 0; i < count; i++) {
+        products += R * ops[i].N * ops[i].K;
         Counter *next = pool->counters + i * (threads + 1);
         for (int t = 0; t < threads; t++)
             atomic_init(&next[t].number, num_tasks(ops + i, R, threads) * t / threads);
@@ -633,8 +639,10 @@ void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
     pool->ops = ops;
     pool->count = count;
     pool->R = R;
-    atomic_fetch_or(&pool->state, OPEN);
-    announce(pool, (atomic_load(&pool->runs) + 1) & INT32_MAX);
+    if (products > WORTH_SHARING) {
+        atomic_fetch_or(&pool->state, OPEN);
+        announce(pool, (atomic_load(&pool->runs) + 1) & INT32_MAX);
+    }
     take_part(pool, 0);
     atomic_fetch_and(&pool->state, ~OPEN);
     for (int looks = 0; atomic_load(&pool->state); looks++)

@@ -40,10 +40,17 @@ from ops.packed import Int8Linear, largest_activation, quantized_if_asked, share
 
 SOURCE = Path(__file__).with_name("cpu.c")
 # no -ffast-math: with gcc before 13 it would switch off denormal numbers in the whole process
-FLAGS = (
-    "-std=gnu11 -O3 -march=native -ffp-contract=fast -fno-math-errno -fno-trapping-math "
-    "-shared -fPIC -pthread"
-).split()
+FLAGS = [
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
+    "-pthread",
+]
 if platform.machine() == "x86_64":
     FLAGS.append("-mprefer-vector-width=512")  # where the CPU has such
 
@@ -149,7 +156,7 @@ NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
 
 class Op(ctypes.Structure):
-    """One operator, as cpu.c declares it."""
+    """One operator, as cpu.c declares it. Pointers are given as tensors, which it keeps."""
 
     _fields_ = [
         ("kind", ctypes.c_int64),
@@ -158,6 +165,30 @@ class Op(ctypes.Structure):
         ("factor", ctypes.c_double),
         ("cap", ctypes.c_double),
     ]
+
+    def __init__(self, kind: str):
+        super().__init__(KINDS.index(kind))
+        self.tensors = []
+
+    def __setattr__(self, name: str, value):
+        if isinstance(value, Tensor):
+            assert value.is_contiguous(), f"{name} must be contiguous"
+            self.tensors.append(value)
+            value = value.data_ptr()
+        super().__setattr__(name, value)
+
+    def set_weights(self, layer: nn.Module):
+        """Of a `PanelLinear` or an embedding."""
+        self.weight = layer.weight
+        self.scale = getattr(layer, "scale", None)
+        self.panel = PANEL if layer.weight.ndim == 3 else 1
+
+    def set_pool(self, attn: Attention, kv: Tensor):
+        """Heads, and a layer's pool [2, num_blocks + 1, Hk, S, D]."""
+        _, _, self.Hk, self.S, self.D = kv.shape
+        self.H = attn.H
+        self.kv = kv
+        self.k_to_v = kv.stride(0)
 
 
 class Tables(NamedTuple):
@@ -204,18 +235,12 @@ class CpuKernels:
             record=self.record,
         )
 
-    def compute(self, kind: str, R: int, **fields):
-        """Compute an operator for R rows, or record it. Fields are those of `Op`."""
-        op = Op(kind=KINDS.index(kind))
-        for name, value in fields.items():
-            if isinstance(value, Tensor):
-                assert value.is_contiguous(), f"{name} must be contiguous"
-                value = value.data_ptr()
-            setattr(op, name, value)
+    def compute(self, op: Op, R: int):
+        """Compute an operator for R rows, or record it."""
         if self.recorded is None:
             self.library.run(self.pool, ctypes.byref(op), 1, R)
         else:
-            self.recorded.append((op, fields))
+            self.recorded.append(op)
 
     def rows(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """
@@ -228,50 +253,77 @@ class CpuKernels:
     def embed(
         self, tokens: Tensor, positions: Tensor, wte: nn.Module, wpe: nn.Module | None, scale: float
     ) -> Tensor:
-        R = len(tokens)
-        K = wte.weight.shape[1]
-        x = self.rows("x", R, K)
-        of_token = {"tokens": tokens, **weight_fields(wte)}
-        of_position = {"positions": positions, "bias": None if wpe is None else wpe.weight}
-        self.compute("embed", R, **of_token, **of_position, y=x, K=K, factor=scale)
+        op = Op("embed")
+        op.set_weights(wte)
+        op.K = wte.weight.shape[1]
+        op.tokens = tokens
+        op.factor = scale
+        if wpe is not None:
+            op.positions = positions
+            op.bias = wpe.weight
+        x = self.rows("x", len(tokens), op.K)
+        op.y = x
+        self.compute(op, len(tokens))
         return x
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         """[T, D]: D / 2 cosines, then as many sines."""
-        R = len(positions)
-        D = 2 * len(frequencies)
-        y = torch.empty(R, D)
-        self.compute("rotation", R, positions=positions, weight=frequencies, y=y, D=D)
+        T = len(positions)
+        op = Op("rotation")
+        op.D = 2 * len(frequencies)
+        op.positions = positions
+        op.weight = frequencies
+        y = torch.empty(T, op.D)
+        op.y = y
+        self.compute(op, T)
         return y
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         R, K = x.shape
+        op = Op("add_norm")
+        op.K = K
+        op.x = x
+        op.delta = delta
+        op.weight = norm.weight
+        op.bias = norm.bias
+        op.factor = norm.eps
+        op.rms = isinstance(norm, RMSNorm)
         y = self.rows("norm", R, K)
-        kind = {"factor": norm.eps, "rms": isinstance(norm, RMSNorm)}
-        of_norm = {"weight": norm.weight, "bias": norm.bias}
-        self.compute("add_norm", R, x=x, delta=delta, y=y, K=K, **of_norm, **kind)
+        op.y = y
+        self.compute(op, R)
         return x, y
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
-        """q is what `attend` takes it for: queries, keys and values [T, (H + 2 Hk) D]."""
+        """Queries, keys and values [T, (H + 2 Hk) D], which `attend` takes; and the pool."""
         qkv = self.product("qkv", y, attn.c_attn)
-        norms = {}
+        op = Op("heads")
+        op.set_pool(attn, kv)
+        op.x = qkv
+        op.slots = batch.slot_mapping
+        op.rotation = batch.rotations.get(attn.window)
         if attn.q_norm is not None:
-            norms = {"weight": attn.q_norm.weight, "k_norm": attn.k_norm.weight}
-            norms["factor"] = attn.q_norm.eps
-        rotation = batch.rotations.get(attn.window)
-        place = {"slots": batch.slot_mapping} | pool_fields(attn, kv)
-        self.compute("heads", len(y), x=qkv, rotation=rotation, **norms, **place)
+            op.weight = attn.q_norm.weight
+            op.k_norm = attn.k_norm.weight
+            op.factor = attn.q_norm.eps
+        self.compute(op, len(qkv))
         return qkv, kv
 
     def attend(self, qkv: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
         T = len(qkv)
         tables, requests = batch.prepared[attn.window]
+        op = Op("attend")
+        op.set_pool(attn, kv)
+        op.x = qkv
+        op.positions = batch.positions
+        op.requests = requests
+        op.tables = tables
+        op.M = tables.shape[1]
+        op.window = attn.window
+        op.factor = attn.scale
+        op.cap = attn.softcap
         y = self.rows("attend", T, attn.H * attn.D)
-        seen = {"positions": batch.positions, "window": attn.window}
-        seen |= {"requests": requests, "tables": tables, "M": tables.shape[1]}
-        scores = {"factor": attn.scale, "cap": attn.softcap}
-        self.compute("attend", T, x=qkv, y=y, **seen, **scores, **pool_fields(attn, kv))
+        op.y = y
+        self.compute(op, T)
         return y.view(T, attn.H, attn.D)
 
     def linear(self, x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
@@ -286,21 +338,36 @@ class CpuKernels:
     ) -> Tensor:
         """x [R, K] times the layer's weights, rounded before if these are integers."""
         R, K = x.shape
-        N = layer.N
-        y = self.rows(role, R, N)
-        x_scale = None
-        if layer.weight.dtype == torch.int8:
-            integers = self.rows("integers", R, K, torch.int16)
-            x_scale = self.rows("x_scale", R, 1)
-            limit = largest_activation(K)
-            self.compute("round", R, x=x, y=integers, x_scale=x_scale, K=K, factor=limit)
-            x = integers
-        of_layer = {"bias": layer.bias, "N": N, "K": K, **weight_fields(layer)}
-        end = {"activation": 0, "gated": gated, "cap": softcap}
+        op = Op("linear")
+        op.set_weights(layer)
+        op.bias = layer.bias
+        op.N = layer.N
+        op.K = K
+        op.gated = gated
+        op.cap = softcap
         if activation:
-            end["activation"] = 1 + list(ACTIVATIONS).index(activation)
-        self.compute("linear", R, x=x, x_scale=x_scale, y=y, **of_layer, **end)
+            op.activation = 1 + list(ACTIVATIONS).index(activation)
+        op.x = x
+        if op.scale:
+            op.x, op.x_scale = self.rounded(x)
+        y = self.rows(role, R, op.N)
+        op.y = y
+        self.compute(op, R)
         return y
+
+    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, K] as integers of 16 bits, and the size of a step of each row."""
+        R, K = x.shape
+        integers = self.rows("integers", R, K, torch.int16)
+        step = self.rows("step", R, 1)
+        op = Op("round")
+        op.K = K
+        op.x = x
+        op.y = integers
+        op.x_scale = step
+        op.factor = largest_activation(K)
+        self.compute(op, R)
+        return integers, step
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -319,7 +386,7 @@ class CpuKernels:
         x = model.hidden(batch, kv)
         kept = self.recorded  # and with it the tensors that the operators have addresses of
         self.recorded = None
-        program = (Op * len(kept))(*(op for op, _ in kept))
+        program = (Op * len(kept))(*kept)
 
         def hidden(batch: Batch) -> Tensor:
             plan = next(iter(batch.prepared.values()))
@@ -334,15 +401,3 @@ class CpuKernels:
             return x[:n]
 
         return hidden
-
-
-def weight_fields(layer: nn.Module) -> dict:
-    """Weights, as `Op` has them, of `PanelLinear` or an embedding."""
-    panel = PANEL if layer.weight.ndim == 3 else 1
-    return {"weight": layer.weight, "scale": getattr(layer, "scale", None), "panel": panel}
-
-
-def pool_fields(attn: Attention, kv: Tensor) -> dict:
-    """A layer's pool [2, num_blocks + 1, Hk, S, D], as `Op` has it."""
-    S = kv.shape[3]
-    return {"kv": kv, "k_to_v": kv.stride(0), "H": attn.H, "Hk": attn.Hk, "D": attn.D, "S": S}

@@ -11,6 +11,7 @@ only be the same. Compared answers have one block size, for attention adds up bl
 import ctypes
 import math
 import random
+import shlex
 from collections import Counter
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -30,6 +31,12 @@ from params import SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+
+
+@pytest.fixture(autouse=True)
+def threads_share_all(monkeypatch):
+    """However small the models are."""
+    monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), "-DWORTH_SHARING=0"]))
 
 
 @pytest.fixture(autouse=True)

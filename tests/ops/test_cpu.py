@@ -49,6 +49,7 @@ from test_paged import prompt, raises, trained_model
 
 ROOT = Path(__file__).parents[2]
 COMPILER = cpu.c_compiler()
+SHARING = [*COMPILER, "-DWORTH_SHARING=0"]  # threads share whatever there is to do
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 # CPUs to compile for: whatever is here, one with AVX2, one with neither
 MARCHES = ["native", "haswell", "x86-64-v2"]
@@ -63,7 +64,7 @@ def machine(threads: int = 2, march: str = "native") -> Ops:
         pytest.skip("needs AVX2")
     flags = [flag.replace("native", march) for flag in cpu.FLAGS]
     with patch.object(cpu, "FLAGS", flags):
-        return cpu.CpuKernels(COMPILER, threads).table(TORCH)
+        return cpu.CpuKernels(SHARING, threads).table(TORCH)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -590,7 +591,7 @@ def test_beside_a_busy_process(threads):
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, sorted(cores)[:2])
     try:
-        ops = cpu.CpuKernels(COMPILER, threads).table(TORCH)
+        ops = cpu.CpuKernels(SHARING, threads).table(TORCH)
         quiet = median_seconds(ops)
         with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
             ratio = min(median_seconds(ops) / quiet for _ in range(3))
