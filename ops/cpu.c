@@ -356,6 +356,7 @@ static void attend(const Op *op, int64_t task)
 // input is multiplied with a panel's 32 weights at once, and each output is a sum over K in its
 // order; integers [N / 32, 32, K], for sums over K at once.
 
+enum { AHEAD = 3072 };
 enum { PANEL = 32, ROW_BLOCK = 64, K_BLOCK = 512 }; // rows of a task; inputs of a partial sum
 
 // Products of `rows` rows of x [.., K] with `count` of a panel's vectors w, to y [rows, PANEL].
@@ -405,8 +406,11 @@ INLINE void product_of(const Op *op, int64_t r, const int rows, int64_t panel, f
     }
     const int count = SUMS / rows < 4 ? SUMS / rows : 4;
     int32_t sums[ROWS * PANEL];
-    for (int c = 0; c < PANEL; c += count)
+    for (int c = 0; c < PANEL; c += count) {
+        for (int64_t ahead = 0; rows == 1 && ahead < count * K; ahead += 64)
+            __builtin_prefetch(op->weight8 + (n + c) * K + AHEAD + ahead);
         tile_int8(op->weight8 + (n + c) * K, op->x16 + r * K, K, rows, count, sums + c);
+    }
     for (int i = 0; i < rows * PANEL; i++)
         y[i] = (float)sums[i] * (op->scale[n + i % PANEL] * op->x_scale[r + i / PANEL]);
 }
@@ -470,10 +474,13 @@ typedef struct {
     _Alignas(64) atomic_int_fast64_t number; // in a cache line of its own
 } Counter;
 
-typedef struct {
-    int threads; // the one that calls `run` among them
+typedef struct Pool {
+    int threads;   // the one that calls `run` is number 0
     pid_t process; // that has them
-    pthread_t *workers;
+    struct Worker {
+        pthread_t thread;
+        struct Pool *pool;
+    } *workers;
     const Op *ops; // of the run under way
     int64_t count, R, room;
     // [room, threads + 1]: of each operator the next task of each thread's share, and the tasks
@@ -562,19 +569,13 @@ static void announce(Pool *pool, int run)
     pthread_mutex_unlock(&pool->lock);
 }
 
-typedef struct {
-    Pool *pool;
-    int me;
-} Worker;
-
 static void *work(void *argument)
 {
-    Worker worker = *(Worker *)argument;
-    free(argument);
-    Pool *pool = worker.pool;
+    struct Worker *me = argument;
+    Pool *pool = me->pool;
     for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
         if (atomic_fetch_add(&pool->state, 1) & OPEN)
-            take_part(pool, worker.me);
+            take_part(pool, (int)(me - pool->workers));
         atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
@@ -599,9 +600,9 @@ Pool *open_pool(int threads)
     pool->workers = calloc(threads, sizeof *pool->workers);
     notice_fork(pool);
     for (pool->threads = 1; pool->threads < threads; pool->threads++) {
-        Worker *worker = malloc(sizeof *worker);
-        *worker = (Worker){pool, pool->threads};
-        if (pthread_create(&pool->workers[pool->threads], NULL, work, worker))
+        struct Worker *worker = pool->workers + pool->threads;
+        worker->pool = pool;
+        if (pthread_create(&worker->thread, NULL, work, worker))
             break;
     }
     return pool;
@@ -612,7 +613,7 @@ void close_pool(Pool *pool)
     notice_fork(pool);
     announce(pool, -1);
     for (int t = 1; t < pool->threads; t++)
-        pthread_join(pool->workers[t], NULL);
+        pthread_join(pool->workers[t].thread, NULL);
     free(pool->counters);
     free(pool->workers);
     free(pool);

@@ -15,6 +15,7 @@ block size; of a layer, R rows, K inputs, N outputs.
 
 import ctypes
 import hashlib
+import mmap
 import os
 import platform
 import shlex
@@ -142,7 +143,25 @@ def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
     model.lm_head = PanelLinear(model.lm_head)
     if model.config.tied:
         model.wte = model.lm_head
+    move_to_huge_pages([layer for layer in model.modules() if isinstance(layer, PanelLinear)])
     return model.float()
+
+
+def move_to_huge_pages(layers: list[PanelLinear]):
+    """
+    Put their weights one behind the other into pages of 2 MB, if the system gives such: a step
+    reads them all, and finds the next page sooner.
+    """
+    room = [-(-layer.weight.nbytes // 64) * 64 for layer in layers]
+    memory = mmap.mmap(-1, sum(room), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    at = 0
+    for layer, size in zip(layers, room, strict=True):
+        old = layer.weight
+        new = torch.frombuffer(memory, dtype=old.dtype, count=old.numel(), offset=at)
+        layer.weight = new.view(old.shape).copy_(old)
+        at += size
 
 
 # --------------------------------------------------------------------------------------------------
