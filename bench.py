@@ -9,7 +9,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
-    python bench.py quality       # bits per byte of held-out text in fp32, bf16 and int8 weights
+    python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
 
 assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
 their defaults give the flags' types; its docstring is the workload and is printed first; it returns
@@ -27,14 +27,14 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain, count, product
 from operator import eq
 from random import Random
-from statistics import median
+from statistics import mean, median
 from time import perf_counter
 from types import SimpleNamespace
 
@@ -57,14 +57,7 @@ if __name__ == "__main__":
 import torch
 
 from assets import load
-from checkpoint import (
-    DTYPES,
-    hub_weights,
-    load_checkpoint,
-    load_config,
-    save_checkpoint,
-    serving_dtype,
-)
+from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from engine.engine import Engine, flat_batch
 from engine.sizing import bytes_per_block, machine_name
 from families import FAMILIES, hub_config
@@ -127,12 +120,11 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     """
     rng = Random(seed)
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
-    answers = [rng.randint(100, 1024) for _ in range(256)]
     work = []
-    for prompt, answer in zip(prompts[:n], answers[:n], strict=True):
+    for prompt in prompts:
         tokens = [token % V for token in prompt[: len(prompt) // scale]]
-        work.append((tokens, answer // scale))
-    return work
+        work.append((tokens, rng.randint(100, 1024) // scale))
+    return work[:n]
 
 
 def scale_for(config: GPTConfig) -> int:
@@ -154,18 +146,18 @@ def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
 
 def build_model(name: str, device="cpu") -> GPT:
     """
-    Random weights of a shape in MODELS, or a model directory's: fp32 on a CPU, bf16 on a GPU, but
-    norms in fp32, as if they were loaded so.
+    A model directory's, or random weights of a shape in MODELS as if they were loaded: fp32 on a
+    CPU, bf16 on a GPU, but rms norms in fp32.
     """
-    torch.manual_seed(0)
-    model = GPT(MODELS[name]).eval() if name in MODELS else load_checkpoint(name)
-    model.requires_grad_(False)
     dtype = serving_dtype("auto", device)
+    if name not in MODELS:
+        return load_checkpoint(name, device, dtype)
+    torch.manual_seed(0)
+    model = GPT(MODELS[name]).eval().requires_grad_(False).to(device, dtype)
     for module in model.modules():
-        if not isinstance(module, RMSNorm):
-            for parameter in module.parameters(recurse=False):
-                parameter.data = parameter.data.to(dtype)
-    return model.to(device)
+        if isinstance(module, RMSNorm):
+            module.float()
+    return model
 
 
 # --------------------------------------------------------------------------------------------------
@@ -234,16 +226,15 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
     prompts = [prompt for prompt, _ in work]
     params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
-    before = engine.counts()
+    before = engine.counts()["prefill tokens"]
     started = perf_counter()
     answers = engine.generate(prompts, params, progress=False)
     seconds = perf_counter() - started
-    after = engine.counts()
+    computed = engine.counts()["prefill tokens"] - before
     tokens_in, tokens_out = num_tokens(work)
     assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
-    if after["preemptions"] == before["preemptions"]:
-        computed = after["prefill tokens"] - before["prefill tokens"]
-        assert computed == tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
+    # more after a preemption
+    assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
     return seconds, answers
 
 
@@ -256,31 +247,27 @@ def bench_scheduler() -> dict:
     The scheduler's time for a step, `plan` and `update`, in which 256 requests decode: blocks of
     16 tokens, prompts of 100 to 1000, prefix cache on.
     """
-    seconds = median_seconds(decode_step(256), 500)
-    return {"a step, ms": ms(seconds, 4)}
-
-
-def decode_step(n: int) -> Callable:
-    """The step of a scheduler in which n requests decode, as a function without arguments."""
+    n = 256
     settings = SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n)
     scheduler = Scheduler("fcfs", n * 1000, n * 2048, block_size=16, settings=settings)
     rng = Random(0)
     for i in range(n):
-        length = rng.randint(100, 1000)
-        prompt = random_tokens(rng, length, 10_000)
+        prompt = random_tokens(rng, rng.randint(100, 1000), 10_000)
         scheduler.add_request(Request(i, prompt, 10**6))
-    scheduler.update(scheduler.plan(), [0] * n)  # all prompts in one step
-    return lambda: scheduler.update(scheduler.plan(), range(n))
+
+    def step():
+        scheduler.update(scheduler.plan(), range(n))
+
+    step()  # computes all prompts
+    return {"a step, ms": ms(median_seconds(step, 500), 4)}
 
 
 # --------------------------------------------------------------------------------------------------
 # Attention, one layer
 
-# 256 requests of gpt2-124M decode
-B = 256
-H = 12
-D = 64
+B = 256  # requests that decode
 CONTEXT = 1024
+SHAPE = MODELS["gpt2-124M"]
 
 
 def bench_kernels() -> dict:
@@ -293,8 +280,7 @@ def bench_kernels() -> dict:
     if DEVICE == "cpu":
         raise ValueError("kernels are measured on a GPU, here is none: `generate` is for CPUs")
     bandwidth = read_bandwidth("cuda")
-    num_bytes = 4 * B * CONTEXT * H * D  # K and V in bf16
-    floor = 1e6 * num_bytes / bandwidth
+    floor = 1e6 * 4 * B * CONTEXT * SHAPE.n_embd / bandwidth  # K and V in bf16
     result = {"read, GB/s": round(bandwidth / 1e9), "floor, us": round(floor, 1)}
     for backend in ("triton", "flex", "torch"):
         us = attention_us(backend=backend)
@@ -316,21 +302,22 @@ def attention_us(S=16, backend="triton") -> float:
     return round(us, 1)
 
 
-def one_layer(S: int, backend: str, device="cuda") -> tuple[torch.Tensor, Callable]:
+def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
     """A layer's pool, over which the blocks of all requests are permuted; and attend(pool)."""
+    H = SHAPE.n_head
+    D = SHAPE.head_size
     M = math.ceil(CONTEXT / S)
     plan = Plan()
     for i, table in enumerate(torch.randperm(B * M).view(B, M).tolist()):
         r = Request(i, [0] * CONTEXT, 1, block_table=table)
         r.num_filled_slots = CONTEXT - 1
         plan.decodes.append(r)
-    pool = KVBlockPool(B * M, S, 1, H, D, device, torch.bfloat16)
+    pool = KVBlockPool(B * M, S, 1, H, D, DEVICE, torch.bfloat16)
     kv = pool.kv[0].normal_()
-    config = GPTConfig(n_layer=1, n_head=H, n_embd=H * D)
-    batch = flat_batch(plan, SimpleNamespace(config=config), pool)  # it needs no weights
-    ops, _ = choose_ops(backend, device)
+    batch = flat_batch(plan, SimpleNamespace(config=SHAPE), pool)  # it needs no weights
+    ops, _ = choose_ops(backend, DEVICE)
     batch.prepared = {0: ops.prepare(batch, H, kv)}
-    q = torch.randn(B, H, D, dtype=torch.bfloat16, device=device)
+    q = torch.randn(B, H, D, dtype=torch.bfloat16, device=DEVICE)
     attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
     return kv, lambda kv: ops.attend(q, kv, attn, batch)
 
@@ -339,23 +326,30 @@ def one_layer(S: int, backend: str, device="cuda") -> tuple[torch.Tensor, Callab
 # A model on a CPU: against Hugging Face and llama.cpp, and what smaller weights cost
 
 
+FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # in llama.cpp; and bytes of a weight
+CASES = ((1, 64, 64), (8, 64, 64), (1, 512, 1))  # requests, tokens in, tokens out
+
+
 def bench_generate(model="10M", quantize="none", llama="") -> dict:
     """
     64 tokens in and 64 out, greedy, alone and eight at once: milliseconds a step; and milliseconds
     of the first token after a prompt of 512, if the context is longer. By turns, so that all see
     the same machine, and with other prompts each time: the engine; Hugging Face, in fp32; and with
-    --llama llama.cpp, in fp32 or Q8_0.
+    --llama llama.cpp, in fp32 or Q8_0. The floor of a step is to read the weights once.
     """
     gpt = build_model(model)
     # without prefix cache each answer is computed whole
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
-    systems = {"engine": lambda work: timed(engine, work, temperature=0)[1]}
-    systems["Hugging Face"] = hugging_face(gpt, model)
+    format, size = FORMATS[quantize]
+    systems = {
+        "engine": lambda prompts, n: engine.generate(prompts, fixed_length(n), progress=False),
+        "Hugging Face": hugging_face(gpt),
+    }
     if llama:
-        ask = llama_cpp(gpt, llama, "F32" if quantize == "none" else "Q8_0")
-        systems["llama.cpp"] = lambda work: ask([prompt for prompt, _ in work], work[0][1])
-    result = {}
-    for n, tokens_in, tokens_out in ((1, 64, 64), (8, 64, 64), (1, 512, 1)):
+        systems["llama.cpp"] = llama_cpp(gpt, llama, format)
+    num_bytes = size * sum(weight.numel() for weight in gpt.parameters())
+    result = {"floor, ms": ms(num_bytes / read_bandwidth("cpu"))}
+    for n, tokens_in, tokens_out in CASES:
         if tokens_in + tokens_out < gpt.config.context_length:
             work = partial(even_workload, n, tokens_in, tokens_out, gpt.config.vocab_size)
             result[f"{n} x {tokens_in} in, {tokens_out} out"] = by_turns(systems, work, tokens_out)
@@ -363,41 +357,35 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
 
 
 def by_turns(systems: dict[str, Callable], work_of: Callable, steps: int) -> dict:
-    """Milliseconds a step of each system, and how many answers are those of the first one."""
-    seconds = {name: [] for name in systems}
-    equal = Counter()
+    """Milliseconds a step of each system, and how many of its answers are the engine's."""
+    seconds = defaultdict(list)
+    answers = defaultdict(list)
     for seed in range(6):
-        work = work_of(seed)
-        answers = {}
+        prompts = [prompt for prompt, _ in work_of(seed)]
         for name, generate in systems.items():
             started = perf_counter()
-            answers[name] = generate(work)
+            answers[name] += generate(prompts, steps)
             seconds[name].append(perf_counter() - started)
-            equal[name] += sum(map(eq, answers[name], answers["engine"]))
-    of = 6 * len(work)
-    return {  # the first is warm-up
-        name: {"ms": ms(median(times[1:]) / steps, 2), "equal answers": f"{equal[name]} of {of}"}
-        for name, times in seconds.items()
-    }
+    result = {}
+    for name, times in seconds.items():
+        step = median(times[1:]) / steps  # the first is warm-up
+        equal = sum(map(eq, answers[name], answers["engine"]))
+        result[name] = {"ms": ms(step, 2), "equal answers": f"{equal} of {len(answers[name])}"}
+    return result
 
 
-def hugging_face(gpt: GPT, name: str) -> Callable[[Work], Answers]:
+def hugging_face(gpt: GPT) -> Callable:
     """The same weights in transformers: greedy answers to prompts of equal length."""
     from transformers import AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as directory:
-        if name in MODELS:
-            save_checkpoint(gpt, directory)
-            name = directory
-        transformers = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval()
-    options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(gpt, folder)
+        transformers = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    options = {"do_sample": False, "pad_token_id": None, "eos_token_id": None}
 
     @torch.inference_mode()
-    def generate(work: Work) -> Answers:
-        prompts = torch.tensor([prompt for prompt, _ in work])
-        n = work[0][1]
-        mask = torch.ones_like(prompts)
-        texts = transformers.generate(prompts, attention_mask=mask, max_new_tokens=n, **options)
+    def generate(prompts: Answers, n: int) -> Answers:
+        texts = transformers.generate(torch.tensor(prompts), max_new_tokens=n, **options)
         return texts[:, -n:].tolist()
 
     return generate
@@ -456,14 +444,11 @@ def write_gguf(gpt: GPT, path: str, format: str):
     writer.close()
 
 
-FORMATS = {"fp32": "none", "bf16": "none", "int8": "int8"}  # of weights -> --quantize
-
-
 def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:
     """
     Bits per byte of held-out text in the model's own tokens, the first of them up to --limit, with
-    the weights in each format that a CPU serves and, with --llama, in llama.cpp's Q8_0. Each token
-    but the first is scored once, in windows of 500 or what the context holds.
+    weights in fp32 and int8 and, with --llama, in llama.cpp's Q8_0. Each token but the first is
+    scored once, in windows of 500 or what the context holds.
     """
     from training.corpus import load_corpus
 
@@ -471,15 +456,16 @@ def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> 
     text = corpus.tokenizer.decode(corpus.val.tolist())
     tokenizer = load_tokenizer(model)
     tokens = tokenizer.encode(text)[:limit]
-    T = min(500, load_config(model).context_length - 2)
+    gpt = load_checkpoint(model)
+    T = min(500, gpt.config.context_length - 2)
     windows = [tokens[i : i + T + 1] for i in range(0, len(tokens) - 1, T)]
     bits = math.log(2) * len(tokenizer.decode_bytes(tokens[1:]))
-    scorers = {}
-    for name, quantize in FORMATS.items():
-        gpt = load_checkpoint(model, dtype=DTYPES.get(name, torch.float32))
-        scorers[name] = partial(score, Engine(gpt, Settings(quantize=quantize)))
+    scorers = {
+        "fp32": partial(score, Engine(gpt)),
+        "int8": partial(score, Engine(gpt, Settings(quantize="int8"))),
+    }
     if llama:
-        ask = llama_cpp(load_checkpoint(model), llama, "Q8_0")
+        ask = llama_cpp(gpt, llama, "Q8_0")
         scorers["llama.cpp's Q8_0"] = lambda window: ask([window], 0)
     return {name: round(-sum(map(score, windows)) / bits, 5) for name, score in scorers.items()}
 
@@ -523,13 +509,10 @@ def latency(engine: Engine, n: int) -> dict:
     """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
-    prompts = even_workload(n, N, 1, V, seed=n)
-    prefill, _ = timed(engine, prompts)
-    work = even_workload(n, N, N, V, seed=-n - 1)  # other prompts: no prefix hits
-    whole, _ = timed(engine, work)
+    prefill, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
+    whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # no prefix hits
     step = (whole - prefill) / (N - 1)
-    a_token = whole / N
-    return {"ms a step": ms(step), "whole, ms a token": ms(a_token)}
+    return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
 
 
 def bench_equality(model="out/stdlib") -> dict:
@@ -539,27 +522,21 @@ def bench_equality(model="out/stdlib") -> dict:
     each answer and must choose each of its tokens (unless its best two logits lie within 1e-4). In
     bf16, the share of tokens equal to fp32's, place by place.
     """
-    fp32 = load_checkpoint(model, DEVICE, torch.float32)
+    fp32 = load_checkpoint(model, DEVICE)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
-    config = fp32.config
-    work = []
-    for prompt, answer in offline_workload(scale=8, V=config.vocab_size):
-        room = config.context_length - answer
-        work.append((prompt[-room:], answer))
+    work = offline_workload(scale=8, V=fp32.config.vocab_size)
     exact, exact_changes = answers_four_ways(fp32, work)
     rounded, rounded_changes = answers_four_ways(bf16, work)
     wrong = 0
     for (prompt, _), answer in zip(work, exact, strict=True):
         wrong += not_greedy(fp32, prompt, answer)
-    tokens = list(chain(*exact))
-    equal = sum(map(eq, tokens, chain(*rounded)))
-    share = round(equal / len(tokens), 4)
+    equal = list(map(eq, chain(*exact), chain(*rounded)))
     return {
-        "tokens": len(tokens),
+        "tokens": len(equal),
         "fp32, graphs and overlap change": exact_changes,
         "bf16, graphs and overlap change": rounded_changes,
         "fp32, tokens unlike the dense model's": wrong,
-        "bf16, share of fp32's tokens": share,
+        "bf16, share of fp32's tokens": round(mean(equal), 4),
     }
 
 
@@ -572,21 +549,18 @@ def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
         engine = Engine(model, Settings(graphs=graphs, overlap=overlap))
         _, tokens = timed(engine, work, temperature=0)
         answers.append(tokens)
-    first, *others = answers
-    return first, sum(other != first for other in others)
+    return answers[0], sum(tokens != answers[0] for tokens in answers)
 
 
 @torch.inference_mode()
 def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     """How many tokens of an answer the dense model would not have chosen, near-ties aside."""
-    device = model.wte.weight.device
-    text = torch.tensor(prompt + answer, device=device)
-    P = len(prompt)
-    logits, _ = model(text[None, :-1])
-    logits = logits[0, P - 1 :].float()  # [n, V]
-    chosen = logits.gather(1, text[P:, None])  # [n, 1]
-    best = logits.amax(1, keepdim=True)
-    missed = best - chosen > 1e-4
+    text = torch.tensor([prompt + answer], device=DEVICE)
+    n = len(answer)
+    logits, _ = model(text[:, :-1])
+    logits = logits[0, -n:].float()  # [n, V]
+    chosen = logits[range(n), answer]
+    missed = logits.amax(1) - chosen > 1e-4
     return int(missed.sum())
 
 
@@ -702,15 +676,13 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1, http_worke
         for _ in range(repeats):
             work = offline_workload(n, scale_for(config), config.vocab_size, next(seeds))
             runs.append(measure_load(address, work, rate))
-        runs.sort(key=lambda run: run["s"])
-        return runs[repeats // 2]
+        return sorted(runs, key=lambda run: run["s"])[repeats // 2]
 
     result = {}
     with server(model, http_workers) as address:
         measure_load(address, even_workload(8, 12, 64, config.vocab_size))  # warm-up
         for n in streams:
-            row = measure(n)
-            result[plural(n, "stream")] = row
+            row = result[plural(n, "stream")] = measure(n)
             if n > 1:
                 rate = round(0.7 * n / row["s"], 1)
                 result[f"{n} at {rate}/s"] = measure(n, rate)
@@ -741,8 +713,7 @@ def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
     at = 0.0
     requests = []
     for prompt, answer in work:
-        if rate:
-            at += rng.expovariate(rate)
+        at += rng.expovariate(rate) if rate else 0
         requests.append(load.completion(prompt, answer, at))
     processes = max(1, 3 * os.cpu_count() // 4)
     rows = load.run_clients(*address, requests, processes)
@@ -767,7 +738,7 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
 
 def commands_of(module: dict, prefix: str) -> dict[str, Callable]:
     """The functions whose names have the prefix, by the rest of their names."""
-    names = [name for name in module if name.startswith(prefix)]
+    names = filter(lambda name: name.startswith(prefix), module)
     return {name.removeprefix(prefix): module[name] for name in names}
 
 

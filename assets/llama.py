@@ -4,33 +4,31 @@ that has llama_cpp, and needs no torch.
 
     python assets/llama.py MODEL.gguf THREADS
 
-Answers a line of stdin with a line: [prompts, n], with n greedy tokens after each of up to 8
-prompts, 512 tokens together; or [[text], 0], with the log-probability of the text, in nats, given
-its first token. Both are JSON.
+Answers a line of stdin with a line: [texts, n], with n greedy tokens after each of up to 8 texts of
+one length, 512 tokens together; or [[text], 0], with the log-probability of the text, in nats,
+given its first token. Both are JSON.
 """
 
 import json
 import sys
+from itertools import chain
 
 import llama_cpp as cpp
 import numpy as np
 
 
 def compute(context, batch, texts: list[list[int]], of_all=False) -> np.ndarray:
-    """Logits [n, V] behind the next tokens of each text: behind the last of each, or all."""
-    i = 0
-    for number, text in enumerate(texts):
-        for token in text:
-            batch.token[i] = token
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = number
-            batch.logits[i] = of_all
-            i += 1
-        batch.logits[i - 1] = True
-    batch.n_tokens = i
+    """Logits [n, V] behind the last of the next tokens of each text, or behind all of them."""
+    T = len(texts[0])
+    for i, token in enumerate(chain(*texts)):
+        batch.token[i] = token
+        batch.n_seq_id[i] = 1
+        batch.seq_id[i][0] = i // T
+        batch.logits[i] = of_all or i % T == T - 1
+    batch.n_tokens = T * len(texts)
     assert cpp.llama_decode(context, batch) == 0, "llama.cpp has no room for that"
     vocabulary = cpp.llama_model_get_vocab(cpp.llama_get_model(context))
-    shape = (sum(batch.logits[:i]), cpp.llama_vocab_n_tokens(vocabulary))
+    shape = (sum(batch.logits[: batch.n_tokens]), cpp.llama_vocab_n_tokens(vocabulary))
     return np.ctypeslib.as_array(cpp.llama_get_logits(context), shape)
 
 
@@ -39,7 +37,6 @@ def main(path: str, threads: str):
     params = cpp.llama_context_default_params()
     params.n_seq_max = 8
     params.n_ctx = 8 * 1024
-    params.n_batch = params.n_ubatch = 512
     params.n_threads = params.n_threads_batch = int(threads)
     context = cpp.llama_init_from_model(model, params)
     batch = cpp.llama_batch_init(512, 0, 1)
@@ -48,11 +45,11 @@ def main(path: str, threads: str):
     for line in sys.stdin:
         texts, n = json.loads(line)
         cpp.llama_memory_clear(cpp.llama_get_memory(context), True)
+        steps = []
+        for _ in range(n):
+            texts = compute(context, batch, texts).argmax(1, keepdims=True).tolist()
+            steps.append(texts)
         if n:
-            steps = []
-            while len(steps) < n:
-                texts = compute(context, batch, texts).argmax(1, keepdims=True).tolist()
-                steps.append(texts)
             result = np.concatenate(steps, 1).tolist()
         else:
             logits = compute(context, batch, [texts[0][:-1]], of_all=True).astype(float)

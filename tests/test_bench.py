@@ -81,7 +81,7 @@ def run(monkeypatch, command: str):
 FIGURES = {  # of a command: its flags, and a name in its answer
     "scheduler": ("", "a step, ms"),
     "generate": ("", "8 x 64 in, 64 out"),
-    "quality": ("--model DIR --data DIR", "bf16"),
+    "quality": ("--model DIR --data DIR", "int8"),
     "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2 --http-workers 2", "3 streams"),
@@ -101,6 +101,17 @@ def test_a_command_runs(name, toy, monkeypatch, capsys):
     for equal, count in re.findall(r"'equal answers': '(\d+) of (\d+)'", str(result)):
         assert equal == count
     assert result.get("fp32, tokens unlike the dense model's", 0) == 0
+
+
+def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
+    """Would catch: integers of one byte held to the floor of four, which they could not miss."""
+    monkeypatch.setattr(bench, "CASES", ())
+    floors = []
+    for quantize in ("none", "int8"):
+        run(monkeypatch, f"generate --quantize {quantize}")
+        floors.append(json.loads(capsys.readouterr().out)["floor, ms"])
+    weights = sum(weight.numel() for weight in bench.build_model("10M").parameters())
+    assert floors == [round(4e-6 * weights, 3), round(1e-6 * weights, 3)]  # at 1 GB/s
 
 
 LLAMA_CPP = """#!{python}
