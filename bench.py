@@ -14,8 +14,8 @@ The measurements behind the figures in README.md and REFERENCE.md.
 assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
 their defaults give the flags' types; its docstring is the workload and is printed first; it returns
 its figures, which are printed behind the flags' values, as one line of JSON. Seeds are fixed,
-warm-up is not counted, times are medians. The machine must be quiet: beside a second busy process
-on two cores a token takes 100 ms instead of 1, because threads that wait for each other spin.
+warm-up is not counted, times are medians. The machine must be quiet: in each step threads wait for
+each other, and so for whatever else runs.
 """
 
 import argparse

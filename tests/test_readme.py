@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from checkpoint import save_checkpoint
 from engine.engine import Engine
 from engine.events import Recorder
 from model import GPT, GPTConfig
-from params import SamplingParams
+from params import SamplingParams, Settings
 from server import connection, live, protocol
 from training.corpus import bpe_tokenizer
 
@@ -160,6 +161,36 @@ def test_the_fields_of_a_record_are_in_the_reference():
         for request in line.get("requests", []) + line.get("new", []):
             seen |= request.keys()
     assert seen == documented - {"state"}  # which the server adds when an engine has ended
+
+
+# a row of README's table -> the situations of tests/engine/test_bits.py
+PROMISED = {
+    "beside any other requests": {"together", "beside_others"},
+    "after a prefix hit; its prompt in chunks": {"one_after_the_other", "warm", "chunked"},
+    "preempted and resumed": {"preempted"},
+    "forked (`n` answers to one prompt)": {"forked"},
+    "with 1, 2 or 3 threads": {"with_threads"},
+}
+
+
+def test_each_promise_of_equal_bits_is_tested():
+    """Would catch: a row without a test, and a test that was dropped while its row stayed."""
+    section = README.partition("### Equal to the bit\n")[2].partition("\n#")[0]
+    assert re.findall(r"^\| (.*) \| equal \|$", section, re.MULTILINE) == list(PROMISED)
+    source = (ROOT / "tests/engine/test_bits.py").read_text()
+    names = "".join(re.findall(r"^SITUATIONS \+?= \((.*)\)$", source, re.MULTILINE))
+    tested = set(re.findall(r"\w+", names))
+    assert tested >= set().union(*PROMISED.values())
+
+
+def test_each_attention_backend_is_explained():
+    """The help of --attention names them alone."""
+    (field,) = [field for field in fields(Settings) if field.name == "attention"]
+    listed = field.metadata["help"].partition(": ")[2].partition(";")[0]
+    names = set(re.findall(r"\w+", listed)) - {"or"}
+    assert len(names) == 4
+    section = REFERENCE.partition("### The operators, by machine\n")[2].partition("\n#")[0]
+    assert names == set(re.findall(r"`(?:--attention )?(\w+)`(?: is|, the default)", section))
 
 
 # the beginning of a row in the table of limits -> how its second column begins
