@@ -39,7 +39,7 @@ ROPED = {
 # what the scale is made of; a width whose square root is rounded in bf16.
 FAMILIES = {
     "gpt2": ("GPT2", "{}"),
-    "gpt2-relu": ("GPT2", '{"activation_function": "relu", "n_inner": 96}'),
+    "gpt2-relu": ("GPT2", '{"activation_function": "relu", "n_inner": 64}'),
     "gpt2-untied": ("GPT2", '{"activation_function": "gelu", "tie_word_embeddings": false}'),
     "llama": ("Llama", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
     "llama-llama3": (

@@ -4,31 +4,31 @@ batch; a recorded step; how the file is built; threads. Last what stands in for 
 there is no compiler.
 """
 
+import ctypes
 import multiprocessing
 import os
-import platform
+import resource
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import threading
 import time
 import tomllib
-from collections import Counter
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
-from itertools import accumulate
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from judging import dense, shortfall
 from torch import Tensor
 
-from checkpoint import load_checkpoint, serving_dtype
+from checkpoint import serving_dtype
 from engine.engine import Engine
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
@@ -51,20 +51,33 @@ ROOT = Path(__file__).parents[2]
 COMPILER = cpu.c_compiler()
 SHARING = [*COMPILER, "-DWORTH_SHARING=0"]  # threads share whatever there is to do
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
-# CPUs to compile for: whatever is here, one with AVX2, one with neither
-MARCHES = ["native", "haswell", "x86-64-v2"]
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+# by another compiler, or for another CPU, which is here if there is such a macro
+BUILDS = {"native": "", "gcc": "", "clang": ""}
+BUILDS |= {"x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": "__SSE4_2__"}
 
 
 @cache
-def machine(threads: int = 2, march: str = "native") -> Ops:
-    """The operators of cpu.c, compiled for such a CPU."""
-    if march != "native" and platform.machine() != "x86_64":
-        pytest.skip("needs x86-64")
-    if march == "haswell" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        pytest.skip("needs AVX2")
-    flags = [flag.replace("native", march) for flag in cpu.FLAGS]
+def macros() -> str:
+    command = [*COMPILER, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+@cache
+def machine(threads: int = 2, build: str = "native") -> Ops:
+    """The operators of cpu.c, compiled in such a way."""
+    if BUILDS[build] not in macros():
+        pytest.skip(f"needs a CPU with {BUILDS[build]}")
+    compiler = SHARING
+    flags = cpu.FLAGS
+    if BUILDS[build]:
+        flags = [flag.replace("native", build) for flag in flags]
+    elif build != "native":
+        if not shutil.which(build):
+            pytest.skip(f"there is no {build}")
+        compiler = [build, SHARING[-1]]
     with patch.object(cpu, "FLAGS", flags):
-        return cpu.CpuKernels(SHARING, threads).table(TORCH)
+        return cpu.CpuKernels(compiler, threads).table(TORCH)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -206,31 +219,26 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     return pool
 
 
-def step(ops: Ops, config: GPTConfig, pool: Tensor, work: list[tuple[int, int, int]]) -> Batch:
-    """A step of so many tokens of requests: (request, first position, tokens), decodes first."""
+def step(ops: Ops, config: GPTConfig, pool: Tensor, rows: list[int]) -> Batch:
+    """A step in which each of these requests decodes a token."""
     S = pool.shape[-2]
-    requests = torch.tensor([request for request, _, _ in work])
-    lens = [n for _, _, n in work]
-    ends = [first + n for _, first, n in work]
-    positions = torch.cat([torch.arange(first, first + n) for _, first, n in work])
-    of_tokens = requests.repeat_interleave(torch.tensor(lens))
-    int32 = partial(torch.tensor, dtype=torch.int32)
-    start = int32([0, *accumulate(lens)])
+    requests = torch.tensor(rows)
+    positions = torch.tensor(POSITIONS)[requests]
+    places = torch.arange(len(rows) + 1)
     batch = Batch(
-        tokens=(31 * of_tokens + 7 * positions) % config.vocab_size,
+        tokens=(31 * requests + 7 * positions) % config.vocab_size,
         positions=positions,
-        slot_mapping=slots_of(of_tokens, positions, S),
-        query_start=start,
-        context_lens=int32(ends),
+        slot_mapping=slots_of(requests, positions, S),
+        query_start=places.int(),
+        context_lens=positions.int() + 1,
         block_tables=block_tables(S)[0][requests],
-        logits_index=start[1:] - 1,
-        num_decodes=lens.count(1),
-        query_lens_host=lens,
-        context_lens_host=ends,
+        logits_index=places[:-1],
+        num_decodes=len(rows),
+        query_lens_host=[1] * len(rows),
+        context_lens_host=(positions + 1).tolist(),
         ops=ops,
     )
-    windows = set(config.windows)
-    batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in windows}
+    batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
     return batch
 
 
@@ -242,7 +250,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     window = config.windows[0]
     dtype = torch.float64 if is_exact else torch.float32
     pool = pool_of(config.n_kv_head, config.head_size, S, window).to(dtype, copy=True)
-    batch = step(ops, config, pool, [(r, POSITIONS[r], 1) for r in rows])
+    batch = step(ops, config, pool, rows)
     attn = model.h[0].attn
     mlp = model.h[0].mlp
 
@@ -282,15 +290,15 @@ def error(y: Tensor, exact: Tensor) -> float:
 
 
 @needs_compiler
-@pytest.mark.parametrize("march", MARCHES)
+@pytest.mark.parametrize("build", BUILDS)
 @each_quantize
 @each_case
-def test_operators_err_as_torch(case, quantize, march):
+def test_operators_err_as_torch(case, quantize, build):
     """
     At most twice the error of torch's own against fp64. Products of integers have none: they equal
     `Int8Linear.forward` to the bit.
     """
-    ours = results(machine(march=march), case, quantize, EVERYONE)
+    ours = results(machine(build=build), case, quantize, EVERYONE)
     plain = results(TORCH, case, quantize, EVERYONE)
     exact = results(TORCH, case, quantize, EVERYONE, is_exact=True)
     for name, y in exact.items():
@@ -365,60 +373,6 @@ def test_sums_of_integers_are_exact(K):
     assert torch.equal(plain(x), expected)
     packed = machine().pack_weights(model, "int8").h[0].mlp.c_fc
     assert torch.equal(machine().linear(x, packed), expected)
-
-
-# --------------------------------------------------------------------------------------------------
-# A recorded step
-
-FAMILIES = "gpt2 gpt2-relu gpt2-untied llama llama-llama3 llama-linear llama-biases "
-FAMILIES += "llama-one-kv-head mistral qwen2 qwen2-windows qwen3 qwen3-windows gemma2 gemma3"
-AS_WIDE = {"gpt2": {"n_inner": 64}, "llama-biases": {"intermediate_size": 64}}
-AS_WIDE |= {"gemma2": {"intermediate_size": 96}}
-# tokens of each request, decodes first
-STEPS = [{0: 5, 1: 17}, {0: 1, 1: 1, 2: 30}, {2: 1}, {2: 1, 0: 1, 1: 1}, {1: 13}]
-
-
-@cache
-def tiny_model(family: str) -> GPT:
-    pytest.importorskip("transformers")
-    import tiny_models
-
-    with TemporaryDirectory() as directory:
-        hf_model = tiny_models.make(family, **AS_WIDE.get(family, {}))
-        hf_model.save_pretrained(directory)
-        return load_checkpoint(Path(directory))
-
-
-@needs_compiler
-@each_quantize
-@pytest.mark.parametrize("family", FAMILIES.split())
-@torch.inference_mode()
-def test_a_recorded_step_is_its_operators(family, quantize):
-    """
-    To the bit, and so is what it writes into the pool: prompts, decodes, chunks, fewer and fewer
-    requests. Would catch: two results that share a buffer, as those of a layer as wide inside as
-    outside could.
-    """
-    model = tiny_model(family)
-    config = model.config
-    S = 4
-    tables, sink = block_tables(S)
-    shape = (config.n_layer, 2, sink + 1, config.n_kv_head, S, config.head_size)
-    pools = torch.zeros(shape), torch.zeros(shape)
-    ops, others = machine(3), machine(1)
-    packed = ops.pack_weights(model, quantize)
-    M = tables.shape[1]
-    hidden = ops.record(packed, pools[0], ops, T=64, B=4, M=M + 2)
-    filled = Counter()
-    for tokens in STEPS:
-        work = [(request, filled[request], n) for request, n in tokens.items()]
-        filled.update(tokens)
-        x = hidden(step(ops, config, pools[0][0], work))
-        batch = step(others, config, pools[1][0], work)
-        assert torch.equal(x, packed.hidden(batch, pools[1]))
-        assert torch.equal(*pools)
-    written = pools[0][-1, 0, :, 0].any(-1)
-    assert written.sum() == filled.total()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -549,66 +503,118 @@ def test_a_fork_computes_alone():
 
 
 @needs_compiler
-def test_engines_of_one_process_do_not_meet():
-    """Two threads, each with an engine of its own, at the same time."""
-    model = trained_model()
-    texts = [prompt(i, 5 + 5 * i) for i in range(4)]
-    params = SamplingParams(temperature=0, max_tokens=40)
-    kinds = ("none", "int8")
-    engines = [Engine(model, Settings(quantize=quantize)) for quantize in kinds]
-    alone = [engine.generate(texts, params, progress=False) for engine in engines]
-    answers = {}
-
-    def serve(engine: Engine):
-        answers[engine] = engine.generate(texts, params, progress=False)
-
-    for _ in range(3):
-        threads = [threading.Thread(target=serve, args=(engine,)) for engine in engines]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert [answers.pop(engine) for engine in engines] == alone
-
-
-@needs_compiler
 def test_denormal_numbers_live_on():
     """With -ffast-math, gcc before 13 has a library switch them off for the whole process."""
     machine()
     assert torch.tensor([1e-40]) * 1 != 0
 
 
+@needs_compiler
+@needs_linux
+def test_fewer_threads_than_asked_for():
+    """
+    A pool has those that the system gives: here there is room for the stacks of two or three, and
+    nothing changes but the time. Would catch: a thread counted that is not there.
+    """
+    expected = results(machine(), "gated", "int8", EVERYONE)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    room = pages * resource.getpagesize() + 2**25
+    resource.setrlimit(resource.RLIMIT_AS, (room, before[1]))
+    try:
+        kernels = cpu.CpuKernels(SHARING, 99)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    threads = ctypes.c_int.from_address(kernels.pool)  # its first field
+    assert 1 < threads.value < 99
+    ours = results(kernels.table(TORCH), "gated", "int8", EVERYONE)
+    assert all(torch.equal(y, expected[name]) for name, y in ours.items())
+
+
+@pytest.fixture
+def cores():
+    """Two, all that this thread and those that it starts may use."""
+    if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two cores and Linux")
+    before = os.sched_getaffinity(0)
+    cores = sorted(before)[:2]
+    os.sched_setaffinity(0, cores)
+    yield cores
+    os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def busy_process(cores: list[int]):
+    """It wants one of these."""
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:
+        os.sched_setaffinity(busy.pid, cores)
+        try:
+            yield
+        finally:
+            busy.kill()
+
+
+def engine_with(threads: int) -> Engine:
+    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 256}
+    with patch.object(torch, "get_num_threads", lambda: threads):
+        return Engine(GPT(GPTConfig(1000, 64, **sizes)), Settings())
+
+
+def seconds_a_token(engine: Engine) -> float:
+    """The median."""
+    seconds = []
+    engine.add_request("a", [1], SamplingParams(max_tokens=60))
+    while engine.has_work and sum(seconds) < 5:
+        start = time.perf_counter()
+        engine.step()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+@needs_compiler
+def test_a_thread_that_is_late_holds_up_no_other(cores):
+    """
+    One that the system all but stops: others do its share, and a token takes at most twice as long
+    as without it. Would catch: a thread's own share that nobody else takes, a barrier for all.
+    """
+    alone = seconds_a_token(engine_with(1))
+    before = {*os.listdir("/proc/self/task")}
+    engine = engine_with(2)
+    [late] = {*os.listdir("/proc/self/task")} - before
+    os.setpriority(os.PRIO_PROCESS, int(late), 19)
+    os.sched_setaffinity(int(late), cores[:1])
+    os.sched_setaffinity(0, cores[1:])
+    with busy_process(cores[:1]):
+        assert seconds_a_token(engine) < 2 * alone
+
+
+@needs_compiler
+def test_idle_threads_sleep():
+    """Would catch: threads that look out for work for ever, whatever else the machine does."""
+    engine = engine_with(8)
+    seconds_a_token(engine)
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 @pytest.mark.parametrize("threads", [2, 8])
-def test_beside_a_busy_process(threads):
+def test_beside_a_busy_process(threads, cores):
     """
-    A call on two cores takes at most three times as long (the median, at best of three tries) when
+    A token on two cores takes at most three times as long (the median, at best of three tries) when
     another process wants one of them. Would catch: threads that spin while the one they wait for
     has no core.
     """
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, sorted(cores)[:2])
-    try:
-        ops = cpu.CpuKernels(SHARING, threads).table(TORCH)
-        quiet = median_seconds(ops)
-        with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-            ratio = min(median_seconds(ops) / quiet for _ in range(3))
-            busy.kill()
-    finally:
-        os.sched_setaffinity(0, cores)
-    assert ratio < 3
-
-
-def median_seconds(ops: Ops) -> float:
-    """Of some 20 layers, one after the other."""
-    seconds = []
-    for _ in range(15):
-        start = time.perf_counter()
-        results(ops, "gated", "none", EVERYONE[:8])
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    engine = engine_with(threads)
+    ratios = []
+    for _ in range(3):
+        quiet = seconds_a_token(engine)
+        with busy_process(cores):
+            ratios.append(seconds_a_token(engine) / quiet)
+    assert min(ratios) < 3
 
 
 @pytest.mark.slow
@@ -628,18 +634,9 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
         "ASAN_OPTIONS": "detect_leaks=0",
         "TSAN_OPTIONS": "ignore_noninstrumented_modules=1",
     }
-    tests = "native or recorded or exact or (company and qk)"
-    command = [
-        "setarch",
-        "-R",
-        sys.executable,
-        "-m",
-        "pytest",
-        "-qsx",
-        __file__,
-        "-k",
-        tests,
-    ]
+    tests = "native or exact or (company and qk) or (with_threads and trained)"
+    command = f"setarch -R {sys.executable} -m pytest -qsx {__file__} tests/engine/test_bits.py -k"
+    command = [*command.split(), tests]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "Sanitizer" not in run.stderr, run.stderr
@@ -685,13 +682,8 @@ def test_short_rms_norm_errs_as_torch(count, eps):
     norm.weight.data = numbers(576)[-1].clone()
     x = numbers(576)[:count]
     exact = F.rms_norm(x.double(), (576,), norm.weight.double(), eps)
-    before = x.clone()
-    short = ShortRMSNorm(norm)(x)
-    scale = exact.abs().amax(1, keepdim=True).clamp(min=1e-30)
-    ours = (short - exact).div(scale).abs().max()
-    plain = (norm(x) - exact).div(scale).abs().max()
-    assert ours <= 2 * plain + 1e-7
-    assert torch.equal(x, before)
+    y = ShortRMSNorm(norm)(x.clone())
+    assert error(y, exact) <= 2 * error(norm(x), exact) + 1e-7
 
 
 @needs_onednn
@@ -713,36 +705,20 @@ def test_engine_is_the_same_model_run_densely(dtype, quantize, attention):
         check_greedy(model, quantize, texts, answers)
 
 
-@torch.no_grad()
 def check_greedy(model: GPT, quantize: str, prompts: list[list[int]], answers: list[list[int]]):
     """
-    That answers are the likeliest tokens of the model run densely; of two within `tie`, now and
+    That answers are the likeliest tokens of the model run densely; of two that are close, now and
     then the other.
     """
     reference = packed_for_cpu(model, quantize)
     is_exact = model.wte.weight.dtype == torch.float32 and quantize == "none"
-    tie = 1e-4 if is_exact else 0.05
-    unlike = 0
+    lost = []
     for text, answer in zip(prompts, answers, strict=True):
-        logits = reference(torch.tensor([text + answer]))[0][0, len(text) - 1 : -1]
-        chosen = logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
-        behind = logits.amax(1) - chosen
-        assert behind.max() <= tie
-        unlike += behind.count_nonzero().item()
-    assert unlike <= 0.01 * sum(map(len, answers))
-
-
-def test_packing_leaves_the_model_alone():
-    model = model_in("bf16")
-    before = deepcopy(model.state_dict())
-    packed = packed_for_cpu(model, "int8")
-    for name, weight in model.state_dict().items():
-        assert weight.dtype == torch.bfloat16
-        assert torch.equal(weight, before[name])
-    kinds = [type(module) for module in packed.modules()]
-    assert kinds.count(Int8Linear) == 4 * model.config.n_layer + 1
-    norms = [module for name, module in packed.named_modules() if "ln_" in name]
-    assert {w.dtype for norm in norms for w in norm.parameters()} == {torch.float32}
+        expected = dense(reference, text + answer)[len(text) - 1 : -1]
+        lost.append(shortfall(expected, answer))
+    lost = torch.cat(lost)
+    assert lost.max() <= (1e-4 if is_exact else 0.05)
+    assert lost.count_nonzero() <= 0.01 * len(lost)
 
 
 def test_refusals():

@@ -40,7 +40,7 @@ from paged import KVBlockPool, Plan, Request
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"]
 if DEVICE == "cpu":
-    BACKENDS.append("cpu")
+    BACKENDS.append("packed")
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
     BACKENDS.append("triton")
 GARBAGE = {"flex": 1e4}  # what slots hold that belong to no request, NaN by default
@@ -461,7 +461,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert ops.sample is sampling.sample_torch
     if has_flex:
         assert choose_ops("flex")[1] == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, cpu, torch"):
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, packed"):
         choose_ops("trition")
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
