@@ -12,22 +12,23 @@ import ctypes
 import math
 import random
 import shlex
-from collections import Counter
-from copy import deepcopy
-from dataclasses import dataclass, field
+import tomllib
+from collections import Counter, defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from checkpoint import load_checkpoint
-from engine.engine import Engine
+from engine.engine import Engine, Output
+from engine.process import add_request
 from model import GPT, GPTConfig
 from ops import cpu, sampling
-from params import SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
@@ -88,67 +89,57 @@ each_model = pytest.mark.parametrize(("name", "quantize"), QUICK + SLOW)
 # Requests
 
 
-@dataclass
-class Ask:
-    """A request for an answer to a prompt of so many tokens, which all begin with the same 9."""
-
-    length: int
-    params: SamplingParams
-    n: int = 1
-    prompt_logprobs: int | None = None
-
-    def prompt(self, vocabulary: int) -> list[int]:
-        rng = random.Random(self.length)
-        own = [rng.randrange(vocabulary) for _ in range(self.length)]
-        return ([3 * i % 29 for i in range(9)] + own)[: self.length]
-
-
-def ask(length: int, n=1, prompt_logprobs=None, **fields) -> Ask:
-    defaults = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "ignore_eos": True}
-    return Ask(length, SamplingParams(**defaults | fields), n, prompt_logprobs)
-
-
-PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.2, "frequency_penalty": 0.1}
-BIASED = {"logit_bias": {1: 2.0, 7: -3.0}, "stop_token_ids": (2, 3), "min_tokens": 4}
-ASKS: dict[str, Ask] = {}
-ASKS["greedy"] = ask(5, max_tokens=12, logprobs=0)
-ASKS["sampled"] = ask(1, temperature=1.0, logprobs=5)
-ASKS["filtered"] = ask(30, temperature=1.4, top_k=12, top_p=0.97, min_p=0.01, logprobs=1)
-ASKS["nucleus"] = ask(22, temperature=0.8, top_p=0.6)
-ASKS["min-p"] = ask(17, temperature=0.7, min_p=0.05, logprobs=20)
-ASKS["penalised"] = ask(13, logprobs=2, **PENALTIES)
-ASKS["biased"] = ask(26, temperature=1.2, logprobs=3, **PENALTIES, **BIASED)
-ASKS["scored"] = ask(35, prompt_logprobs=3, logprobs=1)
-ASKS["three"] = ask(18, n=3, temperature=1.0, logprobs=2)
-ASKS["two"] = ask(21, n=2, prompt_logprobs=0, temperature=1.0, top_k=5, logprobs=1)
-# they filter, adjust and score where the others do not; nobody compares their answers
-NEIGHBOURS: dict[str, Ask] = {}
-NEIGHBOURS["a"] = ask(11, temperature=1.0, max_tokens=20)
-NEIGHBOURS["b"] = ask(33, temperature=0.9, top_k=3, min_p=0.2, logprobs=20, max_tokens=6)
-NEIGHBOURS["c"] = ask(2, n=2, max_tokens=25, logprobs=0, **PENALTIES)
-NEIGHBOURS["d"] = ask(28, prompt_logprobs=20, temperature=1.0, **BIASED)
+# name: how long its prompt is, and what is asked for beside SHARED. With neighbours nobody compares
+# answers: they filter, adjust and score where the others do not.
+REQUESTS = tomllib.loads("""
+[asks]
+greedy = {length = 5, max_tokens = 12, logprobs = 0}
+sampled = {length = 1, temperature = 1, logprobs = 5}
+filtered = {length = 30, temperature = 1.4, top_k = 12, top_p = 0.97, min_p = 0.01, logprobs = 1}
+nucleus = {length = 22, temperature = 0.8, top_p = 0.6}
+min-p = {length = 17, temperature = 0.7, min_p = 0.05, logprobs = 20}
+penalised = {length = 13, logprobs = 2, repetition_penalty = 1.3, presence_penalty = 0.2, \
+frequency_penalty = 0.1}
+biased = {length = 26, temperature = 1.2, logprobs = 3, repetition_penalty = 1.3, \
+logit_bias = {1 = 2.0, 7 = -3.0}, stop_token_ids = [2, 3], min_tokens = 4}
+scored = {length = 35, prompt_logprobs = 3, logprobs = 1}
+three = {length = 18, n = 3, temperature = 1, logprobs = 2}
+two = {length = 21, n = 2, prompt_logprobs = 0, temperature = 1, top_k = 5, logprobs = 1}
+[neighbours]
+a = {length = 11, temperature = 1, max_tokens = 20}
+b = {length = 33, temperature = 0.9, top_k = 3, min_p = 0.2, logprobs = 20, max_tokens = 6}
+c = {length = 2, n = 2, max_tokens = 25, logprobs = 0, repetition_penalty = 0.7}
+d = {length = 28, prompt_logprobs = 20, temperature = 1, logit_bias = {1 = 2.0}, min_tokens = 4, \
+stop_token_ids = [2, 3], frequency_penalty = 0.4}
+""")
+SHARED = {"temperature": 0.0, "max_tokens": 9, "seed": 3, "ignore_eos": True}
+ASKS = REQUESTS["asks"]
+NEIGHBOURS = REQUESTS["neighbours"]
 
 
-@dataclass
-class Answer:
-    """All that a client of a choice is sent."""
-
-    tokens: list[int] = field(default_factory=list)
-    scores: list = field(default_factory=list)
-    prompt_scores: list | None = None
-    finish_reason: str | None = None
+def message(name: str, vocabulary: int) -> dict:
+    """What an HTTP process would send. All prompts begin with the same 9 tokens."""
+    params = SHARED | (ASKS | NEIGHBOURS)[name]
+    length = params.pop("length")
+    rng = random.Random(length)
+    prompt = [3 * i % 29 for i in range(9)] + [rng.randrange(vocabulary) for _ in range(length)]
+    options = {
+        option: params.pop(option) for option in ("n", "prompt_logprobs") if option in params
+    }
+    return {"id": name, "prompt": prompt[:length], "params": params, "options": options}
 
 
 class Service:
     """
-    An engine, and the answers of its requests. Their ids are "7 three": a number, and the name of
-    what was asked; a further choice has the id "7 three.1", and so the name "three.1".
+    An engine, and the answers of its requests: of each step all that a client is sent. Their ids
+    are "7:three", a number and the name of what was asked; a further choice has the id "7:three.1",
+    and so the name "three.1".
     """
 
     def __init__(self, engine: Engine):
         self.engine = engine
         self.scheduler = engine.scheduler
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, list[Output]] = defaultdict(list)
         self.most_decodes = 0  # in one step
         self.chunks = Counter()  # of each request
         self.launch = engine.runner.launch
@@ -161,22 +152,14 @@ class Service:
 
     def add(self, *names: str):
         for name in names:
-            asked = (ASKS | NEIGHBOURS)[name]
-            id = f"{len(self.answers)} {name}"
-            prompt = asked.prompt(self.engine.config.vocab_size)
-            options = {"n": asked.n, "prompt_logprobs": asked.prompt_logprobs}
-            self.engine.add_request(id, prompt, asked.params, **options)
-            for choice in range(asked.n):
-                self.answers[f"{id}.{choice}" if choice else id] = Answer()
+            link = SimpleNamespace(number=len(self.answers))
+            self.answers[f"{link.number}:{name}"] = []
+            add_request(self.engine, link, message(name, self.engine.config.vocab_size))
 
     def step(self):
         for output in self.engine.step():
             assert output.error is None, output.error
-            answer = self.answers[output.id]
-            answer.tokens += output.tokens
-            answer.scores.append(output.logprobs)
-            answer.prompt_scores = answer.prompt_scores or output.prompt_logprobs
-            answer.finish_reason = output.finish_reason
+            self.answers[output.id].append(output._replace(id="", cached_tokens=0))
 
     def run(self, *names: str):
         self.add(*names)
@@ -194,11 +177,11 @@ def start(name: str, quantize: str, threads=1, **settings) -> Service:
 
 
 def name_of(id: str) -> str:
-    return id.partition(" ")[2]
+    return id.partition(":")[2]
 
 
 @cache
-def alone(name: str, quantize: str, block_size=4) -> dict[str, Answer]:
+def alone(name: str, quantize: str, block_size=4) -> dict[str, list[Output]]:
     """The reference. Choices of a request are not forked: there is no row for a second one."""
     settings = {"max_num_seqs": 1, "prefix_cache": False}
     service = start(name, quantize, block_size=block_size, **settings)
@@ -211,7 +194,7 @@ def alone(name: str, quantize: str, block_size=4) -> dict[str, Answer]:
     return {name_of(id): answer for id, answer in service.answers.items()}
 
 
-def differences(service: Service, expected: dict[str, Answer]) -> list[str]:
+def differences(service: Service, expected: dict[str, list[Output]]) -> list[str]:
     """The answers that differ, as they are written: no two floats are written alike."""
     compared = {id: a for id, a in service.answers.items() if name_of(id) in expected}
     assert set(map(name_of, compared)) == set(expected)
@@ -294,13 +277,21 @@ def forked(start) -> list[Service]:
 
 def with_threads(start) -> list[Service]:
     services = []
-    for threads in (2, 3):
+    for threads in (2, 3, 8):
         service = start(threads=threads, token_budget=40)
         machine = service.engine.runner.ops.linear.__self__
         of_pool = ctypes.c_int.from_address(machine.pool)  # its first field
         assert of_pool.value == torch.get_num_threads() == threads
         service.run(*ASKS)
         services.append(service)
+    return services
+
+
+def beside_another_engine(start) -> list[Service]:
+    """Both at work at the same time, each with threads of its own."""
+    services = [start(threads=2), start(threads=2, max_num_seqs=3)]
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda service: service.run(*ASKS), services))
     return services
 
 
@@ -312,7 +303,7 @@ def overlapping(start) -> list[Service]:
 
 
 SITUATIONS = (together, beside_others, one_after_the_other, warm, chunked, preempted, forked)
-SITUATIONS += (with_threads, overlapping)
+SITUATIONS += (with_threads, beside_another_engine, overlapping)
 
 
 @needs_compiler
@@ -370,13 +361,13 @@ def test_the_answers_are_worth_comparing(name, quantize):
     service = start(name, quantize)
     service.run(*ASKS)
     answers = alone(name, quantize)
-    assert len({tuple(answer.tokens) for answer in answers.values()}) >= 11
-    assert len(answers["min-p"].scores[8][1]) == 20
-    assert len(answers["scored"].prompt_scores) == 34
-    score = deepcopy(answers["three.1"].scores[3])
+    texts = {str([output.tokens for output in answer]) for answer in answers.values()}
+    assert len(texts) >= 11
+    assert len(answers["min-p"][8].logprobs[1]) == 20
+    assert len(answers["scored"][0].prompt_logprobs) == 34
+    score = service.answers["8:three.1"][3].logprobs
     score[0] = torch.tensor(score[0]).nextafter(torch.tensor(-1e9)).item()
-    service.answers["8 three.1"].scores[3] = score
-    assert differences(service, answers) == ["8 three.1"]
+    assert differences(service, answers) == ["8:three.1"]
 
 
 # --------------------------------------------------------------------------------------------------
