@@ -612,15 +612,13 @@ KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
     "norms": "norm_kernel",
     "sampling": "(threshold|gumbel_max)_kernel",
     "store": "store_kv_kernel|norm_rope_store_kernel",
+    "rest": "",
 }
 
 
 def kind_of(kernel: str) -> str:
-    """Which of the KINDS a kernel is by its name, or "rest"."""
-    for kind, pattern in KINDS.items():
-        if re.search(pattern, kernel):
-            return kind
-    return "rest"
+    """The first of the KINDS whose pattern is in its name."""
+    return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel))
 
 
 def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
@@ -628,7 +626,7 @@ def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
     launches: (start, end, name) of each kernel, in microseconds, sorted. A kernel counts from the
     end of the one before: while both run, the later one waits for the earlier one's data.
     """
-    seconds = dict.fromkeys([*KINDS, "rest"], 0.0)
+    seconds = dict.fromkeys(KINDS, 0.0)
     last_end = 0.0
     for start, end, name in launches:
         start = max(start, last_end)

@@ -169,7 +169,7 @@ PROMISED = {
     "after a prefix hit; its prompt in chunks": {"one_after_the_other", "warm", "chunked"},
     "preempted and resumed": {"preempted"},
     "forked (`n` answers to one prompt)": {"forked"},
-    "with 1, 2 or 3 threads": {"with_threads"},
+    "with any number of threads": {"with_threads"},
 }
 
 
@@ -178,7 +178,7 @@ def test_each_promise_of_equal_bits_is_tested():
     section = README.partition("### Equal to the bit\n")[2].partition("\n#")[0]
     assert re.findall(r"^\| (.*) \| equal \|$", section, re.MULTILINE) == list(PROMISED)
     source = (ROOT / "tests/engine/test_bits.py").read_text()
-    names = "".join(re.findall(r"^SITUATIONS \+?= \((.*)\)$", source, re.MULTILINE))
+    names = " ".join(re.findall(r"^SITUATIONS \+?= \((.*)\)$", source, re.MULTILINE))
     tested = set(re.findall(r"\w+", names))
     assert tested >= set().union(*PROMISED.values())
 
