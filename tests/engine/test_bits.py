@@ -17,14 +17,12 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
-from checkpoint import load_checkpoint
 from engine.engine import Engine, Output
 from engine.process import add_request
 from model import GPT, GPTConfig
@@ -51,9 +49,9 @@ def threads_are_as_before():
 # Models
 
 
-def with_twins(vocabulary: int) -> GPT:
+def with_twins() -> GPT:
     """Each token has a twin, whose logit is the same: ties everywhere."""
-    model = GPT(GPTConfig(vocabulary, 64, n_layer=1, n_head=2, n_embd=36, tied=False))
+    model = GPT(GPTConfig(33, 64, n_layer=1, n_head=2, n_embd=36, tied=False))
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.3, generator=generator)
@@ -67,20 +65,16 @@ def model_of(name: str) -> GPT:
     if name == "trained":
         return trained_model()
     if name == "twins":
-        return with_twins(33)
-    if name == "large":  # above 32,768, torch's threads share the numbers of a row
-        return with_twins(33_003)
-    tiny_models = pytest.importorskip("tiny_models")
-    with TemporaryDirectory() as directory:
-        tiny_models.make(name).save_pretrained(directory)
-        return load_checkpoint(Path(directory))
+        return with_twins()
+    _, ours = pytest.importorskip("test_families").pair(name)
+    return ours
 
 
-OWN = ("trained", "twins", "large")
+OWN = ("trained", "twins")
 FAMILIES = ("gpt2-untied", "llama-one-kv-head", "mistral", "qwen2-windows", "qwen3-windows")
 FAMILIES += ("gemma2", "gemma3")
 FORMATS = ("none", "int8")
-QUICK = [*product(("trained", "twins"), FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
+QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
 SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 each_model = pytest.mark.parametrize(("name", "quantize"), QUICK + SLOW)
@@ -384,22 +378,21 @@ def test_a_row_of_logits_is_judged_by_itself(V):
     generator = torch.Generator().manual_seed(V)
     logits = torch.randn(5, V, generator=generator).round(decimals=2) - math.log(V)
     logits[:, 0] = 0.0  # no digit of its log-probability, about -1, is lost in a subtraction
-    of_request = torch.arange(5)  # top_k, seed, position
+    numbers = torch.arange(5)  # top_k, seed, position
     shares = torch.linspace(0.3, 0.99, 5)  # top_p, min_p
 
-    def judge(rows: slice, n: int) -> list[list]:
-        own = of_request[rows]
+    def judge(rows: slice, n: int) -> Tensor:
+        own = numbers[rows]
         x = logits[rows].clone()
         lowest = sampling.threshold(x / 1.3, own, shares[rows], shares[rows] / 50)
         noise = sampling.gumbel_noise(own, own, own, V)
         logprob, ids, best = sampling.logprobs(x, torch.zeros_like(own), n)
-        parts = (lowest, noise, logprob, ids[:, :3], best[:, :3])
-        return [[part[i].tolist() for part in parts] for i in range(len(x))]
+        return torch.cat([torch.stack([lowest, logprob], 1), ids[:, :3], best[:, :3], noise], 1)
 
     torch.set_num_threads(1)
-    expected = [judge(slice(i, i + 1), 3)[0] for i in range(5)]
+    expected = torch.cat([judge(slice(i, i + 1), 3) for i in range(5)])
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        assert judge(slice(0, 5), 20) == expected
-        assert judge(slice(1, 3), 4) == expected[1:3]
-        assert [judge(slice(i, i + 1), 7)[0] for i in range(5)] == expected
+        for first, end, n in (0, 5, 20), (1, 3, 4), (2, 3, 7), (4, 5, 3):
+            rows = slice(first, end)
+            assert torch.equal(judge(rows, n), expected[rows])
