@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn as nn
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
@@ -34,7 +35,7 @@ from families import (
     unknown,
     without_nesting,
 )
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -155,23 +156,21 @@ def load_checkpoint(
     directory: str | Path,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
-    check: Callable | None = None,
     convert: Callable | None = None,
 ) -> GPT:
     """
     Build the model of a checkpoint directory, in evaluation mode. The files are mapped and their
     weights copied one by one: no second copy of them all is ever in memory, and once they are
     loaded the files may be changed. Raises CheckpointError with what to change.
-    Before they are loaded, convert(model without weights) may return another model whose layers
-    take the same weights and keep them otherwise, as those of `packed.quantized` do, each as it is
-    read; and check(that model, dtype, device) may refuse it.
+    Before they are loaded, convert(model without weights) may refuse them, or return another model
+    whose layers take the same weights, each as it is read, and keep them otherwise (packed.py).
     """
     directory = Path(directory)
     config = load_config(directory)
     family = family_named(without_nesting(read_json(directory / "config.json")))
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
-    model = empty_model(config)
+    model = empty_model(config, dtype)
     ours = dict(model.named_parameters())  # of a tied model without the head's
     shapes = {}
     for name, weight in ours.items():
@@ -180,32 +179,36 @@ def load_checkpoint(
     saved.check(shapes)
     if convert:
         model = convert(model)
-    if check:
-        check(model, dtype, device)
-    # One buffer for all matrices of which integers are made: one for each would leave gaps between
-    # the integers that the allocator neither fills nor gives back.
-    rounded = {name for name in ours if not model.get_parameter(name).is_floating_point()}
-    largest = max((ours[name].numel() for name in rounded), default=0)
-    buffer = torch.empty(largest, dtype=dtype, device=device)
+    # One buffer for all matrices that layers take: one for each would leave gaps, which the
+    # allocator neither fills nor gives back.
+    largest = max(weight.numel() for weight in ours.values())
+    buffer = torch.empty(largest, dtype=dtype)
     # by default a lock for processes: Python warns that it leaked when the engine's is killed
     tqdm.set_lock(threading.RLock())
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
-        is_norm = config.norm == "rms" and name.endswith(".weight") and ours[name].ndim == 1
-        kept = torch.float32 if is_norm else dtype
+        layer, _, kind = name.rpartition(".")
+        module = model.get_submodule(layer)
         shape = ours[name].shape
-        if name in rounded:
+        if hasattr(module, "take") and len(shape) == 2:
             weight = buffer[: shape.numel()].view(shape)
         else:
-            weight = torch.empty(shape, dtype=kept, device=device)
+            weight = torch.empty(shape, dtype=ours[name].dtype, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
-        weight = weight.add_(family.norm_offset) if is_norm else weight
-        layer, _, kind = name.rpartition(".")
-        model.get_submodule(layer).load_state_dict({kind: weight}, strict=False, assign=True)
-    if config.tied:
-        shared = model.wte.state_dict(keep_vars=True)  # the parameters themselves
-        model.lm_head.load_state_dict(shared, assign=True)
+        if isinstance(module, RMSNorm):
+            weight.add_(family.norm_offset)
+        give(module, kind, weight)
+    if model.lm_head.weight.is_meta:  # tied, and the same weights
+        give(model.lm_head, "weight", model.wte.weight)
     return model.to(device).eval()
+
+
+def give(module: nn.Module, kind: str, weight: torch.Tensor):
+    """The tensor itself becomes the module's weight, unless it takes weights to keep otherwise."""
+    if hasattr(module, "take"):
+        module.take(kind, weight)
+    else:
+        module.load_state_dict({kind: weight}, strict=False, assign=True)
 
 
 class Uninitialized(TorchFunctionMode):
@@ -220,10 +223,15 @@ class Uninitialized(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def empty_model(config: GPTConfig) -> GPT:
+def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
     """Its weights have shapes, and no values yet."""
     with torch.device("meta"), Uninitialized():
-        return GPT(config)
+        model = GPT(config)
+    for module in model.modules():
+        if not isinstance(module, RMSNorm):
+            for weight in module.parameters(recurse=False):
+                weight.data = weight.to(dtype)
+    return model
 
 
 class SavedWeights:

@@ -67,8 +67,7 @@ def build_engine(args: Namespace):
 
     from checkpoint import load_checkpoint, serving_dtype
     from engine.engine import Engine
-    from engine.sizing import check_fits, machine_name
-    from ops.packed import quantized_if_asked
+    from engine.sizing import machine_name, packed_if_it_fits
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -77,10 +76,8 @@ def build_engine(args: Namespace):
         )
     settings = engine_settings(args)
     dtype = serving_dtype(args.dtype, device)
-    check = partial(check_fits, settings)
-    convert = partial(quantized_if_asked, quantize=settings.quantize)
-    model = load_checkpoint(args.model, device, dtype, check, convert)
-    engine = Engine(model, settings)
+    convert = partial(packed_if_it_fits, settings, device)
+    engine = Engine(load_checkpoint(args.model, device, dtype, convert), settings)
     if args.record is not None:
         title = {"model": args.model, "machine": machine_name(device)}
         record_to(args.record, engine, args.log_requests, **title)

@@ -14,7 +14,6 @@ from common import plural
 from engine.runner import kv_dtype
 from model import GPT, GPTConfig
 from ops.choice import choose_ops
-from ops.packed import check_quantize, is_quantized, quantized_if_asked
 from paged import blocks_held
 from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
@@ -86,31 +85,22 @@ def bytes_per_block(model: GPT, block_size: int) -> int:
     return numbers_per_block(model.config, block_size) * kv_dtype(model).itemsize
 
 
-def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
+def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
     """
-    Raises ValueError, before anything is loaded, where the device has no memory for the weights of
-    a model and a KV pool for one short text. Integers are made of one matrix at a time. Other
-    weights a CPU takes twice, at the start, if its operators pack them: beside those that were
-    loaded; and embeddings of bf16 are fp32, too.
+    The model, which has no weights yet (meta device), with the layers that its engine will compute
+    with. Raises ValueError where the device has no memory for their weights and a KV pool for one
+    short text. Layers that keep their weights otherwise take them from one matrix at a time.
     """
     device = torch.device(device)
-    check_quantize(settings.quantize, device)
     config = model.config
-    sizes = [weight.numel() for weight in model.parameters()]
-    weights = sum(sizes) * dtype.itemsize
-    beside = 0
-    kv_itemsize = 4 if device.type == "cpu" else dtype.itemsize
-    served = torch.int8 if is_quantized(model) else dtype
+    dtype = model.wte.weight.dtype
+    served = torch.int8 if settings.quantize == "int8" else dtype
     ops, _ = choose_ops(settings.attention, device, served)
-    if is_quantized(model):
-        weights = sum(weight.nbytes for weight in model.parameters())
-        beside = max(sizes) * dtype.itemsize
-    elif device.type == "cpu" and ops.pack_weights != quantized_if_asked:
-        beside = weights
-        if dtype != torch.float32:
-            beside += 4 * model.wte.weight.numel()
-    how = ", loaded and packed," if beside else ""
-    weights += beside
+    packed = ops.pack_weights(model, settings.quantize)
+    weights = sum(weight.nbytes for weight in packed.parameters())
+    if packed is not model:
+        weights += max(weight.nbytes for weight in model.parameters())
+    kv_itemsize = 4 if device.type == "cpu" else dtype.itemsize
     tokens = min(settings.max_model_len or SHORT_TEXT, config.context_length)
     num_blocks = settings.num_blocks or -(-tokens // settings.block_size)
     pool = num_blocks * numbers_per_block(config, settings.block_size) * kv_itemsize
@@ -118,11 +108,12 @@ def check_fits(settings: Settings, model: GPT, dtype: torch.dtype, device: str):
     if weights + pool > free:
         name = str(served).removeprefix("torch.")
         raise ValueError(
-            f"the model does not fit: its weights in {name}{how} take {weights / 2**20:,.0f} MiB "
-            f"and the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: "
-            "end other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16, on "
-            "a CPU --quantize int8, or a smaller model"
+            f"the model does not fit: its weights in {name} take {weights / 2**20:,.0f} MiB and "
+            f"the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: end "
+            "other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16, on a "
+            "CPU --quantize int8, or a smaller model"
         )
+    return packed
 
 
 def numbers_per_block(config: GPTConfig, block_size: int) -> int:

@@ -39,7 +39,7 @@ TORCH = model.TORCH._replace(
     prepare=gather.prepare_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
-    pack_weights=packed.quantized_if_asked,
+    pack_weights=packed.converted,
 )
 PACKED = TORCH._replace(
     name="packed",
@@ -98,6 +98,8 @@ def choose_ops(
     multiplied in, and why. Raises ValueError where it does not work.
     """
     on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and dtype == torch.int8:
+        raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
     tables = tables_for(on_gpu)
     if attention in tables:
         return tables[attention], "as asked"

@@ -1,15 +1,17 @@
 """
-Linear layers of a CPU in torch, for what cpu.c does not compute: weights in bf16, and all weights
-where there is no C compiler.
+Layers of a CPU that keep their weights otherwise than torch's: as 8-bit integers, whoever computes
+with them, or packed for torch, which computes in bf16, and where there is no C compiler.
 
-    model = packed_for_cpu(model)                          # a copy, its matrices packed for oneDNN
     model = quantized(model)                               # a copy with weights of 8-bit integers
+    model = packed_for_cpu(model)                          # a copy, its matrices packed for oneDNN
 
-cpu.c computes with the same `Int8Linear`, equal to the bit, and much faster.
+Of a model without weights (meta device) the copy has none either: `take` gets them, one by one, as
+they are loaded (checkpoint.py).
 """
 
-from collections.abc import Callable
+import mmap
 from copy import deepcopy
+from math import prod
 
 import torch
 import torch.nn as nn
@@ -21,10 +23,36 @@ from model import GPT, RMSNorm
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
 LARGEST = 127  # of the 8-bit integers; the smallest is -127
-ROUNDED_AT_ONCE = 2**18  # weights
+PANEL = 32  # outputs whose weights are kept together, as in cpu.c
+ARENA = 2**26  # bytes that are asked for at once
 
 
-class PackedLinear(nn.Module):
+class Converted(nn.Module):
+    """
+    A linear layer that keeps its weights otherwise. `parts`: 2 for a gated one, whose halves have N
+    outputs each. Made of a layer on the meta device it has room for its weights, and no values yet.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, arena=None):
+        super().__init__()
+        self.parts = parts
+        self.N = len(weight) // parts
+        self.make_room(weight, arena)
+        self.bias = None
+        self.take("weight", weight)
+        if bias is not None:
+            self.take("bias", bias)
+
+    def take(self, kind: str, values: Tensor):
+        """The weights [out, in], or the bias."""
+        values = values.detach()
+        if kind == "bias":
+            self.bias = nn.Parameter(values, False)
+        elif not values.is_meta:
+            self.pack(values)
+
+
+class PackedLinear(Converted):
     """
     A linear layer whose weights [out, in] are kept in the layout that oneDNN multiplies fastest, in
     fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
@@ -32,12 +60,15 @@ class PackedLinear(nn.Module):
     (equally fast at one row of width 384), and packed bf16 1.1 to 1.9 times as fast as packed fp32.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__()
-        weight = weight.detach()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        # no parameter: it has the dtype of the weights
-        self.bias = None if bias is None else bias.detach()
+    def make_room(self, weight: Tensor, arena=None):
+        self.weight = nn.Parameter(weight.detach(), False)
+
+    def pack(self, weight: Tensor):
+        self.make_room(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS))
+
+    def _apply(self, *_):
+        """In a model that becomes fp32 the weights keep their dtype."""
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
@@ -47,32 +78,56 @@ class PackedLinear(nn.Module):
 class UnpackedLinear(nn.Module):
     """As PackedLinear where oneDNN packs no weights of this dtype: bf16 needs AVX-512."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
+    def __init__(self, weight: Tensor, bias: Tensor | None, *rest):
         super().__init__()
-        self.weight = weight.detach()
-        self.bias = None if bias is None else bias.detach()
+        self.weight = nn.Parameter(weight.detach(), False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), False)
+
+    _apply = PackedLinear._apply
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
 
 
-def int8_weights(weight: Tensor) -> tuple[nn.Parameter, nn.Parameter]:
+class Arena:
     """
-    Weights [out, in] as integers from -127 to 127, and the fp32 scale of each output, [out]. A few
-    rows at a time: larger temporaries would leave gaps in memory, between the integers.
+    Memory for the weights of a model, one behind the other, in pages of 2 MB if the system gives
+    such: a step reads them all, and finds the next page sooner. A page is taken when it is written.
     """
-    count = max(1, ROUNDED_AT_ONCE // weight.shape[1])
-    integers = torch.empty_like(weight, dtype=torch.int8)
-    scale = torch.empty_like(weight[:, 0], dtype=torch.float32)
-    if not weight.is_meta:  # else there is nothing to round, and torch would import its compiler
-        parts = (tensor.split(count) for tensor in (weight.detach(), integers, scale))
-        for rows, integers_of_rows, scale_of_rows in zip(*parts, strict=True):
-            rows = rows.float()
-            largest = rows.abs().amax(1)
-            scale_of_rows.copy_(largest.clamp(min=1e-12) / LARGEST)
-            steps = rows / scale_of_rows[:, None]
-            integers_of_rows.copy_(steps.round())
-    return nn.Parameter(integers, False), nn.Parameter(scale, False)
+
+    def __init__(self):
+        self.memory = b""
+        self.used = 0
+
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        count = prod(shape)
+        size = -(-count * dtype.itemsize // 64) * 64
+        if self.used + size > len(self.memory):
+            self.memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
+            self.used = 0
+        zeros = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.used)
+        self.used += size
+        return zeros.view(shape)
+
+
+def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
+    """Weights [out, in] as those of each panel, [at most 32, in]; a part begins with a new one."""
+    return [rows for part in weight.chunk(parts) for rows in part.split(PANEL)]
+
+
+class PanelLinear(Converted):
+    """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zeros behind the last."""
+
+    def make_room(self, weight: Tensor, arena: Arena):
+        panels = len(panels_of(weight, self.parts))
+        zeros = arena.zeros(panels, weight.shape[1], PANEL)
+        self.weight = nn.Parameter(zeros, False)
+
+    def pack(self, weight: Tensor):
+        for panel, rows in zip(self.weight, panels_of(weight, self.parts), strict=True):
+            panel[:, : len(rows)] = rows.T
 
 
 def largest_activation(K: int) -> int:
@@ -80,37 +135,31 @@ def largest_activation(K: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
-class Int8Weights(nn.Module):
+class Int8Linear(Converted):
     """
-    Weights of 8 bits, one scale for each row. A state dict may have them in fp32 or bf16: they are
-    quantized when they are loaded, so a model without weights (meta device) is quantized first.
-    """
-
-    def __init__(self, weight: nn.Parameter, scale: nn.Parameter):
-        super().__init__()
-        self.out_features = len(weight)
-        self.weight = weight
-        self.scale = scale
-
-    def _load_from_state_dict(self, state: dict, prefix: str, *rest):
-        weight = state.get(prefix + "weight")
-        if weight is not None and weight.is_floating_point():
-            state[prefix + "weight"], state[prefix + "scale"] = int8_weights(weight)
-        super()._load_from_state_dict(state, prefix, *rest)
-
-
-class Int8Linear(Int8Weights):
-    """
-    A linear layer of 8-bit weights, one scale for each output. Each row of x is rounded, too, to 11
-    to 15 bits and a sign; the sums of the products of these integers are exact, whoever computes
-    them: cpu.c, which is meant to, or `forward`, which needs no compiler and is slow.
+    A linear layer of 8-bit weights [out, in], one scale for each output. Each row of x is rounded,
+    too, to 11 to 15 bits and a sign; the sums of the products of these integers are exact, whoever
+    computes them: cpu.c, which is meant to, or `forward`, which needs no compiler and is slow.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None):
-        super().__init__(*int8_weights(weight))
-        if bias is not None:
-            bias = nn.Parameter(bias.detach().float(), False)
-        self.bias = bias
+    def make_room(self, weight: Tensor, arena: Arena):
+        rows = PANEL * len(panels_of(weight, self.parts))
+        integers = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
+        scale = arena.zeros(rows)
+        # cpu.c reads whole panels; zeros are part of the weights only between the two halves
+        seen = self.N if self.parts == 1 else rows
+        self.weight = nn.Parameter(integers[:seen], False)
+        self.scale = nn.Parameter(scale[:seen], False)
+
+    def pack(self, weight: Tensor):
+        for panel, rows in enumerate(panels_of(weight, self.parts)):
+            rows = rows.float()
+            largest = rows.abs().amax(1)
+            scale = largest.clamp(min=1e-12) / LARGEST
+            integers = (rows / scale[:, None]).round()
+            first = PANEL * panel
+            self.weight[first : first + len(rows)] = integers
+            self.scale[first : first + len(rows)] = scale
 
     def forward(self, x: Tensor) -> Tensor:
         most = largest_activation(x.shape[-1])
@@ -120,11 +169,18 @@ class Int8Linear(Int8Weights):
         # in fp64 no sum is rounded
         sums = F.linear(integers.double(), self.weight.double()).float()
         y = sums * (self.scale * (largest / most))
+        y = y.unflatten(-1, (self.parts, -1))[..., : self.N].flatten(-2)
         return y if self.bias is None else y + self.bias
 
 
-class Int8Embedding(Int8Weights):
-    """An embedding of 8-bit weights."""
+class Int8Embedding(nn.Module):
+    """An embedding with the weights of such a layer."""
+
+    def __init__(self, layer: Int8Linear):
+        super().__init__()
+        self.weight = layer.weight
+        self.scale = layer.scale
+        self.take = layer.take
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens] * self.scale[tokens, None]
@@ -156,74 +212,51 @@ def can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-def check_quantize(quantize: str, device: torch.device):
-    """Raises ValueError for 8-bit integers on a GPU, and for other formats."""
-    if quantize not in ("none", "int8"):
-        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
-    if quantize != "none" and device.type == "cuda":
-        raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
-
-
-def is_quantized(model: GPT) -> bool:
-    return isinstance(model.wte, Int8Embedding)
-
-
-def quantized_if_asked(model: GPT, quantize: str = "none") -> GPT:
-    """The model itself, or a copy in 8-bit integers. Raises ValueError for these on a GPU."""
-    check_quantize(quantize, model.wte.weight.device)
-    return model if quantize == "none" else quantized(model)
-
-
 def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
     """
     A copy of the model for serving on a CPU with torch: its matrices packed, if oneDNN can, in the
     dtype that they have, or quantized; all else is fp32.
     """
-    if quantize != "none" or is_quantized(model):
-        return with_short_norms(quantized(model))
     packed = PackedLinear if can_pack(model.wte.weight) else UnpackedLinear
-    return with_short_norms(with_layers(model, packed))
-
-
-def quantized(model: GPT) -> GPT:
-    """
-    A copy of the model with `Int8Linear` and `Int8Embedding`; all else is fp32. If it has these
-    already, their integers are shared.
-    """
-    model = with_layers(model, Int8Linear)
-    if is_quantized(model):
-        return model
-    head = model.lm_head
-    is_tied = model.config.tied
-    weights = (head.weight, head.scale) if is_tied else int8_weights(model.wte.weight)
-    model.wte = Int8Embedding(*weights)
-    return model
-
-
-def with_short_norms(model: GPT) -> GPT:
-    """The model itself, changed in place."""
+    model = converted(model, quantize, packed)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, RMSNorm):
+            if isinstance(child, RMSNorm) and not child.weight.is_meta:
                 setattr(parent, name, ShortRMSNorm(child))
     return model
 
 
-def with_layers(model: GPT, layer: Callable) -> GPT:
+def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
+    """A copy of the model for cpu.c: with `PanelLinear`, or quantized."""
+    model = converted(model, quantize, PanelLinear)
+    if model.config.tied:
+        model.wte = model.lm_head
+    return model
+
+
+def converted(model: GPT, quantize: str = "none", layer: type[Converted] | None = None) -> GPT:
     """
-    A copy of the model with layer(weight, bias) for each linear layer, the head too, and fp32 for
-    all else. Unchanged weights share their memory with the model.
+    A copy of the model with such layers or, quantized, `Int8Linear` and `Int8Embedding`; all else
+    is fp32. If it has such already, their weights are shared. If neither is asked: the model.
     """
-    model = shared_copy(model)
+    if quantize not in ("none", "int8"):
+        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
+    if quantize == "int8":
+        layer = Int8Linear
+    if layer is None:
+        return model
+    # a deepcopy that takes the same weights for copies
+    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
+    model = deepcopy(model, shared)
+    arena = Arena()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, layer(child.weight, child.bias))
-    # packed weights are no parameters, and stay what they are
+                parts = 2 if name == "c_fc" and parent.gated else 1
+                setattr(parent, name, layer(child.weight, child.bias, parts, arena))
+    if layer is Int8Linear and isinstance(model.wte, nn.Embedding):
+        rows = model.lm_head
+        if not model.config.tied:
+            rows = Int8Linear(model.wte.weight, None, 1, arena)
+        model.wte = Int8Embedding(rows)
     return model.float()
-
-
-def shared_copy(model: GPT) -> GPT:
-    """A copy of the model whose weights are the same memory."""
-    shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
-    return deepcopy(model, shared)  # which takes these for copies
