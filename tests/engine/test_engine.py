@@ -295,19 +295,6 @@ def test_choices_are_forks_where_there_is_a_row_and_a_partial_block(P, max_num_s
     assert {output.id for output in outputs} == {"a", "a.1", "a.2", "a.3", "other"}
 
 
-def test_two_engines_in_one_process():
-    """Would catch: state of a module or a class that two engines share."""
-    engines = [simulated_engine(block_size=size) for size in (2, 4)]
-    outputs = [[], []]
-    for i, engine in enumerate(engines):
-        engine.add_request("a", [1, 2, i], greedy(9))
-    while any(engine.has_work for engine in engines):
-        for engine, own in zip(engines, outputs, strict=True):
-            own += engine.step()
-    for i, own in enumerate(outputs):
-        assert tokens_of(own, "a") == greedy_answer([1, 2, i], 9)
-
-
 def test_overlap_starts_a_step_before_it_takes_in_the_last():
     """So the host works while the device does; each request has at most one token too many."""
     engine = simulated_engine(overlap=True)

@@ -8,6 +8,7 @@ shown beside it: the same counts are held against the distribution of a wrong sa
 
 import math
 import random
+import re
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
@@ -267,35 +268,41 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
         assert (surely | maybe | ~stays | row.isinf()).all(), (p, row)
 
 
-TIED = (1, 2, 2, 1)
-STEEP = (4, 2, 1, 1)
-EDGES = [
-    (TIED, 1, 1, 0, [1, 2]),  # a tie with the last one stays
-    (TIED, 2, 1, 0, [1, 2]),
-    (TIED, 3, 1, 0, [0, 1, 2, 3]),
-    (TIED, 4, 1, 0, [0, 1, 2, 3]),
-    (TIED, 0, 1, 0.499, [0, 1, 2, 3]),
-    (TIED, 0, 1, 0.501, [1, 2]),
-    (TIED, 0, 1, 1, [1, 2]),
-    (STEEP, 1, 1, 0, [0]),
-    (STEEP, 2, 1, 0, [0, 1]),
-    (STEEP, 0, 0.49, 0, [0]),
-    (STEEP, 0, 0.51, 0, [0, 1]),
-    (STEEP, 0, 0.74, 0, [0, 1]),
-    (STEEP, 0, 0.76, 0, [0, 1, 2, 3]),
-    (STEEP, 2, 0.66, 0, [0]),  # two thirds of what top_k left
-    (STEEP, 2, 0.67, 0, [0, 1]),
-    (STEEP, 0, 1e-30, 0, [0]),
-]
+# what tokens weigh | top_k, top_p, min_p -> those that stay
+EDGES = """
+1 2 2 1 | 1 1 0     -> 1 2
+1 2 2 1 | 2 1 0     -> 1 2
+1 2 2 1 | 3 1 0     -> 0 1 2 3
+1 2 2 1 | 4 1 0     -> 0 1 2 3
+1 2 2 1 | 0 1 0.499 -> 0 1 2 3
+1 2 2 1 | 0 1 0.501 -> 1 2
+1 2 2 1 | 0 1 1     -> 1 2
+4 2 1 1 | 1 1 0     -> 0
+4 2 1 1 | 2 1 0     -> 0 1
+4 2 1 1 | 0 0.49 0  -> 0
+4 2 1 1 | 0 0.51 0  -> 0 1
+4 2 1 1 | 0 0.74 0  -> 0 1
+4 2 1 1 | 0 0.76 0  -> 0 1 2 3
+4 2 1 1 | 2 0.66 0  -> 0
+4 2 1 1 | 2 0.67 0  -> 0 1
+4 2 1 1 | 0 1e-30 0 -> 0
+"""
 
 
 @both_thresholds
 def test_filters_at_their_edges(threshold):
-    """One token more or less than asked for."""
-    weights, *filters, kept = zip(*EDGES, strict=True)
+    """
+    One token more or less than asked for: a tie with the last one stays, and top_p is a share of
+    what top_k left, here of two thirds.
+    """
+    rows = [re.split(r" *\| *| *-> *", row) for row in EDGES.strip().splitlines()]
+    weights, filters, kept = (
+        [[*map(float, x.split())] for x in part] for part in zip(*rows, strict=True)
+    )
+    top_k, top_p, min_p = tensor(filters).unbind(1)
     scores = tensor(weights).log()
-    stays = scores >= threshold(scores, *map(tensor, filters))[:, None]
-    assert [row.nonzero()[:, 0].tolist() for row in stays] == [*kept]
+    stays = scores >= threshold(scores, top_k.long(), top_p, min_p)[:, None]
+    assert [row.nonzero()[:, 0].tolist() for row in stays] == kept
 
 
 def test_no_filter_keeps_every_token():
