@@ -647,13 +647,15 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8")]
+NAMES = "trained gpt2 llama-biases qwen3 gemma2"
 each_count = pytest.mark.parametrize("count", [1, 3, 8, 64, 100])
 
 
-def model_in(dtype: str) -> GPT:
-    model = GPT(trained_model().config).eval()
-    model.load_state_dict(trained_model().state_dict())
-    return model.to(serving_dtype(dtype, "cpu"))
+def model_in(dtype: str, name: str) -> GPT:
+    model = trained_model()
+    if name != "trained":
+        _, model = pytest.importorskip("test_families").pair(name)
+    return deepcopy(model).to(serving_dtype(dtype, "cpu"))
 
 
 @needs_onednn
@@ -689,12 +691,14 @@ def test_short_rms_norm_errs_as_torch(count, eps):
 @needs_onednn
 @pytest.mark.parametrize("attention", ["auto", "packed"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
-def test_engine_is_the_same_model_run_densely(dtype, quantize, attention):
+@pytest.mark.parametrize("name", NAMES.split())
+def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
     Alone and in a batch of decodes and chunks, with a compiler ("auto") or without. Another token
-    than the dense model's is allowed only if the best two logits are close.
+    than the dense model's is allowed only if the best two logits are close. Would catch: a scale or
+    a matrix that is another's.
     """
-    model = model_in(dtype)
+    model = model_in(dtype, name)
     params = SamplingParams(temperature=0, max_tokens=24)
     prompts = [prompt(i, 5 + 5 * i) for i in range(8)]
     tight = {"block_size": 4, "max_num_seqs": 5, "token_budget": 16, "check": True}

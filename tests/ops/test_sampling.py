@@ -6,9 +6,11 @@ Everything here is seeded, so a check of frequencies passes always or never. Tha
 shown beside it: the same counts are held against the distribution of a wrong sampler.
 """
 
+import json
 import math
 import random
 import re
+import tomllib
 from dataclasses import replace
 from functools import partial
 from unittest.mock import Mock
@@ -158,16 +160,17 @@ LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0
 V = len(LOGITS)
 # chi-square at the level 0.001, from the tables: degrees of freedom -> the most that fits
 CRITICAL = {2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515, 6: 22.458, 7: 24.322, 12: 32.909}
-CASES = {
-    "plain": SamplingParams(),
-    "cold": SamplingParams(temperature=0.6),
-    "hot": SamplingParams(temperature=1.7),
-    "top_k": SamplingParams(top_k=4),
-    "top_k in a tie": SamplingParams(top_k=2),
-    "top_p": SamplingParams(top_p=0.8),
-    "min_p": SamplingParams(min_p=0.1),
-    "all of them": SamplingParams(temperature=1.4, top_k=8, top_p=0.9, min_p=0.15),
-}
+CASES = tomllib.loads("""
+plain = {}
+cold = {temperature = 0.6}
+hot = {temperature = 1.7}
+top_k = {top_k = 4}
+"top_k in a tie" = {top_k = 2}
+top_p = {top_p = 0.8}
+min_p = {min_p = 0.1}
+"all of them" = {temperature = 1.4, top_k = 8, top_p = 0.9, min_p = 0.15}
+""")
+CASES = {name: SamplingParams(**fields) for name, fields in CASES.items()}
 
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
@@ -411,19 +414,31 @@ def test_every_token_is_one_that_the_rules_allow(monkeypatch, pick, R, V, dtype,
     assert new["ties"] <= new["tokens"] / 4, f"{new}: what is compared must be decided"
 
 
-ONE_TOKEN = [{"temperature": x} for x in (0, 1e-300, 1e-45, 1e-40, 1e-38, 1e-6)]
-ONE_TOKEN += [{"temperature": x, "top_p": 0.5} for x in (1e-40, 1e-6)]
-ONE_TOKEN += [{"top_k": 1}, {"top_p": 1e-300}, {"min_p": 1}]
-ONE_TOKEN += [{"temperature": 0, "repetition_penalty": x} for x in (1e-300, 10)]
+ONE_TOKEN = """
+{"temperature": 0}
+{"temperature": 1e-300}
+{"temperature": 1e-45}
+{"temperature": 1e-40}
+{"temperature": 1e-38}
+{"temperature": 1e-6}
+{"temperature": 1e-40, "top_p": 0.5}
+{"temperature": 1e-6, "top_p": 0.5}
+{"top_k": 1}
+{"top_p": 1e-300}
+{"min_p": 1}
+{"temperature": 0, "repetition_penalty": 1e-300}
+{"temperature": 0, "repetition_penalty": 10}
+"""
 
 
 @both_paths
-@pytest.mark.parametrize("fields", ONE_TOKEN)
-def test_numbers_that_leave_one_token(pick, fields):
+@pytest.mark.parametrize("row", ONE_TOKEN.strip().splitlines())
+def test_numbers_that_leave_one_token(pick, row):
     """
     Beyond single precision: divided by 1e-40 all positive logits are infinite, and the first of
     them won; a top_p of 0 dropped all tokens; a logit over a penalty of 0 is no number.
     """
+    fields = json.loads(row)
     params = [SamplingParams(**fields)] * 20
     logits = tensor([[0.0, 5.0, 3.0, -2.0]]).expand(20, -1)
     rows = filled(4, [Row(i, params[0], i, 0, [1, 3], [0]) for i in range(20)])
