@@ -5,6 +5,7 @@ test_runner.py; random lives, with the server's loop, are the simulator's.
 """
 
 import dataclasses
+import json
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -197,28 +198,35 @@ def test_the_statement_says_how_many_texts_fit():
 # Requests in
 
 
-@pytest.mark.parametrize(
-    ("tokens", "options", "message"),
-    [
-        ([1, 12], {}, "token 12, outside 0..11: encode it with this model's tokenizer"),
-        ([-1], {}, "token -1, outside 0..11"),
-        ([True], {}, "token True, outside"),
-        (torch.tensor([1]).numpy(), {}, "token np.int64(1), outside"),
-        ([], {}, "the prompt is empty"),
-        ([0] * 31, {}, "31 prompt tokens + 10 max_tokens = 41 do not fit into 40 (context length "
-            "64, KV pool of 10 blocks of 4): shorten the prompt"),
-        ([1], {"cache_salt": None}, "cache_salt is None: wanted a string"),
-        ([1], {"n": 0}, "n is 0: wanted a whole number, at least 1"),
-        ([1], {"n": True}, "n is True"),
-        ([1], {"prompt_logprobs": -1}, "prompt_logprobs is -1"),
-        ([1], {"prompt_logprobs": True}, "prompt_logprobs is True"),
-        ([1], {"prompt_logprobs": False}, "prompt_logprobs is False"),
-        ([1], {"id": "a"}, "request id 'a' is in use"),
-        ([1], {"id": "a.2"}, "request id 'a.2' is in use"),
-        ([1], {"id": "b", "n": 3}, "request id 'b.2' is in use"),
-    ],
-)  # fmt: skip
-def test_a_request_that_can_never_be_served_is_refused_at_once(tokens, options, message):
+REFUSED = """
+{"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it with this model's tokenizer
+{"prompt_tokens": [-1]} -> token -1, outside 0..11
+{"prompt_tokens": [true]} -> token True, outside
+{"prompt_tokens": []} -> the prompt is empty
+{"cache_salt": null} -> cache_salt is None: wanted a string
+{"n": 0} -> n is 0: wanted a whole number, at least 1
+{"n": true} -> n is True
+{"prompt_logprobs": -1} -> prompt_logprobs is -1
+{"prompt_logprobs": true} -> prompt_logprobs is True
+{"prompt_logprobs": false} -> prompt_logprobs is False
+{"id": "a"} -> request id 'a' is in use
+{"id": "a.2"} -> request id 'a.2' is in use
+{"id": "b", "n": 3} -> request id 'b.2' is in use
+"""
+REFUSED = [row.split(" -> ") for row in REFUSED.strip().splitlines()]
+REFUSED = [(json.loads(fields), message) for fields, message in REFUSED]
+REFUSED += [
+    ({"prompt_tokens": torch.tensor([1]).numpy()}, "token np.int64(1), outside"),
+    (
+        {"prompt_tokens": [0] * 31},
+        "31 prompt tokens + 10 max_tokens = 41 do not fit into 40 (context length 64, KV pool "
+        "of 10 blocks of 4): shorten the prompt",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED)
+def test_a_request_that_can_never_be_served_is_refused_at_once(fields, message):
     """
     Would catch: a limit off by one, a request queued although it was refused, a bool taken for
     token 1.
@@ -226,9 +234,9 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(tokens, options, 
     engine = simulated_engine(num_blocks=10)
     engine.add_request("a", [1], greedy(1), n=3)
     engine.add_request("b.2", [1], greedy(1))
-    request = {"id": "new", "prompt_tokens": tokens, "params": greedy(10)}
+    request = {"id": "new", "prompt_tokens": [1], "params": greedy(10)}
     with raises(ValueError, message):
-        engine.add_request(**(request | options))
+        engine.add_request(**(request | fields))
     engine.add_request("new", [0] * 29 + [11], greedy(10), prompt_logprobs=12)
     engine.add_request("b", [1], greedy(1), n=2)
     assert len(tokens_of(finish(engine), "new")) == 10

@@ -5,7 +5,6 @@ there is no compiler.
 """
 
 import ctypes
-import multiprocessing
 import os
 import resource
 import shlex
@@ -14,8 +13,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
@@ -419,28 +420,20 @@ def test_a_source_is_built_once(source, tmp_path, monkeypatch):
 
 
 @needs_compiler
-def test_processes_that_build_at_once(source, tmp_path):
+def test_some_that_build_at_once(source):
     """Each has compiled before one gives the library its name; all find it there."""
-    fork = multiprocessing.get_context("fork")
-    barrier = fork.Barrier(3)
+    barrier = threading.Barrier(3)
     rename = Path.rename
 
     def meet(path, to):
         barrier.wait(60)
         return rename(path, to)
 
-    def build():
-        with patch.object(Path, "rename", meet):
-            library = cpu.library(COMPILER)
-        sys.exit(0 if library.read_bytes()[:4] == b"\x7fELF" else 1)
-
-    processes = [fork.Process(target=build) for _ in range(3)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert len(list((tmp_path / "pagedgpt").iterdir())) == 1
+    with patch.object(Path, "rename", meet), ThreadPoolExecutor(3) as pool:
+        first, *others = pool.map(cpu.library, 3 * [COMPILER])
+    assert others == [first, first]
+    assert first.read_bytes()[:4] == b"\x7fELF"
+    assert [*first.parent.iterdir()] == [first]
 
 
 def test_a_compiler_that_fails_is_one_message(source, tmp_path, monkeypatch):
@@ -695,8 +688,8 @@ def test_short_rms_norm_errs_as_torch(count, eps):
 def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
     Alone and in a batch of decodes and chunks, with a compiler ("auto") or without. Another token
-    than the dense model's is allowed only if the best two logits are close. Would catch: a scale or
-    a matrix that is another's.
+    than the dense model's is allowed now and then, if the best two logits are close. Would catch: a
+    scale or a matrix that is another's.
     """
     model = model_in(dtype, name)
     params = SamplingParams(temperature=0, max_tokens=24)
@@ -704,23 +697,15 @@ def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     tight = {"block_size": 4, "max_num_seqs": 5, "token_budget": 16, "check": True}
     crowded = Engine(model, Settings(quantize=quantize, attention=attention, **tight))
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
+    reference = packed_for_cpu(model, quantize)
+    lost = []
     for engine, texts in (crowded, prompts), (crowded, prompts[3:4]), (roomy, prompts):
         answers = engine.generate(texts, params, progress=False)
-        check_greedy(model, quantize, texts, answers)
-
-
-def check_greedy(model: GPT, quantize: str, prompts: list[list[int]], answers: list[list[int]]):
-    """
-    That answers are the likeliest tokens of the model run densely; of two that are close, now and
-    then the other.
-    """
-    reference = packed_for_cpu(model, quantize)
-    is_exact = model.wte.weight.dtype == torch.float32 and quantize == "none"
-    lost = []
-    for text, answer in zip(prompts, answers, strict=True):
-        expected = dense(reference, text + answer)[len(text) - 1 : -1]
-        lost.append(shortfall(expected, answer))
+        for text, answer in zip(texts, answers, strict=True):
+            expected = dense(reference, text + answer)[len(text) - 1 : -1]
+            lost.append(shortfall(expected, answer))
     lost = torch.cat(lost)
+    is_exact = dtype == "fp32" and quantize == "none"
     assert lost.max() <= (1e-4 if is_exact else 0.05)
     assert lost.count_nonzero() <= 0.01 * len(lost)
 
