@@ -163,7 +163,7 @@ def load_checkpoint(
     weights copied one by one: no second copy of them all is ever in memory, and once they are
     loaded the files may be changed. Raises CheckpointError with what to change.
     Before they are loaded, convert(model without weights) may refuse them, or return another model
-    whose layers take the same weights, each as it is read, and keep them otherwise (packed.py).
+    whose layers pack the same weights, each as it is read (ops/packed.py).
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -179,7 +179,7 @@ def load_checkpoint(
     saved.check(shapes)
     if convert:
         model = convert(model)
-    # One buffer for all matrices that layers take: one for each would leave gaps, which the
+    # One buffer for all matrices that layers pack: one for each would leave gaps, which the
     # allocator neither fills nor gives back.
     largest = max(weight.numel() for weight in ours.values())
     buffer = torch.empty(largest, dtype=dtype)
@@ -189,7 +189,7 @@ def load_checkpoint(
         layer, _, kind = name.rpartition(".")
         module = model.get_submodule(layer)
         shape = ours[name].shape
-        if hasattr(module, "take") and len(shape) == 2:
+        if kind == "weight" and hasattr(module, "pack"):
             weight = buffer[: shape.numel()].view(shape)
         else:
             weight = torch.empty(shape, dtype=ours[name].dtype, device=device)
@@ -204,9 +204,9 @@ def load_checkpoint(
 
 
 def give(module: nn.Module, kind: str, weight: torch.Tensor):
-    """The tensor itself becomes the module's weight, unless it takes weights to keep otherwise."""
-    if hasattr(module, "take"):
-        module.take(kind, weight)
+    """The tensor itself becomes the module's, unless it packs its weights (ops/packed.py)."""
+    if kind == "weight" and hasattr(module, "pack"):
+        module.pack(weight.detach())
     else:
         module.load_state_dict({kind: weight}, strict=False, assign=True)
 
@@ -228,9 +228,8 @@ def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
     with torch.device("meta"), Uninitialized():
         model = GPT(config)
     for module in model.modules():
-        if not isinstance(module, RMSNorm):
-            for weight in module.parameters(recurse=False):
-                weight.data = weight.to(dtype)
+        if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+            module.to(dtype)
     return model
 
 

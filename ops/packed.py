@@ -5,7 +5,7 @@ with them, or packed for torch, which computes in bf16, and where there is no C 
     model = quantized(model)                               # a copy with weights of 8-bit integers
     model = packed_for_cpu(model)                          # a copy, its matrices packed for oneDNN
 
-Of a model without weights (meta device) the copy has none either: `take` gets them, one by one, as
+Of a model without weights (meta device) the copy has none either: `pack` gets them, one by one, as
 they are loaded (checkpoint.py).
 """
 
@@ -30,29 +30,37 @@ ARENA = 2**26  # bytes that are asked for at once
 class Converted(nn.Module):
     """
     A linear layer that keeps its weights otherwise. `parts`: 2 for a gated one, whose halves have N
-    outputs each. Made of a layer on the meta device it has room for its weights, and no values yet.
+    outputs each. Of weights [out, in] on the meta device it makes room for them; `pack` gets them.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, arena=None):
         super().__init__()
         self.parts = parts
         self.N = len(weight) // parts
-        self.make_room(weight, arena)
         self.bias = None
-        self.take("weight", weight)
         if bias is not None:
-            self.take("bias", bias)
-
-    def take(self, kind: str, values: Tensor):
-        """The weights [out, in], or the bias."""
-        values = values.detach()
-        if kind == "bias":
-            self.bias = nn.Parameter(values, False)
-        elif not values.is_meta:
-            self.pack(values)
+            self.bias = nn.Parameter(bias.detach(), False)
+        weight = weight.detach()
+        self.make_room(weight, arena)
+        if hasattr(self, "pack") and not weight.is_meta:
+            self.pack(weight)
 
 
-class PackedLinear(Converted):
+class UnpackedLinear(Converted):
+    """As PackedLinear where oneDNN packs no weights of this dtype: bf16 needs AVX-512."""
+
+    def make_room(self, weight: Tensor, arena=None):
+        self.weight = nn.Parameter(weight, False)
+
+    def _apply(self, *_):
+        """In a model that becomes fp32 the weights keep their dtype."""
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
+
+
+class PackedLinear(UnpackedLinear):
     """
     A linear layer whose weights [out, in] are kept in the layout that oneDNN multiplies fastest, in
     fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
@@ -60,33 +68,12 @@ class PackedLinear(Converted):
     (equally fast at one row of width 384), and packed bf16 1.1 to 1.9 times as fast as packed fp32.
     """
 
-    def make_room(self, weight: Tensor, arena=None):
-        self.weight = nn.Parameter(weight.detach(), False)
-
     def pack(self, weight: Tensor):
         self.make_room(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS))
-
-    def _apply(self, *_):
-        """In a model that becomes fp32 the weights keep their dtype."""
-        return self
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
-
-
-class UnpackedLinear(nn.Module):
-    """As PackedLinear where oneDNN packs no weights of this dtype: bf16 needs AVX-512."""
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, *rest):
-        super().__init__()
-        self.weight = nn.Parameter(weight.detach(), False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), False)
-
-    _apply = PackedLinear._apply
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
 
 
 class Arena:
@@ -180,7 +167,7 @@ class Int8Embedding(nn.Module):
         super().__init__()
         self.weight = layer.weight
         self.scale = layer.scale
-        self.take = layer.take
+        self.pack = layer.pack
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens] * self.scale[tokens, None]

@@ -177,23 +177,24 @@ def same_state(ours: dict, theirs: dict) -> bool:
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 def test_serve_packs_each_matrix_once(quantize, tmp_path, monkeypatch):
-    """Would catch: all loaded first, and packed by the engine; or both."""
+    """Would catch: all loaded first, and packed by the engine; or packed twice."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    packed_layers = []
-    take = packed.Converted.take
+    events = []
+    read = SavedWeights.read
+    monkeypatch.setattr(SavedWeights, "read", lambda *a: events.append("read") or read(*a))
+    for kind in packed.PanelLinear, packed.Int8Linear, packed.PackedLinear:
 
-    def record(layer, kind, values):
-        if kind == "weight" and not values.is_meta:
-            packed_layers.append(layer)
-        take(layer, kind, values)
+        def record(layer, weight, pack=kind.pack):
+            events.append(layer)
+            pack(layer, weight)
 
-    monkeypatch.setattr(packed.Converted, "take", record)
+        monkeypatch.setattr(kind, "pack", record)
     flags = ["--model", str(tmp_path), "--device", "cpu", "--quantize", quantize]
-    engine = serve.build_engine(serve.parse_args(flags))
-    kept = [m for m in engine.runner.model.modules() if isinstance(m, packed.Converted)]
-    pointers = [layer.weight.data_ptr() for layer in packed_layers]
-    assert len(pointers) == len(set(pointers))
-    assert {layer.weight.data_ptr() for layer in kept} <= set(pointers)
+    serve.build_engine(serve.parse_args(flags))
+    layers = [layer for layer in events if layer != "read"]
+    assert len(layers) == len({*layers}) == 13 + (quantize == "int8")  # the embedding, too
+    assert events.index(layers[0]) <= 5  # the embedding, a norm, Q, K and V
+    assert events[-1] == layers[-1]
 
 
 MEASURE = """
@@ -340,7 +341,7 @@ def test_packing_copies_only_what_it_packs(dtype, can_pack, monkeypatch):
     assert is_shared == (dtype == torch.float32)
     matrices = {model.h[0].mlp.c_fc.weight: served.h[0].mlp.c_fc, embedding: served.lm_head}
     for weight, layer in matrices.items():
-        assert isinstance(layer, kind)
+        assert type(layer) is kind
         if kind is UnpackedLinear:
             assert layer.weight.dtype == dtype
             assert layer.weight.data_ptr() == weight.data_ptr()
