@@ -133,10 +133,12 @@ KINDS = {"gpt2": {}, "untied": LLAMA, "tied": LLAMA | {"tied": True, "mlp_bias":
 FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8")]
 
 
-@pytest.mark.parametrize("attention", ["auto", "packed", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "packed", "unpacked", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attention, tmp_path):
+def test_a_model_packed_while_loading_is_the_model(
+    kind, dtype, quantize, attention, tmp_path, monkeypatch
+):
     """
     And its engine packs no more. Would catch: a matrix left as it was, a part of a stacked one,
     GPT-2's transposed, packed by itself; integers rounded by another's scale; a tied head of its
@@ -144,6 +146,9 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
     """
     fields = KINDS[kind] | {"vocab_size": 2100}  # more than a panel
     save_checkpoint(random_model(**fields), tmp_path)
+    if attention == "unpacked":
+        attention = "packed"
+        monkeypatch.setattr(packed, "can_pack", lambda weight: False)
     settings = Settings(block_size=4, quantize=quantize, attention=attention)
     convert = partial(packed_if_it_fits, settings, "cpu")
     plain = load_checkpoint(tmp_path, dtype=DTYPES[dtype])
