@@ -148,11 +148,10 @@ class CpuKernels:
     def __init__(self, compiler: list[str], threads: int | None = None):
         self.library = ctypes.CDLL(str(library(compiler)))
         self.library.open_pool.restype = ctypes.c_void_p
-        self.library.run.argtypes = [ctypes.c_void_p, ctypes.c_void_p] + 2 * [ctypes.c_int64]
+        self.library.run.argtypes = 2 * [ctypes.c_void_p] + 2 * [ctypes.c_int64]
         self.pool = self.library.open_pool(threads or torch.get_num_threads())
         weakref.finalize(self, self.library.close_pool, ctypes.c_void_p(self.pool))
         self.recorded: list | None = None  # operators, while a step is recorded
-        self.buffers: dict[tuple, Tensor] = {}  # of the recorded step
 
     def table(self, other: Ops) -> Ops:
         """The table of these operators, and for what they do not do those of another."""
@@ -286,7 +285,7 @@ class CpuKernels:
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
         batch.prepared = dict.fromkeys(model.config.windows, requests)
         self.recorded = []
-        self.buffers = {}
+        self.buffers = {}  # (role, width) -> room for the results
         x = model.hidden(batch, kv)
         kept = self.recorded  # and with it the tensors that the operators have addresses of
         self.recorded = None

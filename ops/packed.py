@@ -86,7 +86,7 @@ class Arena:
         self.memory = b""
         self.used = 0
 
-    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         count = prod(shape)
         size = -(-count * dtype.itemsize // 64) * 64
         if self.used + size > len(self.memory):
@@ -96,7 +96,7 @@ class Arena:
             self.used = 0
         zeros = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.used)
         self.used += size
-        return zeros.view(shape)
+        return nn.Parameter(zeros.view(shape), False)
 
 
 def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
@@ -109,8 +109,7 @@ class PanelLinear(Converted):
 
     def make_room(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
-        zeros = arena.zeros(panels, weight.shape[1], PANEL)
-        self.weight = nn.Parameter(zeros, False)
+        self.weight = arena.zeros(panels, weight.shape[1], PANEL)
 
     def pack(self, weight: Tensor):
         for panel, rows in zip(self.weight, panels_of(weight, self.parts), strict=True):
@@ -131,22 +130,23 @@ class Int8Linear(Converted):
 
     def make_room(self, weight: Tensor, arena: Arena):
         rows = PANEL * len(panels_of(weight, self.parts))
-        integers = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
-        scale = arena.zeros(rows)
-        # cpu.c reads whole panels; zeros are part of the weights only between the two halves
-        seen = self.N if self.parts == 1 else rows
-        self.weight = nn.Parameter(integers[:seen], False)
-        self.scale = nn.Parameter(scale[:seen], False)
+        self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
+        self.scale = arena.zeros(rows)
+        if self.parts == 1:  # cpu.c reads whole panels, but nobody the zeros behind the last output
+            self.weight.data = self.weight[: self.N]
+            self.scale.data = self.scale[: self.N]
 
     def pack(self, weight: Tensor):
-        for panel, rows in enumerate(panels_of(weight, self.parts)):
+        first = 0
+        for rows in panels_of(weight, self.parts):
+            at = slice(first, first + len(rows))
             rows = rows.float()
             largest = rows.abs().amax(1)
             scale = largest.clamp(min=1e-12) / LARGEST
-            integers = (rows / scale[:, None]).round()
-            first = PANEL * panel
-            self.weight[first : first + len(rows)] = integers
-            self.scale[first : first + len(rows)] = scale
+            steps = rows / scale[:, None]
+            self.weight[at] = steps.round()
+            self.scale[at] = scale
+            first += PANEL
 
     def forward(self, x: Tensor) -> Tensor:
         most = largest_activation(x.shape[-1])
