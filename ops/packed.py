@@ -88,7 +88,7 @@ class Arena:
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         count = prod(shape)
-        size = -(-count * dtype.itemsize // 64) * 64
+        size = count * dtype.itemsize  # of whole panels: a multiple of 32
         if self.used + size > len(self.memory):
             self.memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
