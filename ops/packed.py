@@ -1,9 +1,11 @@
 """
-Layers of a CPU that keep their weights otherwise than torch's: as 8-bit integers, whoever computes
-with them, or packed for torch, which computes in bf16, and where there is no C compiler.
+Layers of a CPU that keep their weights otherwise than torch's: in fp32 as cpu.c takes them, as
+8-bit integers, whoever computes with them, or packed for torch, which computes in bf16, and where
+there is no C compiler.
 
-    model = quantized(model)                               # a copy with weights of 8-bit integers
-    model = packed_for_cpu(model)                          # a copy, its matrices packed for oneDNN
+    model = converted(model, "int8")       # a copy with weights of 8-bit integers
+    model = packed_for_cpu(model)          # a copy, its matrices packed for oneDNN
+    model = packed_for_kernels(model)      # a copy, its matrices in panels for cpu.c
 
 Of a model without weights (meta device) the copy has none either: `pack` gets them, one by one, as
 they are loaded (checkpoint.py).
