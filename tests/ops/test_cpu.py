@@ -548,7 +548,7 @@ def busy_process(cores: list[int]):
 
 
 def engine_with(threads: int) -> Engine:
-    sizes = {"n_layer": 6, "n_head": 4, "n_embd": 256}
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 256}
     with patch.object(torch, "get_num_threads", lambda: threads):
         return Engine(GPT(GPTConfig(1000, 64, **sizes)), Settings())
 
@@ -557,7 +557,7 @@ def seconds_a_token(engine: Engine) -> float:
     """The median."""
     seconds = []
     engine.add_request("a", [1], SamplingParams(max_tokens=60))
-    while engine.has_work and sum(seconds) < 5:
+    while engine.has_work and sum(seconds) < 2:
         start = time.perf_counter()
         engine.step()
         seconds.append(time.perf_counter() - start)
@@ -567,14 +567,14 @@ def seconds_a_token(engine: Engine) -> float:
 @needs_compiler
 def test_a_thread_that_is_late_holds_up_no_other(cores):
     """
-    One that the system all but stops: others do its share, and a token takes at most twice as long
-    as without it. Would catch: a thread's own share that nobody else takes, a barrier for all.
+    One that gets a tenth of a core: others do its share, and a token takes at most twice as long as
+    without it. Would catch: a thread's own share that nobody else takes, a barrier for all.
     """
     alone = seconds_a_token(engine_with(1))
     before = {*os.listdir("/proc/self/task")}
     engine = engine_with(2)
     [late] = {*os.listdir("/proc/self/task")} - before
-    os.setpriority(os.PRIO_PROCESS, int(late), 19)
+    os.setpriority(os.PRIO_PROCESS, int(late), 10)
     os.sched_setaffinity(int(late), cores[:1])
     os.sched_setaffinity(0, cores[1:])
     with busy_process(cores[:1]):
@@ -597,14 +597,15 @@ def test_idle_threads_sleep():
 @pytest.mark.parametrize("threads", [2, 8])
 def test_beside_a_busy_process(threads, cores):
     """
-    A token on two cores takes at most three times as long (the median, at best of three tries) when
-    another process wants one of them. Would catch: threads that spin while the one they wait for
-    has no core.
+    A token on two cores takes at most three times as long (the median, at best of three tries) as
+    with two threads, when another process wants one of the cores, or threads are many. Would catch:
+    threads that wait for one that has no core.
     """
+    quick = engine_with(2)
     engine = engine_with(threads)
     ratios = []
     for _ in range(3):
-        quiet = seconds_a_token(engine)
+        quiet = seconds_a_token(quick)
         with busy_process(cores):
             ratios.append(seconds_a_token(engine) / quiet)
     assert min(ratios) < 3
