@@ -184,7 +184,7 @@ class ShortRMSNorm(nn.Module):
     def __init__(self, norm: RMSNorm):
         super().__init__()
         n = len(norm.weight)
-        self.weight = nn.Parameter(norm.weight * n**0.5)
+        self.weight = nn.Parameter(norm.weight.float() * n**0.5)
         self.register_buffer("least", torch.tensor((n * norm.eps) ** 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -207,12 +207,7 @@ def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
     dtype that they have, or quantized; all else is fp32.
     """
     packed = PackedLinear if can_pack(model.wte.weight) else UnpackedLinear
-    model = converted(model, quantize, packed)
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, RMSNorm) and not child.weight.is_meta:
-                setattr(parent, name, ShortRMSNorm(child))
-    return model
+    return converted(model, quantize, packed, short_norms=True)
 
 
 def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
@@ -223,10 +218,16 @@ def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
     return model
 
 
-def converted(model: GPT, quantize: str = "none", layer: type[Converted] | None = None) -> GPT:
+def converted(
+    model: GPT,
+    quantize: str = "none",
+    layer: type[Converted] | None = None,
+    short_norms: bool = False,
+) -> GPT:
     """
     A copy of the model with such layers or, quantized, `Int8Linear` and `Int8Embedding`; all else
     is fp32. If it has such already, their weights are shared. If neither is asked: the model.
+    `short_norms`: with `ShortRMSNorm`, once there are weights.
     """
     if quantize not in ("none", "int8"):
         raise ValueError(f"quantize is {quantize!r}: there is none and int8")
@@ -243,6 +244,8 @@ def converted(model: GPT, quantize: str = "none", layer: type[Converted] | None 
             if isinstance(child, nn.Linear):
                 parts = 2 if name == "c_fc" and parent.gated else 1
                 setattr(parent, name, layer(child.weight, child.bias, parts, arena))
+            elif short_norms and isinstance(child, RMSNorm) and not child.weight.is_meta:
+                setattr(parent, name, ShortRMSNorm(child))
     if layer is Int8Linear and isinstance(model.wte, nn.Embedding):
         rows = model.lm_head
         if not model.config.tied:
