@@ -33,7 +33,7 @@ S block size, M blocks per table.
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct {
-    int64_t kind; // place in OPERATORS
+    int64_t kind; // see `compute`
     // what it reads and writes, [R, K] and [R, N]: numbers, or integers of 16 bits
     union { float *x; const int16_t *x16; };
     union { float *y; int16_t *y16; };
@@ -45,16 +45,20 @@ typedef struct {
     const float *delta;       // add_norm: [R, K] or NULL
     const float *k_norm;      // heads: [D] or NULL; `weight` is that of q
     const float *rotation;    // heads: [R, D] or NULL, what `rotation` wrote
-    float *kv;                // one layer's pool [2, num_blocks + 1, Hk, S, D]
+    float *kv;                // a layer's pool: K [blocks, Hk, D, S], then V [blocks, Hk, S, D]
     const int64_t *tokens;    // [R]
     const int64_t *positions; // [R]
     const int64_t *slots;     // [R] where K and V of the row go
-    const int64_t *requests;  // [R] whose block table
+    const int64_t *requests;  // [R] whose block table; a request's rows follow each other
     const int32_t *tables;    // [B, M] block tables
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
     double factor; // scale of the embedding or of scores, epsilon of norms, largest integer
     double cap;    // soft cap of scores or logits; 0: none
 } Op;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // -------------------------------------------------------------------------------------------------
 // Vectors and functions
@@ -66,45 +70,15 @@ enum { LANES = 8, ROWS = 4, SUMS = 8 };
 #else
 enum { LANES = 4, ROWS = 4, SUMS = 8 };
 #endif
+enum { PANEL = 32 }; // outputs of a layer that are computed together
 
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-typedef float Unaligned __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-INLINE Vector load(const float *x) { return *(const Unaligned *)x; }
-
-INLINE void store(float *x, Vector v) { *(Unaligned *)x = v; }
-
-typedef float Four __attribute__((vector_size(16), may_alias));
-
-INLINE float sum_of(Vector v)
-{
-    const Four *part = (const Four *)&v;
-    Four sum = part[0];
-    for (int i = 1; i < LANES / 4; i++)
-        sum += part[i];
-    return (sum[0] + sum[1]) + (sum[2] + sum[3]);
-}
-
-typedef int32_t Bits __attribute__((may_alias)); // of a number
-
-// Sum of a[k] b[k].
-INLINE float dot(const float *a, const float *b, int64_t K)
-{
-    Vector sum = {0};
-    int64_t k = 0;
-    for (; k + LANES <= K; k += LANES)
-        sum += load(a + k) * load(b + k);
-    float total = sum_of(sum);
-    for (; k < K; k++)
-        total += a[k] * b[k];
-    return total;
-}
-
-// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned. What is left of
-// x, |left| < ln(2) / 2, goes into a polynomial.
+// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned; 0 below -87.
+// What is left of x, |left| < ln(2) / 2, goes into a polynomial.
 INLINE float exp_beyond(float x, float *power)
 {
-    x = x > 88.0f ? 88.0f : x < -87.0f ? -87.0f : x;
+    x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
     const float whole = 12582912.0f; // 1.5 * 2^23: added to a number it rounds it
     float n = x * 1.44269504f + whole;
     int32_t bits;
@@ -139,16 +113,20 @@ INLINE float capped(float x, float cap)
 
 enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in its order
 
-INLINE float activated(float x, int64_t activation)
+#define EACH(value) \
+    for (int i = 0; i < PANEL; i++) \
+        y[i] = value; \
+    break
+
+static void activate(int64_t activation, float *y)
 {
     switch (activation) {
     case GELU_NEW: // 0.5 (1 + tanh(u)) is sigmoid(2 u)
-        return x * sigmoid(1.5957691216f * (x + 0.044715f * x * x * x));
-    case GELU: return 0.5f * x * (1.0f + erff(x * 0.70710678f));
-    case RELU: return x < 0 ? 0 : x; // NaN stays one
-    case RELU2: return x < 0 ? 0 : x * x;
-    case SILU: return x * sigmoid(x);
-    default: return x;
+        EACH(y[i] * sigmoid(1.5957691216f * (y[i] + 0.044715f * y[i] * y[i] * y[i])));
+    case GELU: EACH(0.5f * y[i] * (1.0f + erff(y[i] * 0.70710678f)));
+    case RELU: EACH(y[i] < 0 ? 0 : y[i]); // NaN stays one
+    case RELU2: EACH(y[i] < 0 ? 0 : y[i] * y[i]);
+    case SILU: EACH(y[i] * sigmoid(y[i]));
     }
 }
 
@@ -161,33 +139,39 @@ static void embed(const Op *op, int64_t r)
     int64_t K = op->K, token = op->tokens[r], panel = op->panel;
     int64_t at = token / panel * panel * K + token % panel;
     float *y = op->y + r * K, factor = (float)op->factor;
-    for (int64_t k = 0; k < K; k++)
-        if (op->scale)
-            y[k] = op->weight8[at + k] * op->scale[token] * factor;
-        else
-            y[k] = op->weight[at + k * panel] * factor;
-    if (op->bias)
-        for (int64_t k = 0; k < K; k++)
+    for (int64_t k = 0; k < K; k++) {
+        y[k] = op->scale ? op->weight8[at + k] * op->scale[token] : op->weight[at + k * panel];
+        y[k] *= factor;
+        if (op->bias)
             y[k] += op->bias[op->positions[r] * K + k];
+    }
 }
 
 // y [R, D]: cosines and sines of the position times each of the D / 2 frequencies, `weight`.
 static void rotation(const Op *op, int64_t r)
 {
-    int64_t half = op->D / 2;
-    float *y = op->y + r * op->D;
-    for (int64_t i = 0; i < half; i++) {
+    float *cosines = op->y + r * op->D, *sines = cosines + op->D / 2;
+    for (int64_t i = 0; i < op->D / 2; i++) {
         float angle = (float)op->positions[r] * op->weight[i];
-        y[i] = cosf(angle);
-        y[i + half] = sinf(angle);
+        cosines[i] = cosf(angle);
+        sines[i] = sinf(angle);
     }
 }
 
 // RMSNorm of K numbers, in place or to y.
 static void rms_norm(const float *x, float *y, const float *weight, int64_t K, float epsilon)
 {
-    float shrink = 1.0f / sqrtf(dot(x, x, K) / (float)K + epsilon);
-    for (int64_t k = 0; k < K; k++)
+    Vector sums = {0};
+    int64_t k = 0;
+    for (; k + LANES <= K; k += LANES)
+        sums += *(const Vector *)(x + k) * *(const Vector *)(x + k);
+    float sum = 0;
+    for (int i = 0; i < LANES; i++)
+        sum += sums[i];
+    for (; k < K; k++)
+        sum += x[k] * x[k];
+    float shrink = 1.0f / sqrtf(sum / (float)K + epsilon);
+    for (k = 0; k < K; k++)
         y[k] = x[k] * shrink * weight[k];
 }
 
@@ -195,21 +179,18 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
 static void add_norm(const Op *op, int64_t r)
 {
     int64_t K = op->K;
-    float *x = op->x + r * K, *y = op->y + r * K, epsilon = (float)op->factor;
+    float *x = op->x + r * K, *y = op->y + r * K;
     if (op->delta)
         for (int64_t k = 0; k < K; k++)
             x[k] += op->delta[r * K + k];
-    if (op->rms) {
-        rms_norm(x, y, op->weight, K, epsilon);
-        return;
-    }
     double sum = 0;
-    for (int64_t k = 0; k < K; k++)
-        sum += x[k];
+    if (!op->rms)
+        for (int64_t k = 0; k < K; k++)
+            sum += x[k];
     float mean = (float)(sum / (double)K);
     for (int64_t k = 0; k < K; k++)
         y[k] = x[k] - mean;
-    rms_norm(y, y, op->weight, K, epsilon);
+    rms_norm(y, y, op->weight, K, (float)op->factor);
     if (op->bias)
         for (int64_t k = 0; k < K; k++)
             y[k] += op->bias[k];
@@ -218,167 +199,186 @@ static void add_norm(const Op *op, int64_t r)
 // y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
 static void round_row(const Op *op, int64_t r)
 {
-    int64_t K = op->K;
-    const float *x = op->x + r * K;
-    int16_t *y = op->y16 + r * K;
+    const float *x = op->x + r * op->K;
     float top = 1e-30f, largest = (float)op->factor;
-    int32_t bits;
+    int32_t bits, size;
     memcpy(&bits, &top, 4);
-    for (int64_t k = 0; k < K; k++) { // bits are in the order of numbers, and NaN beyond them
-        int32_t size = ((const Bits *)x)[k] & INT32_MAX;
+    for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, and NaN beyond them
+        memcpy(&size, x + k, 4);
+        size &= INT32_MAX;
         bits = size > bits ? size : bits;
     }
     memcpy(&top, &bits, 4);
-    for (int64_t k = 0; k < K; k++)
-        y[k] = (int16_t)rintf(x[k] * (largest / top));
+    for (int64_t k = 0; k < op->K; k++)
+        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * (largest / top));
     op->x_scale[r] = top / largest;
 }
 
 // Numbers i and i + D / 2 of a head, turned by the row's cosines and sines.
-static void rotate(float *head, const float *cosines, int64_t D)
+static void rotate(float *first, const float *cosines, int64_t half)
 {
-    const float *sines = cosines + D / 2;
-    for (int64_t i = 0; i < D / 2; i++) {
-        float first = head[i], second = head[i + D / 2];
-        head[i] = first * cosines[i] - second * sines[i];
-        head[i + D / 2] = second * cosines[i] + first * sines[i];
+    float *second = first + half;
+    const float *sines = cosines + half;
+    for (int64_t i = 0; i < half; i++) {
+        float x = first[i], y = second[i];
+        first[i] = x * cosines[i] - y * sines[i];
+        second[i] = y * cosines[i] + x * sines[i];
     }
-}
-
-// Where K of a slot of KV head 0 is in a layer's pool; of the next head, S * D further on.
-INLINE int64_t pool_offset(const Op *op, int64_t slot)
-{
-    return (slot / op->S * op->Hk * op->S + slot % op->S) * op->D;
 }
 
 // Queries, keys and values x [R, (H + 2 Hk) D]: normalised and rotated in place where the model
 // does so, keys and values stored in the pool.
 static void heads(const Op *op, int64_t r)
 {
-    int64_t D = op->D, H = op->H, Hk = op->Hk;
-    float *x = op->x + r * (H + 2 * Hk) * D;
+    int64_t D = op->D, H = op->H, Hk = op->Hk, S = op->S, slot = op->slots[r];
+    float *x = op->x + r * (H + 2 * Hk) * D, *block = op->kv + slot / S * Hk * S * D;
     for (int64_t h = 0; h < H + Hk; h++) {
-        float *head = x + h * D;
         const float *weight = h < H ? op->weight : op->k_norm;
         if (weight)
-            rms_norm(head, head, weight, D, (float)op->factor);
+            rms_norm(x + h * D, x + h * D, weight, D, (float)op->factor);
         if (op->rotation)
-            rotate(head, op->rotation + r * D, D);
+            rotate(x + h * D, op->rotation + r * D, D / 2);
     }
-    float *k = op->kv + pool_offset(op, op->slots[r]), *v = k + op->k_to_v;
     x += H * D;
-    for (int64_t h = 0; h < Hk; h++) {
-        memcpy(k + h * op->S * D, x + h * D, D * sizeof *x);
-        memcpy(v + h * op->S * D, x + (Hk + h) * D, D * sizeof *x);
-    }
+    for (int64_t h = 0; h < Hk; h++, block += S * D)
+        for (int64_t d = 0; d < D; d++, x++) {
+            block[d * S + slot % S] = *x;
+            block[op->k_to_v + slot % S * D + d] = x[Hk * D];
+        }
 }
+
+// -------------------------------------------------------------------------------------------------
+// Products of matrices
+
+// y [rows, count * LANES] += x [rows, K] w [K, count * LANES]; X, W and Y: how far apart rows are.
+// Numbers `ahead` of those of w are needed soon: they are on their way meanwhile.
+INLINE void multiply(
+    const float *x, int64_t X, const float *w, int64_t W, int64_t ahead, int64_t K, int rows,
+    int count, float *y, int64_t Y)
+{
+    Vector sum[ROWS][SUMS] = {0};
+    for (int64_t k = 0; k < K; k++)
+        for (int v = 0; v < count; v++) {
+            const float *at = w + k * W + v * LANES;
+            __builtin_prefetch(at + ahead);
+            for (int r = 0; r < rows; r++)
+                sum[r][v] += *(const Vector *)at * x[r * X + k];
+        }
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < count; v++)
+            *(Vector *)(y + r * Y + v * LANES) += sum[r][v];
+}
+
+// As many of the rows left as f is made for, in a number that the compiler knows.
+#define ROWS_AT_ONCE(rows, left, f, ...) \
+    { \
+        for (rows = ROWS; rows > (left);) \
+            rows /= 2; \
+        switch (rows) { \
+        case 1: f(1, __VA_ARGS__); break; \
+        case 2: f(2, __VA_ARGS__); break; \
+        case 4: f(4, __VA_ARGS__); break; \
+        default: f(ROWS, __VA_ARGS__); \
+        } \
+    }
 
 // -------------------------------------------------------------------------------------------------
 // Attention
 
-enum { TILE = 32 }; // keys at once
+enum { TILE = 16 }; // keys at once, of one block
 
-// y [D] = y * shrink + the sum of weight[j] v[j] over n rows v [n, D].
-INLINE void mix(float *y, float shrink, const float *weight, const float *v, int64_t n, int64_t D)
+// Softmax is online (Milakov and Gimelshein 2018): of a query at `position`, the scores of n keys
+// from position `at` on become weights. Returns what earlier sums shrink by.
+INLINE float weigh(
+    const Op *op, int64_t position, int64_t at, int64_t n, float *score, float *top, float *total)
 {
-    int64_t d = 0;
-    for (; d + LANES <= D; d += LANES) {
-        Vector sum = load(y + d) * shrink;
-        for (int64_t j = 0; j < n; j++)
-            sum += weight[j] * load(v + j * D + d);
-        store(y + d, sum);
-    }
-    for (; d < D; d++) {
-        float sum = y[d] * shrink;
-        for (int64_t j = 0; j < n; j++)
-            sum += weight[j] * v[j * D + d];
-        y[d] = sum;
-    }
-}
-
-typedef struct {
-    float top;   // the largest score so far
-    float total; // the sum of the weights so far
-} Softmax;
-
-// Online softmax (Milakov and Gimelshein 2018): n <= TILE more keys k [n, D], with their values, of
-// the query q [D]; y [D] is the weighted sum of values so far.
-static void attend_tile(
-    const Op *op, const float *q, const float *k, int64_t n, float *y, Softmax *state)
-{
-    float weight[TILE], top = state->top, total = 0;
-    for (int64_t j = 0; j < n; j++) {
-        weight[j] = dot(q, k + j * op->D, op->D) * (float)op->factor;
+    int64_t first = op->window ? position + 1 - op->window - at : 0;
+    int64_t end = least(n, position + 1 - at);
+    float before = *top;
+    for (int j = 0; j < TILE; j++) {
         if (op->cap)
-            weight[j] = capped(weight[j], (float)op->cap);
-        top = weight[j] > top ? weight[j] : top;
+            score[j] = capped(score[j], (float)op->cap);
+        score[j] = j >= first && j < end ? score[j] : -INFINITY;
     }
-    for (int64_t j = 0; j < n; j++)
-        weight[j] = exponential(weight[j] - top);
-    for (int64_t j = 0; j < n; j++)
-        total += weight[j];
-    float shrink = exponential(state->top - top);
-    mix(y, shrink, weight, k + op->k_to_v, n, op->D);
-    *state = (Softmax){top, state->total * shrink + total};
+    for (int j = 0; j < TILE; j++)
+        *top = score[j] > *top ? score[j] : *top;
+    float sum = 0;
+    for (int j = 0; j < TILE; j++)
+        score[j] = exponential(score[j] - *top);
+    for (int j = 0; j < TILE; j++)
+        sum += score[j];
+    float shrink = exponential(before - *top);
+    *total = *total * shrink + sum;
+    return shrink;
 }
 
-// y [R, H D]: the G query heads of a row x [R, (H + 2 Hk) D] that share a KV head attend to all
-// positions they may see, through the block table.
-static void attend(const Op *op, int64_t task)
+// Queries i .. i + count of a KV head, all of one request; G of them are of one row.
+INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t head)
 {
-    int64_t r = task / op->Hk, head = task % op->Hk, D = op->D, S = op->S, G = op->H / op->Hk;
-    const float *q = op->x + (r * (op->H + 2 * op->Hk) + head * G) * D;
-    float *y = op->y + (r * op->H + head * G) * D;
-    const int32_t *table = op->tables + op->requests[r] * op->M;
-    int64_t end = op->positions[r] + 1;
-    int64_t at = op->window && end > op->window ? end - op->window : 0;
-    Softmax state[G];
-    for (int64_t g = 0; g < G; g++)
-        state[g] = (Softmax){-1e30f, 0};
-    memset(y, 0, G * D * sizeof *y);
-    for (int64_t n; at < end; at += n) {
-        n = S - at % S < TILE ? S - at % S : TILE; // up to the block's end
-        n = end - at < n ? end - at : n;
-        int64_t slot = table[at / S] * S + at % S;
-        const float *k = op->kv + pool_offset(op, slot) + head * S * D;
-        for (int64_t g = 0; g < G; g++)
-            attend_tile(op, q + g * D, k, n, y + g * D, state + g);
+    int64_t D = op->D, S = op->S, H = op->H, Hk = op->Hk, G = H / Hk, n;
+    int64_t wide = divide_up(D, TILE) * TILE, last = op->positions[(i + count - 1) / G];
+    const int32_t *table = op->tables + op->requests[i / G] * op->M;
+    float q[ROWS * D], y[ROWS * wide], top[ROWS], total[ROWS] = {0};
+    memset(y, 0, sizeof y);
+    for (int c = 0; c < count; c++) {
+        top[c] = -1e30f;
+        for (int64_t d = 0; d < D; d++) {
+            int64_t h = (i + c) / G * (H + 2 * Hk) + head * G + (i + c) % G;
+            q[c * D + d] = op->x[h * D + d] * (float)op->factor;
+        }
     }
-    for (int64_t g = 0; g < G; g++)
-        for (int64_t d = 0; d < D; d++)
-            y[g * D + d] /= state[g].total;
+    int64_t at = op->window ? op->positions[i / G] + 1 - op->window : 0;
+    at = at < 0 ? 0 : at - at % S % TILE;
+    for (; at <= last; at += n) {
+        n = least(least(S - at % S, TILE), last + 1 - at); // up to the block's end
+        int64_t block = table[at / S], ahead = table[least(at + n, last) / S] - block;
+        const float *k = op->kv + (block * Hk + head) * S * D + at % S;
+        const float *v = k + op->k_to_v + at % S * (D - 1);
+        float score[ROWS * TILE] = {0};
+        ahead *= Hk * S * D;
+        multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
+        for (int c = 0; c < count; c++) {
+            int64_t position = op->positions[(i + c) / G];
+            float shrink = weigh(op, position, at, n, score + c * TILE, top + c, total + c);
+            for (int64_t d = 0; d < wide; d++)
+                y[c * wide + d] *= shrink;
+        }
+        for (int64_t d = 0; d < wide; d += TILE)
+            multiply(score, TILE, v + d, D, ahead, n, count, TILE / LANES, y + d, wide);
+    }
+    for (int c = 0; c < count; c++)
+        for (int64_t d = 0; d < D; d++) {
+            int64_t h = (i + c) / G * H + head * G + (i + c) % G;
+            op->y[h * D + d] = y[c * wide + d] / total[c];
+        }
+}
+
+// Rows of a task: one if there are few, else as many as a tile has.
+static int64_t rows_together(int64_t R) { return least(divide_up(R, 16), ROWS); }
+
+// y [R, H D]: the G query heads of some rows x [R, (H + 2 Hk) D] that share a KV head attend to all
+// positions that they may see, through the block table.
+static void attend(const Op *op, int64_t R, int64_t task)
+{
+    int64_t G = op->H / op->Hk, r = task / op->Hk * rows_together(R);
+    int64_t end = least(r + rows_together(R), R);
+    for (int64_t stop; r < end; r = stop) { // rows of a request
+        for (stop = r; stop < end && op->requests[stop] == op->requests[r];)
+            stop++;
+        int count;
+        for (int64_t i = r * G; i < stop * G; i += count)
+            ROWS_AT_ONCE(count, stop * G - i, attend_queries, op, i, task % op->Hk)
+    }
 }
 
 // -------------------------------------------------------------------------------------------------
 // Linear layers: y [R, N] = activation(x [R, K] weight^T + bias)
 //
 // Weights come in panels of 32 outputs, zeros behind the last: in fp32 [N / 32, K, 32], so that an
-// input is multiplied with a panel's 32 weights at once, and each output is a sum over K in its
-// order; integers [N / 32, 32, K], for sums over K at once.
+// input is multiplied with a panel's 32 weights at once; integers [N / 32, 32, K], for sums over K
+// at once.
 
-enum { AHEAD = 3072 };
-enum { PANEL = 32, ROW_BLOCK = 64, K_BLOCK = 512 }; // rows of a task; inputs of a partial sum
-
-// Products of `rows` rows of x [.., K] with `count` of a panel's vectors w, to y [rows, PANEL].
-// Partial sums keep the error small: it grows with how many numbers are added one by one.
-INLINE void tile_fp32(const float *w, const float *x, int64_t K, int rows, int count, float *y)
-{
-    for (int64_t k = 0; k < K;) {
-        Vector sum[ROWS][PANEL / LANES] = {0};
-        bool is_first = k == 0;
-        for (int64_t end = K - k < K_BLOCK ? K : k + K_BLOCK; k < end; k++)
-            for (int v = 0; v < count; v++) {
-                Vector weights = load(w + k * PANEL + v * LANES);
-                for (int r = 0; r < rows; r++)
-                    sum[r][v] += weights * x[r * K + k];
-            }
-        for (int r = 0; r < rows; r++)
-            for (int v = 0; v < count; v++) {
-                float *total = y + r * PANEL + v * LANES;
-                store(total, is_first ? sum[r][v] : load(total) + sum[r][v]);
-            }
-    }
-}
+enum { ROW_BLOCK = 128, K_BLOCK = 256 }; // rows of a task; inputs of a partial sum
 
 // Products of `rows` rows of x [.., K] with `count` outputs' weights w [.., K]: the compiler makes
 // multiply-add instructions for pairs of 16 bits of it.
@@ -394,98 +394,92 @@ INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, in
             y[r * PANEL + c] = sum[r][c];
 }
 
-// Rows r .. r + rows, a number that the compiler knows, times a panel, to y [rows, PANEL].
-INLINE void product_of(const Op *op, int64_t r, const int rows, int64_t panel, float *y)
+// y [rows, PANEL] += the products of inputs k .. k + block of rows r .. with the panel of output n.
+INLINE void multiply_panel(
+    const int rows, const Op *op, int64_t r, int64_t n, int64_t k, int64_t block, float *y)
 {
-    int64_t K = op->K, n = panel * PANEL;
+    int64_t K = op->K;
+    const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
     if (!op->scale) {
-        const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
+        const float *w = op->weight + n * K + k * PANEL, *x = op->x + r * K + k;
         for (int c = 0; c < PANEL; c += count * LANES)
-            tile_fp32(op->weight + n * K + c, op->x + r * K, K, rows, count, y + c);
+            multiply(x, K, w + c, PANEL, 64 * PANEL, block, rows, count, y + c, PANEL);
         return;
     }
-    const int count = SUMS / rows < 4 ? SUMS / rows : 4;
+    const int outputs = most < 4 ? most : 4;
     int32_t sums[ROWS * PANEL];
-    for (int c = 0; c < PANEL; c += count) {
-        for (int64_t ahead = 0; rows == 1 && ahead < count * K; ahead += 64)
-            __builtin_prefetch(op->weight8 + (n + c) * K + AHEAD + ahead);
-        tile_int8(op->weight8 + (n + c) * K, op->x16 + r * K, K, rows, count, sums + c);
+    for (int c = 0; c < PANEL; c += outputs) {
+        const int8_t *w = op->weight8 + (n + c) * K;
+        for (int64_t ahead = 0; ahead < outputs * K; ahead += 64)
+            __builtin_prefetch(w + 3072 + ahead);
+        tile_int8(w, op->x16 + r * K, K, rows, outputs, sums + c);
     }
     for (int i = 0; i < rows * PANEL; i++)
         y[i] = (float)sums[i] * (op->scale[n + i % PANEL] * op->x_scale[r + i / PANEL]);
 }
 
-static void product(const Op *op, int64_t r, int rows, int64_t panel, float *y)
+// y [stop - r, PANEL]: rows r .. stop times the panel of output n.
+static void multiply_rows(const Op *op, int64_t r, int64_t stop, int64_t n, float *y)
 {
-    switch (rows) {
-    case 1: product_of(op, r, 1, panel, y); break;
-    case 2: product_of(op, r, 2, panel, y); break;
-    case 4: product_of(op, r, 4, panel, y); break;
-    default: product_of(op, r, ROWS, panel, y);
+    int64_t K = op->K, block = op->scale ? K : K_BLOCK;
+    memset(y, 0, (stop - r) * PANEL * sizeof *y);
+    for (int64_t k = 0; k < K; k += block) {
+        int rows;
+        for (int64_t i = r; i < stop; i += rows) {
+            float *sums = y + (i - r) * PANEL;
+            ROWS_AT_ONCE(
+                rows, stop - i, multiply_panel, op, i, n, k, least(K - k, block), sums)
+        }
     }
 }
 
-// Outputs n .. n + count of a row: bias, activation, and the gate's other half, `up`.
-static void finish(const Op *op, float *gate, const float *up, int64_t n, int64_t count, float *y)
+// Outputs n .. n + PANEL of a row: bias, activation, the gate's other half, `up`, and the soft cap.
+static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
 {
+    int64_t count = least(op->N - n, PANEL);
     if (op->bias)
-        for (int64_t i = 0; i < count; i++)
+        for (int64_t i = 0; i < count; i++) {
             gate[i] += op->bias[n + i];
-    for (int64_t i = 0; i < count; i++)
-        y[i] = activated(gate[i], op->activation);
+            up[i] += op->gated ? op->bias[op->N + n + i] : 0;
+        }
+    activate(op->activation, gate);
     if (op->gated)
-        for (int64_t i = 0; i < count; i++)
-            y[i] *= op->bias ? up[i] + op->bias[op->N + n + i] : up[i];
+        for (int i = 0; i < PANEL; i++)
+            gate[i] *= up[i];
     if (op->cap)
-        for (int64_t i = 0; i < count; i++)
-            y[i] = capped(y[i], (float)op->cap);
+        for (int i = 0; i < PANEL; i++)
+            gate[i] = capped(gate[i], (float)op->cap);
+    memcpy(y, gate, count * sizeof *y);
 }
-
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Panels of a task: one or, of many, a few.
 static int64_t width(const Op *op, int threads) { return divide_up(op->N, PANEL * 8 * threads); }
 
 static void linear(const Op *op, int64_t R, int64_t task, int threads)
 {
-    float gate[ROWS * PANEL], up[ROWS * PANEL];
-    int64_t panels = divide_up(op->N, PANEL), tasks = divide_up(panels, width(op, threads));
-    int64_t first = task % tasks * panels / tasks, end = (task % tasks + 1) * panels / tasks;
-    int64_t start = task / tasks * ROW_BLOCK, stop = R - start < ROW_BLOCK ? R : start + ROW_BLOCK;
-    for (int64_t panel = first; panel < end; panel++) {
-        int64_t n = panel * PANEL, count = op->N - n < PANEL ? op->N - n : PANEL;
-        int rows = ROWS;
-        for (int64_t r = start; r < stop; r += rows) {
-            while (rows > stop - r)
-                rows /= 2;
-            product(op, r, rows, panel, gate);
-            if (op->gated)
-                product(op, r, rows, panels + panel, up);
-            for (int i = 0; i < rows; i++)
-                finish(op, gate + i * PANEL, up + i * PANEL, n, count, op->y + (r + i) * op->N + n);
-        }
+    float gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
+    int64_t N = op->N, columns = width(op, threads) * PANEL, tasks = divide_up(N, columns);
+    int64_t first = task % tasks * columns, start = task / tasks * ROW_BLOCK;
+    int64_t stop = least(start + ROW_BLOCK, R);
+    for (int64_t n = first; n < least(first + columns, N); n += PANEL) {
+        multiply_rows(op, start, stop, n, gate);
+        if (op->gated)
+            multiply_rows(op, start, stop, divide_up(N, PANEL) * PANEL + n, up);
+        for (int64_t r = start, i = 0; r < stop; r++, i += PANEL)
+            finish(op, n, gate + i, up + i, op->y + r * N + n);
     }
 }
 
 // -------------------------------------------------------------------------------------------------
 // The pool of threads
 
-typedef struct {
-    _Alignas(64) atomic_int_fast64_t number; // in a cache line of its own
-} Counter;
-
 typedef struct Pool {
-    int threads;   // the one that calls `run` is number 0
+    int threads;   // the one that calls `run` is one of them
     pid_t process; // that has them
-    struct Worker {
-        pthread_t thread;
-        struct Pool *pool;
-    } *workers;
+    pthread_t *workers;
     const Op *ops; // of the run under way
-    int64_t count, R, room;
-    // [room, threads + 1]: of each operator the next task of each thread's share, and the tasks
-    // that are done
-    Counter *counters;
+    int64_t count, R;
+    atomic_int *counts; // [count, threads + 1] the next task of each thread's share, and all done
     atomic_int state; // OPEN, while workers may enter, plus how many are in
     atomic_int runs;  // so far; -1: the pool is closed
     pthread_mutex_t lock;
@@ -494,20 +488,29 @@ typedef struct Pool {
 
 enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to others
 
-#ifndef WORTH_SHARING               // tests share whatever there is
-#define WORTH_SHARING (1 << 20)     // products: a thread alone takes 30 us for them
+#ifndef WORTH_SHARING           // tests share whatever there is
+#define WORTH_SHARING (1 << 20) // products: a thread alone takes 30 us for them
 #endif
 
-static void (*const OPERATORS[])(const Op *, int64_t) = {
-    embed, rotation, add_norm, round_row, heads, attend, NULL};
+enum { ATTEND = 5, LINEAR = 6 };
+
+static void (*const operators[])(const Op *, int64_t) = {
+    embed, rotation, add_norm, round_row, heads};
 
 static int64_t num_tasks(const Op *op, int64_t R, int threads)
 {
-    if (OPERATORS[op->kind] == attend)
-        return R * op->Hk;
-    if (OPERATORS[op->kind])
-        return R;
-    return divide_up(R, ROW_BLOCK) * divide_up(divide_up(op->N, PANEL), width(op, threads));
+    if (op->kind == LINEAR)
+        return divide_up(R, ROW_BLOCK) * divide_up(op->N, width(op, threads) * PANEL);
+    return op->kind == ATTEND ? divide_up(R, rows_together(R)) * op->Hk : R;
+}
+
+static void compute(const Op *op, int64_t R, int64_t task, int threads)
+{
+    switch (op->kind) {
+    case LINEAR: linear(op, R, task, threads); break;
+    case ATTEND: attend(op, R, task); break;
+    default: operators[op->kind](op, task);
+    }
 }
 
 static void pause_for(int looks)
@@ -520,28 +523,22 @@ static void pause_for(int looks)
 #endif
 }
 
-// All operators of a run, as thread `me`: of each its own share first, then what others have left.
-// So nobody waits for a thread that is late, only for tasks that another has begun.
+// All operators of a run, as thread `me`: of each its own share first, whose numbers it may have
+// near, then what others have left. So nobody waits for a thread that is late, only for
+// tasks that another has begun.
 static void take_part(Pool *pool, int me)
 {
-    int threads = pool->threads;
-    Counter *next = pool->counters;
+    int64_t R = pool->R, threads = pool->threads;
+    atomic_int *next = pool->counts;
     for (const Op *op = pool->ops; op < pool->ops + pool->count; op++, next += threads + 1) {
-        int64_t tasks = num_tasks(op, pool->R, threads), did = 0;
-        for (int t = 0; t < threads; t++) {
-            int owner = (me + t) % threads;
-            int64_t task, end = tasks * (owner + 1) / threads;
-            while ((task = atomic_fetch_add(&next[owner].number, 1)) < end) {
-                if (OPERATORS[op->kind])
-                    OPERATORS[op->kind](op, task);
-                else
-                    linear(op, pool->R, task, threads);
-                did++;
-            }
+        int64_t task, tasks = num_tasks(op, R, threads), did = 0;
+        for (int64_t t = 0; t < threads; t++) {
+            int64_t owner = (me + t) % threads, end = tasks * (owner + 1) / threads;
+            for (; (task = atomic_fetch_add(next + owner, 1)) < end; did++)
+                compute(op, R, task, threads);
         }
-        Counter *done = next + threads;
-        atomic_fetch_add(&done->number, did);
-        for (int looks = 0; atomic_load(&done->number) < tasks; looks++)
+        atomic_fetch_add(next + threads, did);
+        for (int looks = 0; atomic_load(next + threads) < tasks; looks++)
             pause_for(looks);
     }
 }
@@ -549,11 +546,8 @@ static void take_part(Pool *pool, int me)
 // The number of the run after `seen`: after a while of looking out for it, asleep.
 static int wait_for_run(Pool *pool, int seen)
 {
-    for (int looks = 0; looks < PATIENCE; looks++) {
-        if (atomic_load(&pool->runs) != seen)
-            return atomic_load(&pool->runs);
+    for (int looks = 0; looks < PATIENCE && atomic_load(&pool->runs) == seen; looks++)
         pause_for(looks);
-    }
     pthread_mutex_lock(&pool->lock);
     while (atomic_load(&pool->runs) == seen)
         pthread_cond_wait(&pool->wake, &pool->lock);
@@ -571,11 +565,11 @@ static void announce(Pool *pool, int run)
 
 static void *work(void *argument)
 {
-    struct Worker *me = argument;
-    Pool *pool = me->pool;
+    Pool *pool = argument;
     for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
-        if (atomic_fetch_add(&pool->state, 1) & OPEN)
-            take_part(pool, (int)(me - pool->workers));
+        int entered = atomic_fetch_add(&pool->state, 1);
+        if (entered & OPEN)
+            take_part(pool, entered - OPEN + 1);
         atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
@@ -599,12 +593,9 @@ Pool *open_pool(int threads)
     Pool *pool = calloc(1, sizeof *pool);
     pool->workers = calloc(threads, sizeof *pool->workers);
     notice_fork(pool);
-    for (pool->threads = 1; pool->threads < threads; pool->threads++) {
-        struct Worker *worker = pool->workers + pool->threads;
-        worker->pool = pool;
-        if (pthread_create(&worker->thread, NULL, work, worker))
-            break;
-    }
+    while (pool->threads < threads &&
+           !pthread_create(pool->workers + pool->threads, NULL, work, pool))
+        pool->threads++;
     return pool;
 }
 
@@ -613,8 +604,8 @@ void close_pool(Pool *pool)
     notice_fork(pool);
     announce(pool, -1);
     for (int t = 1; t < pool->threads; t++)
-        pthread_join(pool->workers[t].thread, NULL);
-    free(pool->counters);
+        pthread_join(pool->workers[t], NULL);
+    free(pool->counts);
     free(pool->workers);
     free(pool);
 }
@@ -623,19 +614,14 @@ void close_pool(Pool *pool)
 void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
     notice_fork(pool);
-    int threads = pool->threads;
-    if (count > pool->room) {
-        free(pool->counters);
-        pool->counters = aligned_alloc(64, count * (threads + 1) * sizeof *pool->counters);
-        pool->room = count;
-    }
-    int64_t products = 0;
-    for (int64_t i = 0; i < count; i++) {
-        products += R * ops[i].N * ops[i].K;
-        Counter *next = pool->counters + i * (threads + 1);
-        for (int t = 0; t < threads; t++)
-            atomic_init(&next[t].number, num_tasks(ops + i, R, threads) * t / threads);
-        atomic_init(&next[threads].number, 0);
+    int64_t threads = pool->threads, products = 0;
+    pool->counts = realloc(pool->counts, count * (threads + 1) * sizeof *pool->counts);
+    atomic_int *next = pool->counts;
+    for (const Op *op = ops; op < ops + count; op++, next++) {
+        products += R * (op->N * op->K + op->M * op->S * op->H * op->D);
+        for (int64_t t = 0; t < threads; t++)
+            atomic_init(next++, num_tasks(op, R, threads) * t / threads);
+        atomic_init(next, 0);
     }
     pool->ops = ops;
     pool->count = count;

@@ -96,7 +96,7 @@ def library(compiler: list[str]) -> Path:
 # --------------------------------------------------------------------------------------------------
 # The operators
 
-KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as OPERATORS
+KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as `compute` in cpu.c
 POINTERS = (
     "x y weight x_scale scale bias delta k_norm rotation kv tokens positions slots requests tables"
 )
@@ -132,7 +132,7 @@ class Op(ctypes.Structure):
         self.panel = PANEL if layer.weight.ndim == 3 else 1
 
     def set_pool(self, attn: Attention, kv: Tensor):
-        """Heads, and a layer's pool [2, num_blocks + 1, Hk, S, D]."""
+        """Heads, and a layer's pool [2, num_blocks + 1, Hk, S, D], K in it as [.., D, S]."""
         _, _, self.Hk, self.S, self.D = kv.shape
         self.H = attn.H
         self.kv = kv

@@ -203,8 +203,8 @@ def slots_of(requests: Tensor, positions: Tensor, S: int) -> Tensor:
 @cache
 def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     """
-    One layer's pool, with K and V of what comes before each request's row; all that it may not see
-    is NaN.
+    One layer's pool, with K and V of what comes before each request's row, from the block on that
+    its window begins in; all else is NaN.
     """
     _, sink = block_tables(S)
     pool = torch.full((2, sink + 1, Hk, S, D), torch.nan)
@@ -212,7 +212,7 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     positions = torch.arange(CONTEXT)
     is_seen = positions < ends
     if window:
-        is_seen &= positions > ends - window
+        is_seen &= positions >= (ends - window + 1) // S * S
     slots = slots_of(*is_seen.nonzero(as_tuple=True), S)
     generator = torch.Generator().manual_seed(D)
     seen = torch.randn(len(slots), 2, Hk, D, generator=generator)
@@ -251,6 +251,8 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     window = config.windows[0]
     dtype = torch.float64 if is_exact else torch.float32
     pool = pool_of(config.n_kv_head, config.head_size, S, window).to(dtype, copy=True)
+    if ops.name == "cpu":
+        pool[0] = pool[0].mT.reshape(pool[0].shape)  # K as [.., D, S]
     batch = step(ops, config, pool, rows)
     attn = model.h[0].attn
     mlp = model.h[0].mlp
@@ -276,6 +278,8 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     q, pool = ops.project_qkv(even, attn, pool, batch)
     y["attend"] = ops.attend(q, pool, attn, batch)
     slots = batch.slot_mapping
+    if ops.name == "cpu":
+        pool[0] = pool[0].view(pool[0].mT.shape).mT.clone()
     y["k, v"] = pool[:, slots // S, :, slots % S]
     y["back"] = ops.linear(x(config.n_head * config.head_size), attn.c_proj)
     y["wide"] = ops.linear(x(C), mlp.c_fc, config.activation, config.gated)
