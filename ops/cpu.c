@@ -260,7 +260,7 @@ INLINE void multiply(
     for (int64_t k = 0; k < K; k++)
         for (int v = 0; v < count; v++) {
             const float *at = w + k * W + v * LANES;
-            __builtin_prefetch(at + ahead);
+            __builtin_prefetch(at + ahead, 0, 2); // to the second cache
             for (int r = 0; r < rows; r++)
                 sum[r][v] += *(const Vector *)at * x[r * X + k];
         }
