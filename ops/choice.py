@@ -104,18 +104,18 @@ def choose_ops(
     if attention in tables:
         return tables[attention], "as asked"
     can_call = not on_gpu and dtype in (torch.float32, torch.int8)
-    compiler = cpu.c_compiler()
-    if attention in ("auto", "cpu") and can_call and compiler:
+    compiler = cpu.c_compiler() if can_call else []
+    if attention in ("auto", "cpu") and compiler:
         machine = cpu.CpuKernels(compiler)
         return machine.table(TORCH), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
-        names = ", ".join(["auto", *tables])
+        names = ", ".join(["auto", *(["cpu"] if compiler else []), *tables])
         raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {names}")
     fastest = next(iter(tables.values()))
     if can_call:
         compiler = os.environ.get("CC", "cc")
-        reason = f"as there is no C compiler {compiler!r}: with gcc it would be twice as fast"
+        reason = f"as there is no C compiler {compiler!r}: with gcc it would be up to twice as fast"
     elif fastest is TORCH:
         reason = "the package triton is not installed"
     else:

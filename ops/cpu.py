@@ -96,7 +96,7 @@ def library(compiler: list[str]) -> Path:
 # --------------------------------------------------------------------------------------------------
 # The operators
 
-KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as `compute` in cpu.c
+KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as cpu.c has them
 POINTERS = (
     "x y weight x_scale scale bias delta k_norm rotation kv tokens positions slots requests tables"
 )
