@@ -435,7 +435,9 @@ def write_gguf(gpt: GPT, path: str, format: str):
         if "q_proj" in name or "k_proj" in name:  # there RoPE turns neighbours, not halves
             halves = weight.unflatten(0, (-1, 2, config.head_size // 2))
             weight = halves.transpose(1, 2).flatten(0, 2)
-        kind = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else format]
+        # Q8_0 has groups of 32
+        whole = weight.ndim == 2 and weight.shape[1] % 32 == 0
+        kind = gguf.GGMLQuantizationType[format if whole else "F32"]
         data = gguf.quantize(weight.float().numpy(), kind)
         writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=kind)
     writer.write_header_to_file()
