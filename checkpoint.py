@@ -223,7 +223,7 @@ class Uninitialized(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def empty_model(config: GPTConfig, dtype: torch.dtype) -> GPT:
+def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     """Its weights have shapes, and no values yet."""
     with torch.device("meta"), Uninitialized():
         model = GPT(config)

@@ -100,7 +100,7 @@ class WholeTexts:
 
 
 def drop(x: Tensor, share: float) -> Tensor:
-    """Dropout. F.dropout itself, with nothing to drop, would take 2% of a CPU's decode step."""
+    """Dropout. F.dropout itself, with nothing to drop, would take 2% of a decode step in torch."""
     return F.dropout(x, share) if share else x
 
 

@@ -1061,7 +1061,8 @@ class KVBlockPool:
     layers, K or V, blocks, KV heads, slots of a block, head size. One head of one block is a
     contiguous slab of S * D numbers. Block `num_blocks` is the sink: never allocated, padding
     writes there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views [num_blocks, S, D]
-    of one head. `n_head` counts KV heads; without `dtype` the numbers are torch's default, fp32.
+    of one head; ops/cpu.c keeps K in its slabs the other way round, as [D, S]. `n_head` counts KV
+    heads; without `dtype` the numbers are torch's default, fp32.
     """
 
     def __init__(

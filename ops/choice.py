@@ -8,7 +8,7 @@ an engine is built.
     PACKED    packed weights, scaled dot-product attention of gathered K and V
     cpu       the operators of cpu.c, if there is a C compiler
     TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
-    flex      the device's own table with FlexAttention
+    flex      TRITON or PACKED with FlexAttention
 
 Each batch carries its table, so no code further down asks which device it is on.
 """
@@ -110,12 +110,18 @@ def choose_ops(
         return machine.table(TORCH), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
-        names = ", ".join(["auto", *(["cpu"] if compiler else []), *tables])
-        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {names}")
+        names = ["auto", *tables]
+        if compiler:
+            names.append("cpu")
+        there = ", ".join(names)
+        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
     fastest = next(iter(tables.values()))
     if can_call:
-        compiler = os.environ.get("CC", "cc")
-        reason = f"as there is no C compiler {compiler!r}: with gcc it would be up to twice as fast"
+        command = os.environ.get("CC", "cc")
+        gain = "up to twice"
+        if dtype == torch.int8:
+            gain = "many times"
+        reason = f"as there is no C compiler {command!r}: with gcc it would be {gain} as fast"
     elif fastest is TORCH:
         reason = "the package triton is not installed"
     else:

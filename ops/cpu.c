@@ -16,8 +16,8 @@ Whatever else is in the batch, and however many threads there are, a row gets th
 last bit: no sum depends on where a task begins or on how many rows it has. Of integers all sums are
 exact: weights of 8 bits times activations of 16 bits, as large as 32 bits can add up.
 
-Letters: R rows (tokens of the step), N outputs, K inputs, H query heads, Hk KV heads, D head size,
-S block size, M blocks per table.
+Letters: R rows (tokens of the step), N outputs, K inputs, H query heads, Hk KV heads, G = H / Hk,
+D head size, S block size, M blocks per table, B requests.
 */
 
 #include <math.h>
@@ -52,8 +52,8 @@ typedef struct {
     const int64_t *requests;  // [R] whose block table; a request's rows follow each other
     const int32_t *tables;    // [B, M] block tables
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
-    double factor; // scale of the embedding or of scores, epsilon of norms, largest integer
-    double cap;    // soft cap of scores or logits; 0: none
+    float factor; // scale of the embedding or of scores, epsilon of norms, largest integer
+    float cap;    // soft cap of scores or logits; 0: none
 } Op;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -74,18 +74,18 @@ enum { PANEL = 32 }; // outputs of a layer that are computed together
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
-// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned; 0 below -87.
-// What is left of x, |left| < ln(2) / 2, goes into a polynomial.
+typedef union { float number; int32_t bits; } Number;
+
+// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned; 0 below
+// -87.7. What is left of x, |left| < ln(2) / 2, goes into a polynomial.
 INLINE float exp_beyond(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
     const float whole = 12582912.0f; // 1.5 * 2^23: added to a number it rounds it
-    float n = x * 1.44269504f + whole;
-    int32_t bits;
-    memcpy(&bits, &n, 4);
-    bits = (bits - 0x4b400000 + 127) << 23;
-    memcpy(power, &bits, 4);
-    n -= whole;
+    Number rounded = {x * 1.44269504f + whole};
+    Number scale = {.bits = (rounded.bits - 0x4b400000 + 127) << 23};
+    *power = scale.number;
+    float n = rounded.number - whole;
     float left = x - n * 0.693359375f + n * 2.12194440e-4f;
     float y = 1.9875691500e-4f;
     y = y * left + 1.3981999507e-3f;
@@ -138,7 +138,7 @@ static void embed(const Op *op, int64_t r)
 {
     int64_t K = op->K, token = op->tokens[r], panel = op->panel;
     int64_t at = token / panel * panel * K + token % panel;
-    float *y = op->y + r * K, factor = (float)op->factor;
+    float *y = op->y + r * K, factor = op->factor;
     for (int64_t k = 0; k < K; k++) {
         y[k] = op->scale ? op->weight8[at + k] * op->scale[token] : op->weight[at + k * panel];
         y[k] *= factor;
@@ -152,7 +152,7 @@ static void rotation(const Op *op, int64_t r)
 {
     float *cosines = op->y + r * op->D, *sines = cosines + op->D / 2;
     for (int64_t i = 0; i < op->D / 2; i++) {
-        float angle = (float)op->positions[r] * op->weight[i];
+        float angle = op->positions[r] * op->weight[i];
         cosines[i] = cosf(angle);
         sines[i] = sinf(angle);
     }
@@ -170,7 +170,7 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
         sum += sums[i];
     for (; k < K; k++)
         sum += x[k] * x[k];
-    float shrink = 1.0f / sqrtf(sum / (float)K + epsilon);
+    float shrink = 1.0f / sqrtf(sum / K + epsilon);
     for (k = 0; k < K; k++)
         y[k] = x[k] * shrink * weight[k];
 }
@@ -187,31 +187,27 @@ static void add_norm(const Op *op, int64_t r)
     if (!op->rms)
         for (int64_t k = 0; k < K; k++)
             sum += x[k];
-    float mean = (float)(sum / (double)K);
+    float mean = sum / K;
     for (int64_t k = 0; k < K; k++)
         y[k] = x[k] - mean;
-    rms_norm(y, y, op->weight, K, (float)op->factor);
+    rms_norm(y, y, op->weight, K, op->factor);
     if (op->bias)
         for (int64_t k = 0; k < K; k++)
             y[k] += op->bias[k];
 }
 
 // y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
-static void round_row(const Op *op, int64_t r)
+static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
-    float top = 1e-30f, largest = (float)op->factor;
-    int32_t bits, size;
-    memcpy(&bits, &top, 4);
+    Number top = {1e-30f};
     for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, and NaN beyond them
-        memcpy(&size, x + k, 4);
-        size &= INT32_MAX;
-        bits = size > bits ? size : bits;
+        Number size = {fabsf(x[k])};
+        top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
-    memcpy(&top, &bits, 4);
     for (int64_t k = 0; k < op->K; k++)
-        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * (largest / top));
-    op->x_scale[r] = top / largest;
+        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * (op->factor / top.number));
+    op->x_scale[r] = top.number / op->factor;
 }
 
 // Numbers i and i + D / 2 of a head, turned by the row's cosines and sines.
@@ -232,14 +228,14 @@ static void heads(const Op *op, int64_t r)
 {
     int64_t D = op->D, H = op->H, Hk = op->Hk, S = op->S, slot = op->slots[r];
     float *x = op->x + r * (H + 2 * Hk) * D, *block = op->kv + slot / S * Hk * S * D;
-    for (int64_t h = 0; h < H + Hk; h++) {
+    for (int64_t h = 0; h < H + Hk; h++, x += D) {
         const float *weight = h < H ? op->weight : op->k_norm;
         if (weight)
-            rms_norm(x + h * D, x + h * D, weight, D, (float)op->factor);
+            rms_norm(x, x, weight, D, op->factor);
         if (op->rotation)
-            rotate(x + h * D, op->rotation + r * D, D / 2);
+            rotate(x, op->rotation + r * D, D / 2);
     }
-    x += H * D;
+    x -= Hk * D;
     for (int64_t h = 0; h < Hk; h++, block += S * D)
         for (int64_t d = 0; d < D; d++, x++) {
             block[d * S + slot % S] = *x;
@@ -289,7 +285,7 @@ enum { TILE = 16 }; // keys at once, of one block
 
 // Softmax is online (Milakov and Gimelshein 2018): of a query at `position`, the scores of n keys
 // from position `at` on become weights. Returns what earlier sums shrink by.
-INLINE float weigh(
+INLINE float online_softmax(
     const Op *op, int64_t position, int64_t at, int64_t n, float *score, float *top, float *total)
 {
     int64_t first = op->window ? position + 1 - op->window - at : 0;
@@ -297,7 +293,7 @@ INLINE float weigh(
     float before = *top;
     for (int j = 0; j < TILE; j++) {
         if (op->cap)
-            score[j] = capped(score[j], (float)op->cap);
+            score[j] = capped(score[j], op->cap);
         score[j] = j >= first && j < end ? score[j] : -INFINITY;
     }
     for (int j = 0; j < TILE; j++)
@@ -312,7 +308,13 @@ INLINE float weigh(
     return shrink;
 }
 
-// Queries i .. i + count of a KV head, all of one request; G of them are of one row.
+// Which head query i of a KV head is, of all, where a row has `heads`: G queries are of one row.
+INLINE int64_t query(int64_t i, int64_t G, int64_t heads, int64_t head)
+{
+    return i / G * heads + head * G + i % G;
+}
+
+// Queries i .. i + count of a KV head, all of one request.
 INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t head)
 {
     int64_t D = op->D, S = op->S, H = op->H, Hk = op->Hk, G = H / Hk, n;
@@ -322,10 +324,9 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
     memset(y, 0, sizeof y);
     for (int c = 0; c < count; c++) {
         top[c] = -1e30f;
-        for (int64_t d = 0; d < D; d++) {
-            int64_t h = (i + c) / G * (H + 2 * Hk) + head * G + (i + c) % G;
-            q[c * D + d] = op->x[h * D + d] * (float)op->factor;
-        }
+        const float *x = op->x + query(i + c, G, H + 2 * Hk, head) * D;
+        for (int64_t d = 0; d < D; d++)
+            q[c * D + d] = x[d] * op->factor;
     }
     int64_t at = op->window ? op->positions[i / G] + 1 - op->window : 0;
     at = at < 0 ? 0 : at - at % S % TILE;
@@ -339,7 +340,8 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
         multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
         for (int c = 0; c < count; c++) {
             int64_t position = op->positions[(i + c) / G];
-            float shrink = weigh(op, position, at, n, score + c * TILE, top + c, total + c);
+            float shrink = online_softmax(
+                op, position, at, n, score + c * TILE, top + c, total + c);
             for (int64_t d = 0; d < wide; d++)
                 y[c * wide + d] *= shrink;
         }
@@ -347,10 +349,8 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
             multiply(score, TILE, v + d, D, ahead, n, count, TILE / LANES, y + d, wide);
     }
     for (int c = 0; c < count; c++)
-        for (int64_t d = 0; d < D; d++) {
-            int64_t h = (i + c) / G * H + head * G + (i + c) % G;
-            op->y[h * D + d] = y[c * wide + d] / total[c];
-        }
+        for (int64_t d = 0; d < D; d++)
+            op->y[query(i + c, G, H, head) * D + d] = y[c * wide + d] / total[c];
 }
 
 // Rows of a task: one if there are few, else as many as a tile has.
@@ -440,7 +440,8 @@ static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
     if (op->bias)
         for (int64_t i = 0; i < count; i++) {
             gate[i] += op->bias[n + i];
-            up[i] += op->gated ? op->bias[op->N + n + i] : 0;
+            if (op->gated)
+                up[i] += op->bias[op->N + n + i];
         }
     activate(op->activation, gate);
     if (op->gated)
@@ -448,17 +449,20 @@ static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
             gate[i] *= up[i];
     if (op->cap)
         for (int i = 0; i < PANEL; i++)
-            gate[i] = capped(gate[i], (float)op->cap);
+            gate[i] = capped(gate[i], op->cap);
     memcpy(y, gate, count * sizeof *y);
 }
 
-// Panels of a task: one or, of many, a few.
-static int64_t width(const Op *op, int threads) { return divide_up(op->N, PANEL * 8 * threads); }
+// Outputs of a task: a panel or, of many, a few.
+static int64_t width(const Op *op, int threads)
+{
+    return divide_up(op->N, PANEL * 8 * threads) * PANEL;
+}
 
 static void linear(const Op *op, int64_t R, int64_t task, int threads)
 {
     float gate[ROW_BLOCK * PANEL], up[ROW_BLOCK * PANEL];
-    int64_t N = op->N, columns = width(op, threads) * PANEL, tasks = divide_up(N, columns);
+    int64_t N = op->N, columns = width(op, threads), tasks = divide_up(N, columns);
     int64_t first = task % tasks * columns, start = task / tasks * ROW_BLOCK;
     int64_t stop = least(start + ROW_BLOCK, R);
     for (int64_t n = first; n < least(first + columns, N); n += PANEL) {
@@ -476,14 +480,14 @@ static void linear(const Op *op, int64_t R, int64_t task, int threads)
 typedef struct Pool {
     int threads;   // the one that calls `run` is one of them
     pid_t process; // that has them
-    pthread_t *workers;
     const Op *ops; // of the run under way
     int64_t count, R;
-    atomic_int *counts; // [count, threads + 1] the next task of each thread's share, and all done
+    atomic_int *counts; // [count, threads + 1] tasks begun of each thread's share; all done
     atomic_int state; // OPEN, while workers may enter, plus how many are in
     atomic_int runs;  // so far; -1: the pool is closed
     pthread_mutex_t lock;
     pthread_cond_t wake;
+    pthread_t workers[];
 } Pool;
 
 enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to others
@@ -495,12 +499,12 @@ enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to 
 enum { ATTEND = 5, LINEAR = 6 };
 
 static void (*const operators[])(const Op *, int64_t) = {
-    embed, rotation, add_norm, round_row, heads};
+    embed, rotation, add_norm, quantize_row, heads};
 
 static int64_t num_tasks(const Op *op, int64_t R, int threads)
 {
     if (op->kind == LINEAR)
-        return divide_up(R, ROW_BLOCK) * divide_up(op->N, width(op, threads) * PANEL);
+        return divide_up(R, ROW_BLOCK) * divide_up(op->N, width(op, threads));
     return op->kind == ATTEND ? divide_up(R, rows_together(R)) * op->Hk : R;
 }
 
@@ -533,9 +537,10 @@ static void take_part(Pool *pool, int me)
     for (const Op *op = pool->ops; op < pool->ops + pool->count; op++, next += threads + 1) {
         int64_t task, tasks = num_tasks(op, R, threads), did = 0;
         for (int64_t t = 0; t < threads; t++) {
-            int64_t owner = (me + t) % threads, end = tasks * (owner + 1) / threads;
-            for (; (task = atomic_fetch_add(next + owner, 1)) < end; did++)
-                compute(op, R, task, threads);
+            int64_t owner = (me + t) % threads, first = tasks * owner / threads;
+            int64_t share = tasks * (owner + 1) / threads - first;
+            for (; (task = atomic_fetch_add(next + owner, 1)) < share; did++)
+                compute(op, R, first + task, threads);
         }
         atomic_fetch_add(next + threads, did);
         for (int looks = 0; atomic_load(next + threads) < tasks; looks++)
@@ -569,7 +574,7 @@ static void *work(void *argument)
     for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
         int entered = atomic_fetch_add(&pool->state, 1);
         if (entered & OPEN)
-            take_part(pool, entered - OPEN + 1);
+            take_part(pool, entered - OPEN + 1); // where it begins to look: two may have the same
         atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
@@ -590,8 +595,7 @@ static void notice_fork(Pool *pool)
 // A pool of so many threads, or of fewer where the system gives no more.
 Pool *open_pool(int threads)
 {
-    Pool *pool = calloc(1, sizeof *pool);
-    pool->workers = calloc(threads, sizeof *pool->workers);
+    Pool *pool = calloc(1, sizeof *pool + threads * sizeof *pool->workers);
     notice_fork(pool);
     while (pool->threads < threads &&
            !pthread_create(pool->workers + pool->threads, NULL, work, pool))
@@ -606,7 +610,6 @@ void close_pool(Pool *pool)
     for (int t = 1; t < pool->threads; t++)
         pthread_join(pool->workers[t], NULL);
     free(pool->counts);
-    free(pool->workers);
     free(pool);
 }
 
@@ -614,24 +617,21 @@ void close_pool(Pool *pool)
 void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
     notice_fork(pool);
-    int64_t threads = pool->threads, products = 0;
-    pool->counts = realloc(pool->counts, count * (threads + 1) * sizeof *pool->counts);
-    atomic_int *next = pool->counts;
-    for (const Op *op = ops; op < ops + count; op++, next++) {
+    int64_t products = 0, size = count * (pool->threads + 1) * sizeof *pool->counts;
+    pool->counts = realloc(pool->counts, size);
+    memset(pool->counts, 0, size);
+    for (const Op *op = ops; op < ops + count; op++)
         products += R * (op->N * op->K + op->M * op->S * op->H * op->D);
-        for (int64_t t = 0; t < threads; t++)
-            atomic_init(next++, num_tasks(op, R, threads) * t / threads);
-        atomic_init(next, 0);
-    }
     pool->ops = ops;
     pool->count = count;
     pool->R = R;
     if (products > WORTH_SHARING) {
         atomic_fetch_or(&pool->state, OPEN);
-        announce(pool, (atomic_load(&pool->runs) + 1) & INT32_MAX);
+        announce(pool, atomic_load(&pool->runs) % INT32_MAX + 1);
     }
     take_part(pool, 0);
     atomic_fetch_and(&pool->state, ~OPEN);
+    // who has entered still reads the counts
     for (int looks = 0; atomic_load(&pool->state); looks++)
         pause_for(looks);
 }

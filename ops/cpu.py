@@ -76,13 +76,14 @@ def library(compiler: list[str]) -> Path:
         return path
     try:
         cache.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
         raise ValueError(
             f"no room for the compiled ops/cpu.c ({error}): let XDG_CACHE_HOME name a folder with "
             "room to write, or choose --attention torch"
         ) from error
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        new = Path(folder) / path.name
+    with folder:
+        new = Path(folder.name) / path.name
         result = run([*command, SOURCE, "-o", new, "-lm"], text=True)
         if result.returncode:
             raise ValueError(
@@ -96,7 +97,7 @@ def library(compiler: list[str]) -> Path:
 # --------------------------------------------------------------------------------------------------
 # The operators
 
-KINDS = ("embed", "rotation", "add_norm", "round", "heads", "attend", "linear")  # as cpu.c has them
+KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "attend", "linear")  # as in cpu.c
 POINTERS = (
     "x y weight x_scale scale bias delta k_norm rotation kv tokens positions slots requests tables"
 )
@@ -110,8 +111,8 @@ class Op(ctypes.Structure):
         ("kind", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in POINTERS.split()),
         *((name, ctypes.c_int64) for name in NUMBERS.split()),
-        ("factor", ctypes.c_double),
-        ("cap", ctypes.c_double),
+        ("factor", ctypes.c_float),
+        ("cap", ctypes.c_float),
     ]
 
     def __init__(self, kind: str):
@@ -146,7 +147,14 @@ class CpuKernels:
     """
 
     def __init__(self, compiler: list[str], threads: int | None = None):
-        self.library = ctypes.CDLL(str(library(compiler)))
+        path = library(compiler)
+        try:
+            self.library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise ValueError(
+                f"the compiled ops/cpu.c cannot be loaded ({error}): remove {path}, let "
+                "XDG_CACHE_HOME name a folder that allows programs, or choose --attention torch"
+            ) from error
         self.library.open_pool.restype = ctypes.c_void_p
         self.library.run.argtypes = 2 * [ctypes.c_void_p] + 2 * [ctypes.c_int64]
         self.pool = self.library.open_pool(threads or torch.get_num_threads())
@@ -254,16 +262,16 @@ class CpuKernels:
         op.cap = softcap
         op.x = x
         if op.scale:
-            op.x, op.x_scale = self.rounded(x)
+            op.x, op.x_scale = self.quantized(x)
         role = "wide" if activation else "delta"
         return self.compute(op, self.room(role, R, op.N))
 
     def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
         return self.linear(x, layer, softcap=softcap)
 
-    def rounded(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, K] as integers of 16 bits, and the size of a step of each row."""
-        op = Op("round")
+        op = Op("quantize")
         R, op.K = x.shape
         op.x = x
         step = self.room("step", R, 1)

@@ -1,8 +1,8 @@
 """
 Attention through block tables in torch: gather the context of each request, then scaled
-dot-product attention. It runs anywhere; ops/choice.py takes it for CPUs and for `--attention
-torch`. Its twins in kernels.py, in Triton, have the same signatures and in-place effects, and read
-K and V where they are.
+dot-product attention. It runs anywhere; ops/choice.py takes it for CPUs without cpu.c and for
+`--attention torch`. Its twins in kernels.py, in Triton, have the same signatures and in-place
+effects, and read K and V where they are.
 
     batch.prepared = {0: prepare_torch(batch, H, kv)}   # once a step and window: the pool's rows
     store_kv_torch(k, v, kv, batch)                     # in each layer
