@@ -84,11 +84,13 @@ def library(compiler: list[str]) -> Path:
         ) from error
     with folder:
         new = Path(folder.name) / path.name
-        result = run([*command, SOURCE, "-o", new, "-lm"], text=True)
-        if result.returncode:
+        result = run([*command, SOURCE, "-o", new, "-lm"], text=True, errors="replace")
+        if result.returncode or not new.exists():
+            words = result.stderr.strip() or result.stdout.strip()
             raise ValueError(
-                f"the C compiler failed ({shlex.join(compiler)}): mend it, let CC name another, or "
-                f"choose --attention torch. Its words:\n{result.stderr.strip()}"
+                f"the C compiler failed ({shlex.join(compiler)}, exit status {result.returncode}): "
+                "mend it, let CC name another, or choose --attention torch. Its words:\n"
+                + words[:2000]
             )
         new.rename(path)  # another process may have done so: they are the same
     return path

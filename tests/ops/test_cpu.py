@@ -440,9 +440,13 @@ def test_some_that_build_at_once(source):
     assert [*first.parent.iterdir()] == [first]
 
 
-def test_a_compiler_that_fails_is_one_message(source, tmp_path, monkeypatch):
-    """With its own words; and whoever asks for torch, or for bf16, does not meet it."""
-    path = compiler(tmp_path, "echo 'no room on the device' >&2; exit 1")
+@pytest.mark.parametrize("how", [">&2; exit 1", "; exit 1", ">&2"])
+def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch):
+    """
+    With its own words, wherever it says them, and also if it says that all went well; and whoever
+    asks for torch, or for bf16, does not meet it.
+    """
+    path = compiler(tmp_path, f"echo 'no room on the device' {how}")
     monkeypatch.setenv("CC", path)
     params = SamplingParams(temperature=0, max_tokens=2)
     engine = Engine(trained_model(), Settings(attention="torch"))
