@@ -352,7 +352,8 @@ def overlapped(engine):
     step reads them. If rows are padded, after all, to a few sizes, steps of a size are the same
     launches on the same memory: recorded once as a CUDA graph, they are one. A plan needs lengths,
     not tokens: the host plans the next step while the device computes this one, with None for a
-    token to come (overlap). So a step takes the longer of both times; on a CPU it takes their sum.
+    token to come (overlap). So a step takes the longer of both times; on a CPU it takes their sum,
+    and is recorded, too (ops/cpu.py: record).
     Now read engine/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
     print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)

@@ -24,7 +24,6 @@ D head size, S block size, M blocks per table, B requests.
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -64,7 +63,7 @@ static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Vectors and functions
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8, SUMS = 16 }; // numbers of a vector; rows and vectors of a tile
+enum { LANES = 16, ROWS = 8, SUMS = 16 }; // numbers of a vector; most rows, vectors of a tile
 #elif defined(__AVX__)
 enum { LANES = 8, ROWS = 4, SUMS = 8 };
 #else
@@ -76,8 +75,8 @@ typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 
 typedef union { float number; int32_t bits; } Number;
 
-// e^x, to 2 units of the last place, as the sum of 2^n, *power, and what is returned; 0 below
-// -87.7. What is left of x, |left| < ln(2) / 2, goes into a polynomial.
+// e^x = 2^n e^left, |left| < ln(2) / 2, to 2 units of the last place: *power is 2^n, returned is
+// e^x - 2^n, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
 INLINE float exp_beyond(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
@@ -201,7 +200,7 @@ static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
     Number top = {1e-30f};
-    for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, and NaN beyond them
+    for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, NaN above all
         Number size = {fabsf(x[k])};
         top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
@@ -265,7 +264,8 @@ INLINE void multiply(
             *(Vector *)(y + r * Y + v * LANES) += sum[r][v];
 }
 
-// As many of the rows left as f is made for, in a number that the compiler knows.
+// Calls f with 1, 2, 4 or ROWS of the rows left, a constant: its loops unroll, and its sums stay in
+// registers.
 #define ROWS_AT_ONCE(rows, left, f, ...) \
     { \
         for (rows = ROWS; rows > (left);) \
@@ -334,8 +334,8 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
         n = least(least(S - at % S, TILE), last + 1 - at); // up to the block's end
         int64_t block = table[at / S], ahead = table[least(at + n, last) / S] - block;
         const float *k = op->kv + (block * Hk + head) * S * D + at % S;
-        const float *v = k + op->k_to_v + at % S * (D - 1);
-        float score[ROWS * TILE] = {0};
+        const float *v = k + op->k_to_v + at % S * (D - 1); // a row of [S, D], k a column of [D, S]
+        float score[ROWS * TILE] = {0}; // of these, and of y, nobody takes what is beyond n and D
         ahead *= Hk * S * D;
         multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
         for (int c = 0; c < count; c++) {
@@ -381,7 +381,7 @@ static void attend(const Op *op, int64_t R, int64_t task)
 enum { ROW_BLOCK = 128, K_BLOCK = 256 }; // rows of a task; inputs of a partial sum
 
 // Products of `rows` rows of x [.., K] with `count` outputs' weights w [.., K]: the compiler makes
-// multiply-add instructions for pairs of 16 bits of it.
+// multiply-adds of pairs of 16 bits of it (vpmaddwd).
 INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, int count, int32_t *y)
 {
     int32_t sum[ROWS][SUMS] = {0};
@@ -453,7 +453,7 @@ static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
     memcpy(y, gate, count * sizeof *y);
 }
 
-// Outputs of a task: a panel or, of many, a few.
+// Outputs of a task: whole panels, about 8 tasks for each thread.
 static int64_t width(const Op *op, int threads)
 {
     return divide_up(op->N, PANEL * 8 * threads) * PANEL;
@@ -496,7 +496,7 @@ enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to 
 #define WORTH_SHARING (1 << 20) // products: a thread alone takes 30 us for them
 #endif
 
-enum { ATTEND = 5, LINEAR = 6 };
+enum { ATTEND = 5, LINEAR = 6 }; // as KINDS in cpu.py; before them what is done row by row
 
 static void (*const operators[])(const Op *, int64_t) = {
     embed, rotation, add_norm, quantize_row, heads};

@@ -1,16 +1,16 @@
 """
 The operators of cpu.c: built with the C compiler when they are first used, and called.
 
-    machine = CpuKernels(threads=2)
-    x, y = machine.add_norm(x, delta, norm)       # at once: each has the signature of its twin in
-                                                  # model.py
+    machine = CpuKernels(c_compiler(), threads=2)
+    x, y = machine.add_norm(x, delta, norm)       # at once: each is called as its twin in model.py;
+                                                  # q, k and v stay one tensor
     hidden = machine.record(model, kv, ops, T, B, M)     # or a whole step as one call
     x = hidden(batch)
 
 What a CUDA graph is to a GPU, a recorded step is to a CPU: a list of operators, with the addresses
-of all that they read and write. Model and operators are those of model.py; they are only asked
-once. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head size, S
-block size; of a layer, R rows, K inputs, N outputs.
+of all that they read and write. `model.hidden` runs once, with operators that are listed instead
+of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head
+size, S block size; of a layer, R rows, K inputs, N outputs.
 """
 
 import ctypes

@@ -1,7 +1,6 @@
 """
-Layers of a CPU that keep their weights otherwise than torch's: in fp32 as cpu.c takes them, as
-8-bit integers, whoever computes with them, or packed for torch, which computes in bf16, and where
-there is no C compiler.
+Linear layers for a CPU, in three layouts: fp32 in panels for cpu.c, 8-bit integers for cpu.c or
+torch, and packed by oneDNN for torch, which computes in bf16, and where there is no C compiler.
 
     model = converted(model, "int8")       # a copy with weights of 8-bit integers
     model = packed_for_cpu(model)          # a copy, its matrices packed for oneDNN
