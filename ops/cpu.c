@@ -400,6 +400,7 @@ INLINE void multiply_panel(
 {
     int64_t K = op->K;
     const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
+    // weights 64 inputs ahead or, of integers, 3 KB: measured, twice as far is no faster
     if (!op->scale) {
         const float *w = op->weight + n * K + k * PANEL, *x = op->x + r * K + k;
         for (int c = 0; c < PANEL; c += count * LANES)
