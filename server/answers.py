@@ -21,6 +21,7 @@ import orjson
 
 from server.live import EVENTS, PING, PING_SECONDS
 from server.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
+from server.tools import CallReader, grammar_of_calls
 from tokenizer import token_name
 
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
@@ -133,11 +134,12 @@ class Choice:
             return True
         # an echo waits for its prompt's scores, which come with the first token
         waits = self.prompt_entries and not self.tokens
-        return bool(self.text) and not waits
+        return bool(self.text or self.deltas) and not waits
 
     def mark_sent(self):
         """Forget text, tokens and their entries: the client was sent them."""
         self.text = ""
+        self.deltas = []
         self.tokens = []
         self.entries = []
         self.is_first = False
@@ -220,6 +222,22 @@ class ChatChoice(Choice):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
+    def __init__(self, job, index, body, *rest):
+        super().__init__(job, index, body, *rest)
+        self.calls = CallReader(job.call_tag) if body.tools else None
+
+    def add_tokens(self, *step):
+        super().add_tokens(*step)
+        if self.calls:
+            self.deltas += self.calls.read(self.text, bool(self.finish_reason))
+            self.text = ""
+
+    @property
+    def shown_reason(self) -> str | None:
+        """As OpenAI has it, a call of the function that tool_choice names is a "stop"."""
+        called = self.calls and self.calls.calls and not self.body.is_named
+        return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
+
     def chunks(self) -> list[dict]:
         """
         All that is new. In a stream the first event has the role alone, the last the finish_reason
@@ -227,16 +245,20 @@ class ChatChoice(Choice):
         chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
         if not self.body.stream:
-            content = {"message": {"role": "assistant", "content": self.text}}
-            return [self.chunk(content, self.tokens, self.finish_reason) | self.prompt_fields()]
+            said = self.calls.message() if self.calls else {"content": self.text}
+            content = {"message": {"role": "assistant"} | said}
+            return [self.chunk(content, self.tokens, self.shown_reason) | self.prompt_fields()]
         chunks = []
         if self.is_first:
             role = {"delta": {"role": "assistant", "content": ""}}
             chunks.append(self.chunk(role, [], None) | self.prompt_fields())
-        if self.text or self.tokens:
-            chunks.append(self.chunk({"delta": {"content": self.text}}, self.tokens, None))
+        if self.text or self.tokens or self.deltas:
+            deltas = self.deltas or [{} if self.calls else {"content": self.text}]
+            for number, delta in enumerate(deltas):
+                tokens = [] if number else self.tokens
+                chunks.append(self.chunk({"delta": delta}, tokens, None))
         if self.finish_reason:
-            chunks.append(self.chunk({"delta": {}}, [], self.finish_reason))
+            chunks.append(self.chunk({"delta": {}}, [], self.shown_reason))
         return chunks
 
     def entry(self, token, score, offset) -> dict:
@@ -285,6 +307,9 @@ class Job:
         self.is_done = False  # all choices have ended, or there is an error
         self.error = None  # an ApiError
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
+        self.grammar = body.response_format or body.structured_outputs
+        if body.tools:
+            self._hold_to_tools()
         kind = CHOICES[type(body)]
         tokenizer = service.encoder.tokenizer
         eos = self.client.info["eos_token_ids"]
@@ -305,6 +330,15 @@ class Job:
         # where usage is asked for, chunks before the last have it, too, as null
         usage = {"usage": None} if body.stream_options.include_usage else {}
         self.chunk_head = self.head | usage
+
+    def _hold_to_tools(self):
+        """Hold the answer to the tools' schemas. Raises ApiError for "auto" without a tag."""
+        self.call_tag = self.service.encoder.chat.call_tag
+        if self.body.tool_choice == "auto" and not self.call_tag:
+            why = "this model's chat template does not show tools, or has no JSON in tags for calls"
+            remedy = 'send "required", "none" or a function'
+            raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
+        self.grammar = {"kind": "grammar", "text": grammar_of_calls(self.body, self.call_tag)}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
@@ -346,7 +380,8 @@ class Job:
     def on_refusal(self, kind, message):
         """The engine does not accept a choice, failed at it, or is gone: the call fails."""
         status, code = REFUSALS.get(kind, (500, None))
-        self.fail(ApiError(status, message, code=code))
+        param = self.body.constraints[:1] if kind == "invalid" else ()
+        self.fail(ApiError(status, message, *param, code=code))
 
     # its end
 

@@ -128,6 +128,8 @@ class Service(Site):
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}
         options = body.chat_template_kwargs | options
+        if body.tools:
+            options["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         with refusals_about("messages"):
             return [await self.encoder.encode_chat(messages, add, options)]
 

@@ -119,7 +119,10 @@ class EngineClient(asyncio.Protocol):
         options = {"n": len(choices), "priority": body.priority, "name": first.job.call_id}
         options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
         params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
-        self._write(op="add", id=id, prompt=first.prompt, params=params, options=options)
+        message = {"prompt": first.prompt, "params": params, "options": options}
+        if first.job.grammar:
+            message["grammar"] = first.job.grammar
+        self._write(op="add", id=id, **message)
 
     def abort(self, choice) -> bool:
         """

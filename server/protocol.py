@@ -18,6 +18,7 @@ import json
 import re
 import reprlib
 from dataclasses import dataclass, fields
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -26,6 +27,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    Json,
     PlainValidator,
     PrivateAttr,
     ValidationError,
@@ -36,6 +38,7 @@ from starlette.responses import Response
 
 from common import plural
 from params import BIAS, RANGES, SamplingParams, check_variables
+from server.tools import NO_PARAMETERS
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
@@ -43,11 +46,10 @@ ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"
 RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are trouble that passes
 
 # Accepted and ignored: they change nothing in the answer. They are about bills, caches and
-# statistics, are hints that a server may follow or not (verbosity, prediction), or mean nothing
-# without tools (parallel_tool_calls).
+# statistics, or are hints that a server may follow or not (verbosity, prediction).
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
 IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
-IGNORED |= {"include_obfuscation", "parallel_tool_calls"}
+IGNORED |= {"include_obfuscation"}
 
 # Fields that would change the answer and are not served, each with its neutral value, which clients
 # send although it asks for nothing (None: null alone is neutral).
@@ -55,7 +57,6 @@ NOT_SERVED = {
     "best_of": 1,
     "suffix": "",
     "echo": False,  # of a chat
-    "response_format": {"type": "text"},
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1,
@@ -64,9 +65,8 @@ NOT_SERVED = {
     "include_stop_str_in_output": False,
     "return_token_strs": False,
     "continue_final_message": False,
-    "tools": [],
+    "tools": [],  # of a text
     "tool_choice": "none",
-    "tool_calls": [],
     "functions": [],
     "function_call": "none",
     "images": [],
@@ -83,6 +83,9 @@ MAX_CHOICES = 128  # of a prompt: `n`
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
+MAX_SCHEMA = 2**16  # bytes of a grammar, or of the parameters of all tools
+MAX_TOOLS = 128
+HAS_GRAMMARS = find_spec("llguidance") is not None
 INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of them must be printed
 
 
@@ -210,6 +213,59 @@ def content_text(value):
     return "".join(texts)
 
 
+def grammar_text(value, *path) -> str:
+    """A schema or grammar for the engine. It compiles it, and refuses those that are broken."""
+    if not HAS_GRAMMARS:
+        raise Refused("is not served here: `pip install llguidance`, or leave it out", *path)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    size = len(text.encode())
+    if size > MAX_SCHEMA:
+        raise Refused(f"has {size} bytes, at most {MAX_SCHEMA} are taken: shorten it", *path)
+    return text
+
+
+def grammar_of_format(value) -> dict | None:
+    """`response_format` as the engine's grammar, None for free text."""
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            schema = {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            pass
+        case _:
+            kinds = "text, json_object, or json_schema with json_schema.schema, an object"
+            raise Refused(f"must be of the type {kinds}")
+    return {"kind": "json", "text": grammar_text(schema)}
+
+
+def grammar_of_outputs(value) -> dict:
+    """vLLM's `structured_outputs` as the engine's grammar."""
+    if isinstance(value, dict):
+        value = {name: sent for name, sent in value.items() if sent is not None}
+    match value:
+        case {"json": str() | dict()} | {"regex": str()} | {"grammar": str()} if len(value) == 1:
+            pass
+        case {"choice": [_, *_] as texts} if len(value) == 1 and is_list_of(str, texts):
+            pass
+        case _:
+            forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
+            raise Refused(f"must have one of {forms}; structural_tag and others are not served")
+    [(kind, sent)] = value.items()
+    return {"kind": kind, "text": grammar_text(sent)}
+
+
+def name_or_word(value) -> str | dict:
+    """`tool_choice`: "none", "auto", "required", or {"name"} of a function."""
+    match value:
+        case "none" | "auto" | "required":
+            return value
+        case {"type": "function", "function": {"name": str(name)}}:
+            return {"name": name}
+    named = '{"type": "function", "function": {"name": ..}}'
+    raise Refused(f'must be "none", "auto", "required", or {named}')
+
+
 def stops_that_fit(stops: list[str]) -> list[str]:
     total = sum(len(stop.encode()) for stop in stops)
     if total > MAX_STOP_BYTES:
@@ -237,6 +293,10 @@ Stops = Annotated[
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
+ResponseFormat = Annotated[dict | None, PlainValidator(grammar_of_format)]
+StructuredOutputs = Annotated[dict, PlainValidator(grammar_of_outputs)]
+ToolChoice = Annotated[str | dict, PlainValidator(name_or_word)]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
@@ -269,10 +329,7 @@ class Body(BaseModel):
         # max_tokens: see `most_tokens`
         defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
         fields = {name: info.context[name] for name in defaults}
-        # Clients that send tools send fields beside them that mean nothing without: the refusal is
-        # to be about the tools.
-        for name in [*(body.keys() & {"tools"}), *body]:
-            value = body[name]
+        for name, value in body.items():
             if value is None or name in IGNORED:
                 continue
             if name in cls.model_fields:
@@ -313,6 +370,8 @@ class SamplingRequest(Body):
     stop_token_ids: Ids = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = sampling_field("min_tokens")
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
@@ -338,6 +397,12 @@ class SamplingRequest(Body):
                 f"is {self.min_tokens}, above max_tokens, {self.max_tokens}", "min_tokens"
             )
         return self
+
+    @property
+    def constraints(self) -> list[str]:
+        """The fields that hold the answer to a grammar."""
+        names = ["response_format", "structured_outputs", "tools"]
+        return [name for name in names if getattr(self, name)]
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -368,6 +433,7 @@ class SamplingRequest(Body):
         if self.min_tokens and stops.issuperset(range(vocab_size)):
             message = "min_tokens is above 0, but all tokens are stop tokens"
             raise ApiError(400, message, "min_tokens")
+        self._check_constraints(eos_token_ids)
         longest = max(map(len, prompts))
         asked = self.min_tokens if self.max_tokens is None else self.max_tokens
         asked = max(asked, int(self.needs_engine))
@@ -383,6 +449,17 @@ class SamplingRequest(Body):
             message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are sent: "
             message += "lower max_tokens, n or the number of log-probabilities, or split the call"
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
+
+    def _check_constraints(self, eos_token_ids):
+        """An answer is held to one grammar, behind which an end of text must come."""
+        if not self.constraints:
+            return
+        first, *others = self.constraints
+        others += ["ignore_eos"] * self.ignore_eos + ["max_tokens 0"] * (self.max_tokens == 0)
+        others += ["a model without end-of-text token"] * (not eos_token_ids)
+        if others:
+            message = f"{first} cannot be combined with {others[0]}: leave one of them out"
+            raise ApiError(400, message, first)
 
     @property
     def needs_engine(self) -> bool:
@@ -423,6 +500,7 @@ class CompletionRequest(SamplingRequest):
     echo: bool = False
     add_special_tokens: bool = True  # those that the tokenizer puts around a text: its BOS, if any
     messages: ClassVar = ()
+    tools: ClassVar = ()
     max_completion_tokens: ClassVar = None
 
     @property
@@ -431,12 +509,52 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
 
+class CalledFunction(Body):
+    name: FunctionName
+    arguments: Json[dict[str, Any]]  # templates take the object, not its text
+
+
+class ToolCall(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class Message(Body):
     model_config = ConfigDict(extra="ignore")  # clients send back whole answers, with all fields
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = ""
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def check_role(self):
+        if self.tool_calls and self.role != "assistant":
+            raise Refused("are an assistant's: leave them out", "tool_calls")
+        if (self.role == "tool") != (self.tool_call_id is not None):
+            raise Refused("belongs to the role tool, which needs one", "tool_call_id")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise Refused("is missing", "content")
+        return self
+
+
+class Function(Body):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] = NO_PARAMETERS
+    strict: bool = False  # without effect: all calls keep to the schema
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True)]
@@ -451,6 +569,9 @@ class ChatRequest(SamplingRequest):
     echo: ClassVar = False
 
     messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Tools = []
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
     # goes before the older max_tokens
     max_completion_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
@@ -467,6 +588,29 @@ class ChatRequest(SamplingRequest):
             raise Refused("needs logprobs: send logprobs true or leave it out", "top_logprobs")
         return self
 
+    @model_validator(mode="after")
+    def check_tools(self):
+        if self.tool_choice == "none":
+            self.tools = []
+        elif not self.functions and "tool_choice" in self.model_fields_set:
+            raise Refused("needs tools, and names one of them if any", "tool_choice")
+        elif self.tools:
+            grammar_text([function.parameters for function in self.functions], "tools")
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
+            raise Refused("has two functions of the same name", "tools")
+        return self
+
+    @property
+    def is_named(self) -> bool:
+        """Whether tool_choice names the one function to call."""
+        return isinstance(self.tool_choice, dict)
+
+    @property
+    def functions(self) -> list[Function]:
+        """Those that may be called."""
+        name = self.tool_choice["name"] if self.is_named else None
+        return [tool.function for tool in self.tools if name in (None, tool.function.name)]
+
     @property
     def num_logprobs(self) -> int | None:
         """As in completions."""
@@ -482,6 +626,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None  # true for a prompt, false for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = {}  # as in chats
+    tools: Tools = []
     return_token_strs: bool = False  # the page names a prompt's tokens with it
 
     @model_validator(mode="after")

@@ -23,6 +23,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common import MALFORMED, read_json
+from server.tools import find_tag
 from tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -37,7 +38,7 @@ SHORT = 1024
 MAX_WAITING = 2**26  # characters and ids of all that waits for the thread: they are in memory
 PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
 
-Messages = list[dict[str, str]]  # [{"role", "content"}, ..], perhaps with a "name"
+Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class Encoder:
         self, messages: Messages, add_special_tokens: bool, options: dict
     ) -> list[int]:
         """Token ids of a conversation; see Chat.encode."""
-        size = sum(len(text) for message in messages for text in message.values())
+        size = sum(len(str(value)) for message in messages for value in message.values())
 
         def work(_) -> list[int]:
             return self.chat.encode(messages, add_special_tokens, **options)
@@ -184,6 +185,7 @@ class Chat:
             self.template = environment.from_string(source)
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
+        self.call_tag = find_tag(self.render)
 
     def encode(
         self, messages: Messages, add_special_tokens: bool = False, /, **options
@@ -207,9 +209,9 @@ class Chat:
 
     def render(self, messages: Messages, /, **options) -> str:
         """The text of a conversation. Raises TokenizerError where the template fails at it."""
-        options |= {"messages": messages, "tools": None, "documents": None}
+        unset = {"tools": None, "documents": None}
         try:
-            return self.template.render(options)
+            return self.template.render(unset | options | {"messages": messages})
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program, so any exception may come

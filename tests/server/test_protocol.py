@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params
 from pydantic import ValidationError
 
 from params import SamplingParams
+from server import protocol
 from server.protocol import (
     IGNORED,
     NOT_SERVED,
@@ -117,11 +118,11 @@ def test_null_and_ignored_fields_count_as_not_sent(kind):
 
 
 NEUTRAL = """{
-    "best_of": 1, "suffix": "", "echo": false, "response_format": {"type": "text"},
+    "best_of": 1, "suffix": "", "echo": false,
     "modalities": ["text"], "use_beam_search": false, "length_penalty": 1, "early_stopping": false,
     "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
     "return_token_strs": false, "continue_final_message": false, "tools": [],
-    "tool_choice": "none", "tool_calls": [], "functions": [], "function_call": "none",
+    "tool_choice": "none", "functions": [], "function_call": "none",
     "images": [], "audio": null, "prefix": false
 }"""
 
@@ -183,16 +184,41 @@ text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token i
 text {"cache_salt": ""} -> cache_salt: string should have at least 1 character, got ''
 chat {"prompt": "x"} -> prompt is no field here: leave it out
 chat {"messages": []} -> messages: list should have at least 1 item after validation, not 0, got []
-chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.role: input should be ...
-chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content: field required, ...
-chat {"messages": [{"role": "user", "tool_calls": [{}]}]} -> messages.0.tool_calls is not ...
+chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: input should be ...
+chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
+chat {"messages": [{"role": "assistant", "content": null}]} -> messages.0.content is missing
+chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
+chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: field required, ...
+chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: input should be a valid dictionary, ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments: invalid json: ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: string should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
 chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 is 'image_url': only parts of the type text, with a text, are served
 chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 is 'text': only ...
 chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 is None: only parts ...
 chat {"logprobs": 2} -> logprobs: input should be a valid boolean, got 2
 chat {"top_logprobs": 0} -> top_logprobs needs logprobs: send logprobs true or leave it out
-chat {"tool_choice": "auto", "n": "wrong", "tools": [{}]} -> tools is not served here: leave it out or send []
+text {"tools": [{}]} -> tools is not served here: leave it out or send []
+chat {"tools": [{}]} -> tools.0.type: field required, ...
+chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: string should match ...
+chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions of the same name
+chat {"tool_choice": "auto"} -> tool_choice needs tools, and names one of them if any
+chat {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice needs tools, ...
+chat {"tool_choice": "f", "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice must be "none", "auto", "required", or {"type": "function", "function": {"name": ..}}
+chat {"tool_choice": {"type": "allowed_tools"}} -> tool_choice must be ...
+chat {"functions": [{"name": "f"}]} -> functions is not served here: ...
+text {"response_format": "json"} -> response_format must be of the type text, json_object, or json_schema with json_schema.schema, an object
+text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
+text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
+text {"structured_outputs": "{}"} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
+text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
+text {"structured_outputs": {"json": {}, "regex": "a"}} -> structured_outputs must have ...
+text {"structured_outputs": {"json": [1]}} -> structured_outputs must have ...
+text {"structured_outputs": {"regex": {}}} -> structured_outputs must have ...
+text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
+text {"structured_outputs": {"choice": ["a", 1]}} -> structured_outputs must have ...
 chat {"chat_template_kwargs": []} -> chat_template_kwargs: input should be a valid dictionary, got []
 chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has 'tools', which is not ...
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has 'eos_token', ...
@@ -220,6 +246,10 @@ def test_a_body_is_an_object():
     assert error.param is None
 
 
+def tool(name: str, **function) -> dict:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
 SIZES = [  # kind, field, a value of that size, the largest size that passes
     (CompletionRequest, "prompt", lambda size: ["a"] * size, 4096),
     (CompletionRequest, "stop", lambda size: ["a"] * size, 64),
@@ -231,6 +261,7 @@ SIZES = [  # kind, field, a value of that size, the largest size that passes
     (ChatRequest, "messages", lambda size: HELLO * size, 4096),
     (ChatRequest, "chat_template_kwargs", lambda size: {"a": "x" * (size - 9)}, 2**14),  # as JSON
     (TokenizeRequest, "messages", lambda size: HELLO * size, 4096),
+    (ChatRequest, "tools", lambda size: [tool(f"f{i}") for i in range(size)], 128),
 ]
 
 
@@ -240,6 +271,48 @@ def test_lists_and_texts_have_a_largest_size(kind, name, make, most):
     other = {"prompt": None} if kind is TokenizeRequest else {}
     assert len(getattr(parse(kind, **other, **{name: make(most)}), name)) == len(make(most))
     assert refusal(kind, **other, **{name: make(most + 1)}).param == name
+
+
+def constrained(text: str) -> list[tuple]:
+    """(kind, field at fault, fields) of bodies with this text in what the engine compiles."""
+    schema = {"title": text}
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return [
+        (CompletionRequest, "response_format", {"response_format": form}),
+        (ChatRequest, "structured_outputs", {"structured_outputs": {"json": schema}}),
+        (CompletionRequest, "structured_outputs", {"structured_outputs": {"regex": text}}),
+        (ChatRequest, "tools", {"tools": [tool("f", parameters=schema)]}),
+    ]
+
+
+@pytest.mark.parametrize("number, around", [(0, 13), (1, 13), (2, 0), (3, 15)])
+def test_a_schema_has_at_most_64_kib(number, around):
+    """In bytes, and it is told with both numbers."""
+    for size in (2**16, 2**16 + 1):
+        kind, name, fields = constrained("é" + "x" * (size - around - 2))[number]
+        if size == 2**16:
+            assert parse(kind, **fields).constraints == [name]
+            continue
+        error = refusal(kind, **fields)
+        assert error.param == name
+        assert error.message == f"{name} has 65537 bytes, at most 65536 are taken: shorten it"
+
+
+@pytest.mark.parametrize("kind, name, fields", constrained("x"))
+def test_what_grammars_need(kind, name, fields, monkeypatch):
+    """An end of text; and the library, of which a plain request knows nothing."""
+    body = parse(kind, **fields)
+    body.check_fits([[1]], 5, 99, [4])
+    error = refusal_of(body.check_fits, [[1]], 5, 99)
+    assert error.param == name
+    assert error.message.startswith(f"{name} cannot be combined with a model without end-of-text")
+    monkeypatch.setattr(protocol, "HAS_GRAMMARS", False)
+    parse(kind, response_format={"type": "text"})
+    error = refusal(kind, **fields)
+    assert error.param == name
+    assert error.message == (
+        f"{name} is not served here: `pip install llguidance`, or leave it out"
+    )
 
 
 def test_request_ids_can_be_headers():
@@ -289,19 +362,30 @@ def test_numbers_of_any_length_are_refused(kind, number):
 
 
 # Several forms of one value; and whole answers, which clients keep as their history and send back.
-ACCEPTED = """
+ACCEPTED = r"""
 text {"prompt": "ab"} -> {"prompt": ["ab"]}
 text {"prompt": ["ab", "c"]} -> {"prompt": ["ab", "c"]}
 text {"prompt": [0, 2]} -> {"prompt": [[0, 2]]}
 text {"prompt": [[1], [3]]} -> {"prompt": [[1], [3]]}
 text {"stop": "ab"} -> {"stop": ["ab"]}
+text {"response_format": {"type": "text"}} -> {"response_format": null}
+text {"response_format": {"type": "json_object"}} -> {"response_format": {"kind": "json", "text": "{\"type\": \"object\"}"}}
+chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {"é": 1}}}} -> {"response_format": {"kind": "json", "text": "{\"é\": 1}"}}
+text {"structured_outputs": {"json": {"a": 1}, "regex": null}} -> {"structured_outputs": {"kind": "json", "text": "{\"a\": 1}"}}
+text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{ }"}}
+chat {"structured_outputs": {"regex": "a+"}} -> {"structured_outputs": {"kind": "regex", "text": "a+"}}
+text {"structured_outputs": {"choice": ["a", "b"]}} -> {"structured_outputs": {"kind": "choice", "text": "[\"a\", \"b\"]"}}
+text {"structured_outputs": {"grammar": "start: /a/"}} -> {"structured_outputs": {"kind": "grammar", "text": "start: /a/"}}
+chat {"tools": [], "tool_choice": "none", "parallel_tool_calls": false} -> {"tools": []}
+chat {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"} -> {"tools": []}
+chat {"tools": [{"type": "function", "function": {"name": "f-_9", "strict": true}}]} -> {"tool_choice": "auto", "tools": [{"type": "function", "function": {"name": "f-_9", "strict": true, "description": null, "parameters": {"type": "object", "properties": {}}}}]}
 tokenize {"prompt": ""} -> {"prompt": ""}
-tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "name": null}]}
+tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "name": null, "tool_calls": null, "tool_call_id": null}]}
 detokenize {"tokens": [0, 2147483647]} -> {"tokens": [0, 2147483647]}
-chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "name": null}]}
-chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "name": null}]}
-chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "name": null}]}
-chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "name": "bot"}]}
+chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "name": null, "tool_calls": [], "tool_call_id": null}]}
+chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "name": "bot", "tool_calls": null, "tool_call_id": null}]}
 """  # noqa: E501
 
 
@@ -411,6 +495,12 @@ text {"logprobs": 20, "n": 128, "max_tokens": 250} -> 672000 log-probabilities i
 text {"n": 128, "logprobs": 15, "echo": true, "max_tokens": 0, "prompt": [[1], [1]]} -> null
 text {"prompt": [[1], [1]], "n": 128, "logprobs": 20, "echo": true, "max_tokens": 48} -> 263424 log-probabilities in one answer, at most 262144 are sent: lower
 chat {"logprobs": true, "top_logprobs": 20, "max_tokens": 12484} -> 262164 log-probabilities in one answer, at most 262144 are sent: lower
+text {"response_format": {"type": "json_object"}} -> null
+text {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}} -> response_format cannot be combined with structured_outputs: leave one of them out
+chat {"structured_outputs": {"regex": "a"}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> structured_outputs cannot be combined with tools: leave one of them out
+chat {"structured_outputs": {"regex": "a"}, "tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]} -> null
+chat {"tools": [{"type": "function", "function": {"name": "f"}}], "ignore_eos": true} -> tools cannot be combined with ignore_eos: leave one of them out
+text {"structured_outputs": {"choice": ["a"]}, "echo": true, "max_tokens": 0} -> structured_outputs cannot be combined with max_tokens 0: leave one of them out
 chat {"logprobs": true, "top_logprobs": 20, "min_tokens": 12484} -> 262164 log-probabilities in one answer, at most 262144 are sent: lower
 """  # noqa: E501
 
