@@ -126,6 +126,12 @@ class Service(Site):
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
+        names = {}
+        for message in messages:  # Hermes' template asks for the name of a result's function
+            for call in message.get("tool_calls", ()):
+                names[call["id"]] = call["function"]["name"]
+            if message["role"] == "tool":
+                message.setdefault("name", names.get(message["tool_call_id"], ""))
         options = {"add_generation_prompt": body.add_generation_prompt}
         options = body.chat_template_kwargs | options
         if body.tools:

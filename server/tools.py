@@ -32,17 +32,20 @@ def find_tag(render: Callable) -> str:
     The tag of calls in a chat template, read off a conversation that has one. "" if it does not
     show tools, or writes calls in another form. `render`: see text.Chat.
     """
-    call = {"name": "probe", "arguments": {}}
-    calls = [{"id": "call_1", "type": "function", "function": call}]
+    call = {"id": "1", "type": "function", "function": {"name": "probe", "arguments": {}}}
     messages = [{"role": "user", "content": "x"}]
-    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
+    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
     function = {"name": "probe", "description": "x", "parameters": NO_PARAMETERS}
     try:
         text = render(messages, tools=[{"type": "function", "function": function}])
     except ValueError:  # TokenizerError: the template refuses it
         return ""
-    found = re.search(rf"<(\w+)>\n{json.dumps(call)}\n</\1>", text)
-    return found[1] if found and text.count("probe") > 1 else ""
+    # Hermes' puts the arguments first, though it asks for the name first
+    forms = ['{"name":"probe","arguments":{}}', '{"arguments":{},"name":"probe"}']
+    for tag, inside in re.findall(r"<(\w+)>(.*?)</\1>", text, re.DOTALL):
+        if "".join(inside.split()) in forms and text.count("probe") > 1:
+            return tag
+    return ""
 
 
 def marks(tag: str) -> list[str]:

@@ -1,0 +1,432 @@
+"""
+Tools: what a template shows of them, the grammar that an answer with calls is held to, and the
+calls that are read off its text, however the steps cut it.
+"""
+
+import json
+import re
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wires import House
+
+from server.protocol import ChatRequest
+from server.tools import CallReader, grammar_of_calls
+from training.corpus import bpe_tokenizer
+
+llguidance = pytest.importorskip("llguidance")
+
+TOOLS = """[
+    {"type": "function", "function": {"name": "weather", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"],
+        "additionalProperties": false}}},
+    {"type": "function", "function": {"name": "clock", "description": "the time"}}
+]"""
+TOOLS = json.loads(TOOLS)
+HELLO = [{"role": "user", "content": "hello"}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+# In the manner of Qwen's and Hermes' templates
+SHOWN = r"""{% if tools %}{{ 'Call in <tools></tools> or <tool_call></tool_call>:\n<tools>' }}
+{%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+{{- '\n</tools>\n<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n' }}
+{{- '</tool_call>\n' }}{% endif %}"""
+TALK = r"""{% for m in messages %}{{ m.role + ':' }}
+{%- if m.content %}{{ '\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls %}{% set call = call.function %}CALL{% endfor %}
+{{- '\n' }}{% endfor %}assistant:"""
+QWEN = r"""{{ '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}{{ '}\n</tool_call>' }}"""
+HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
+{{- ', "name": "' + call.name + '"}\n</tool_call> ' }}"""
+XML = "<tool_call><function={{ call.name }}>{{ call.arguments }}</function></tool_call>"
+TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
+
+
+def body_of(**fields) -> ChatRequest:
+    return ChatRequest(**{"messages": HELLO, "tools": TOOLS} | fields)
+
+
+# --------------------------------------------------------------------------------------------------
+# The template
+
+
+KINDS = {
+    "tool_call": [TEMPLATE, SHOWN + TALK.replace("CALL", HERMES)],
+    "call": [TEMPLATE.replace("tool_call>", "call>")],
+    "": [TALK.replace("CALL", QWEN), SHOWN + TALK.replace("CALL", XML), SHOWN + TALK],
+}
+KINDS[""] += ["{{ messages[0].content }}", "{{ raise_exception('no tools') }}"]
+
+
+@pytest.mark.parametrize("tag, source", [(tag, one) for tag in KINDS for one in KINDS[tag]])
+def test_the_tag_of_calls_is_read_off_the_template(tag, source, tmp_path):
+    """
+    Would catch: Qwen3-Coder's tags, which have no JSON inside, taken for Qwen3's; a template that
+    writes calls, but would not tell the model of any tool.
+    """
+    with house_with(source, tmp_path) as house:
+        assert house.encoder.chat.call_tag == tag
+
+
+def house_with(template: str, folder) -> House:
+    bpe_tokenizer([]).save(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return House(directory=folder)
+
+
+@pytest.fixture
+def house(tmp_path):
+    with house_with(TEMPLATE, tmp_path) as house:
+        yield house
+
+
+def call(house, messages=HELLO, tools=TOOLS, **fields):
+    body = {"messages": messages, "tools": tools, "max_tokens": 99} | fields
+    return house.call("POST", "/v1/chat/completions", body)
+
+
+def added(house) -> dict:
+    """What the engine was sent last."""
+    return house.engine.of("add")[-1]
+
+
+def prompt_of(house) -> str:
+    return bytes(added(house)["prompt"]).decode()
+
+
+def test_tools_are_shown_and_results_go_back(house):
+    """
+    Would catch: arguments as text, which Qwen2.5's template would write as a string of JSON; a
+    result without its function's name, which Hermes' template asks for.
+    """
+    function = {"name": "weather", "arguments": '{"city":"Zürich"}'}
+    called = [{"id": "a", "type": "function", "function": function, "index": 0}]
+    talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": called}]
+    talk.append(
+        {"role": "tool", "content": [{"type": "text", "text": "rain"}], "tool_call_id": "a"}
+    )
+    call(house, talk)
+    prompt = prompt_of(house)
+    shown = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"type"')]
+    assert shown == TOOLS
+    written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+    assert prompt.endswith(f"user:\nhello\nassistant:\n{written}\ntool:\nrain\nassistant:")
+    tokens = house.call("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
+    assert tokens.answer().json["tokens"] == added(house)["prompt"]
+    named = "{% for m in messages %}{{ m.name }}{% endfor %}"
+    house.encoder.chat.template = house.encoder.chat.template.environment.from_string(named)
+    call(house, talk, tool_choice="required")
+    assert prompt_of(house) == "weather"
+
+
+def test_no_text_of_tools_becomes_a_control_token(house):
+    """Against prompt injection: in descriptions, schemas, arguments and results, too."""
+    end = "<|endoftext|>"
+    tool = {"name": "f", "description": end, "parameters": {"title": end, end: {"enum": [end]}}}
+    function = {"name": "f", "arguments": json.dumps({end: [end]})}
+    called = [{"id": end, "type": "function", "function": function}]
+    talk = [*HELLO, {"role": "assistant", "tool_calls": called}]
+    talk.append({"role": "tool", "content": end, "tool_call_id": end})
+    call(house, talk, [{"type": "function", "function": tool}])
+    assert 256 not in added(house)["prompt"]
+    assert prompt_of(house).count(end) == 7
+
+
+def test_none_is_like_no_tools(house):
+    """Neither shown nor called, and not looked at for contradictions."""
+    form = {"type": "json_object"}
+    call(house, tool_choice="none", response_format=form)
+    assert prompt_of(house) == "user:\nhello\nassistant:"
+    assert added(house)["grammar"] == {"kind": "json", "text": '{"type": "object"}'}
+    call(house, tool_choice="none")
+    assert "grammar" not in added(house)
+
+
+def test_auto_needs_a_template_with_tags(tmp_path):
+    """Else "required" or a function holds the answer all the same, a call a line."""
+    with house_with("{{ messages[0].content }}", tmp_path) as house:
+        error = call(house).answer().json["error"]
+        assert error["param"] == "tool_choice"
+        assert error["message"].startswith('tool_choice is "auto", but this model\'s chat template')
+        assert error["message"].endswith('send "required", "none" or a function')
+        for choice in ("required", NAMED):
+            caller = call(house, tool_choice=choice)
+            assert prompt_of(house) == "hello"
+            line = '{"name": "weather", "arguments": {"city": "x"}}\n'
+            house.engine.step({added(house)["id"]: [*line.encode(), 256]}, "stop")
+            (called,) = caller.answer().json["choices"][0]["message"]["tool_calls"]
+            assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
+
+
+def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
+    for fields, name in (
+        ({}, "tools"),
+        ({"tools": [], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [], "structured_outputs": {"regex": "("}}, "structured_outputs"),
+    ):
+        caller = call(house, **fields, stream=True)
+        refusal = {"op": "error", "id": added(house)["id"], "message": "no", "kind": "invalid"}
+        house.engine.say(refusal)
+        answer = caller.answer()
+        assert answer.status == 400
+        assert (answer.json["error"]["message"], answer.json["error"]["param"]) == ("no", name)
+
+
+# --------------------------------------------------------------------------------------------------
+# The grammar
+
+
+class Bytes:
+    """A vocabulary for llguidance: a token a byte, and an end."""
+
+    def __init__(self):
+        self.bos_token_id = None
+        self.eos_token_id = 256
+        self.special_token_ids = [256]
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>"]
+
+    def __call__(self, text):
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+BYTES = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+
+
+def allowed(body: ChatRequest, tag: str, text: str) -> tuple[int, bool]:
+    """How many bytes of the text the grammar takes, and whether it may end there."""
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body, tag))
+    matcher = llguidance.LLMatcher(BYTES, lark, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())), matcher.is_accepting()
+
+
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+
+
+def spelled(text: str, tag: str = "tool_call") -> str:
+    """A text of the tables below, without a tag as lines."""
+    text = text.replace("SIXTEEN", 16 * "ONE").replace("ONE", ONE).replace("CLOCK", CLOCK)
+    text = re.sub(r"(?<!\\)\\n", "\n", text).replace(r"\\n", r"\n")
+    if not tag:
+        text = text.replace("<tool_call>\n", "").replace("\n</tool_call>", "\n")
+    return text
+
+
+# Fields of the call; a text, whose part behind ¦ is refused; whether it may end there.
+# ONE is a call, CLOCK another one.
+HELD = r"""
+{} free <text -> true
+{} free <tool_call>¦ text -> false
+{} free\nONE¦ text -> true
+{} ONE\nCLOCKONE -> true
+{} SIXTEEN¦ONE -> true
+{"parallel_tool_calls": false} freeONE¦ONE -> true
+{"tool_choice": "required"} SIXTEEN¦ONE -> true
+{"tool_choice": "required"} ¦free -> false
+{"tool_choice": "required", "parallel_tool_calls": false} ONE¦ONE -> true
+{"tool_choice": NAMED} ONE¦ONE -> true
+{"tool_choice": NAMED} <tool_call>\n{"name": "¦clock -> false
+{"tool_choice": "required"} <tool_call>\n{"name": "clock", "arguments": {"a": [1, {"b": null}], "c": "}\\n</tool_call>"}}\n</tool_call> -> true
+{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {"city": ¦1 -> false
+{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {"city":¦"x" -> false
+{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {¦ "city" -> false
+{"tool_choice": "required"} <tool_call>\n{"name": "clock", "arguments": {¦\n} -> false
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("tag", ["tool_call", ""])
+@pytest.mark.parametrize("row", HELD.strip().splitlines())
+def test_answers_are_held_to_calls(row, tag):
+    fields, text, may_end = re.fullmatch(r"(\{.*?\}+) (.*) -> (\w+)", row).groups()
+    fields = json.loads(fields.replace("NAMED", json.dumps(NAMED)))
+    if not tag and "tool_choice" not in fields:
+        return  # the call is refused
+    taken, _, refused = spelled(text, tag).partition("¦")
+    expected = len(taken.encode()), json.loads(may_end)
+    assert allowed(body_of(**fields), tag, taken + refused) == expected
+
+
+def test_a_schema_keeps_its_references_and_loses_its_options():
+    """
+    `$ref` is meant from the parameters on, not from the whole; `x-guidance` could have keywords
+    ignored that the library does not know. Arguments are an object, whatever the schema says.
+    """
+
+    city = TOOLS[0]["function"]["parameters"]
+
+    def body(**more) -> ChatRequest:
+        parameters = {"$defs": {"c": city}, "properties": {"a": {"$ref": "#/$defs/c"}}} | more
+        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+        return body_of(tools=[tool], tool_choice="required")
+
+    start = '{"name": "f", "arguments": '
+    assert allowed(body(), "", start + '{"a": {"city": "x"}}}\n')[1]
+    assert allowed(body(), "", start + '{"a": {"x')[0] == len(start + '{"a": {"')
+    assert allowed(body(type="string"), "", start + '"')[0] == len(start)
+    schema = {"x-guidance": {"lenient": True}, "not": {}}
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), ""))
+    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, BYTES)
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading calls
+
+# a text -> its content and its calls; the last ones are cut off by the length
+ANSWERS = r"""
+hello <tool -> ["hello <tool"]
+ -> [""]
+ONE -> [null, "weather", "{\"city\": \"x\"}"]
+hi é\nONE -> ["hi é\n", "weather", "{\"city\": \"x\"}"]
+ONE\nCLOCK -> [null, "weather", "{\"city\": \"x\"}", "clock", "{}"]
+ONE\n -> [null, "weather", "{\"city\": \"x\"}"]
+<tool_call>\n{"name": "clock", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call> -> [null, "clock", "{\"a\": \"}\\n</tool_call>\"}"]
+a<tool_call>\n{ -> ["a"]
+a<tool_call>\n{"name": "clo -> ["a"]
+a<tool_call>\n{"name": "clock", "arguments":  -> ["a", "clock", ""]
+<tool_call>\n{"name": "clock", "arguments": {"a": "é -> [null, "clock", "{\"a\": \"é"]
+<tool_call>\n{"name": "clock", "arguments": {"a": 1}} -> [null, "clock", "{\"a\": 1}"]
+ONE<tool_call>\n{"name": "clock", "arguments": {}}\n</tool -> [null, "weather", "{\"city\": \"x\"}", "clock", "{}"]
+"""  # noqa: E501
+ANSWERS = ANSWERS[1:-1].split("\n")
+
+
+def parsed(row: str) -> tuple:
+    """The text, its content, [[name, arguments], ..]."""
+    text, expected = row.split(" -> ")
+    content, *calls = json.loads(expected)
+    return text, content, [[*pair] for pair in zip(calls[::2], calls[1::2], strict=True)]
+
+
+def names_and_arguments(calls: list[dict]) -> list[list[str]]:
+    return [[*call["function"].values()] for call in calls]
+
+
+@pytest.mark.parametrize("row", ANSWERS)
+def test_a_whole_answer_has_its_calls(house, row):
+    text, content, expected = parsed(row)
+    caller = call(house)
+    house.engine.step({added(house)["id"]: spelled(text).encode()}, "length")
+    (choice,) = caller.answer().json["choices"]
+    message = choice["message"]
+    calls = message.pop("tool_calls", [])
+    assert choice["finish_reason"] == "length"
+    assert message == {"role": "assistant", "content": content}
+    assert names_and_arguments(calls) == expected
+    assert len({called["id"] for called in calls}) == len(calls)
+    for called in calls:
+        assert called.keys() == {"id", "type", "function"}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    row=st.sampled_from(ANSWERS),
+    cuts=st.lists(st.integers(1, 30), max_size=80),
+    tag=st.sampled_from(["tool_call", ""]),
+)
+def test_a_stream_of_calls_is_the_same_however_it_is_cut(row, cuts, tag):
+    """
+    The first delta of a call has all but its arguments, which come as they are written. Would
+    catch: a piece of a tag sent as text, a brace behind the arguments, a call without its index.
+    """
+    text, content, expected = parsed(row)
+    if not tag and content is not None:
+        return
+    text = spelled(text, tag)
+    reader = CallReader(tag)
+    said = ""
+    calls = []
+    places = [0, *accumulate(cuts)]
+    for start, end in pairwise([*places, max(len(text), places[-1])]):
+        is_end = end >= len(text)
+        for delta in reader.read(text[start:end], is_end):
+            if "content" in delta:
+                assert delta["content"]
+                assert not calls
+                said += delta["content"]
+                continue
+            (new,) = delta["tool_calls"]
+            if new["index"] == len(calls):
+                assert new.keys() == {"index", "id", "type", "function"}
+                assert new["function"]["arguments"] == ""
+                calls.append(new)
+            else:
+                assert new.keys() == {"index", "function"}
+                assert new["index"] == len(calls) - 1
+                calls[-1]["function"]["arguments"] += new["function"].pop("arguments")
+                assert not new["function"]
+        if is_end:
+            break
+    assert said == (content or "")
+    assert names_and_arguments(calls) == expected
+
+
+def test_arguments_come_as_they_are_written(house):
+    """Not when all of a call is there; and nothing is sent for text that is held back."""
+    caller = call(house, stream=True)
+    seen = []
+    text = 'hi|<tool_|call>\n{"name": "weather", |"arguments": {"ci|ty": "x"}|}\n'
+    for piece in text.split("|"):
+        house.engine.step({added(house)["id"]: piece.encode()})
+        seen.append(len(caller.events))
+    assert seen == [2, 2, 2, 4, 5, 6]
+    house.engine.step({added(house)["id"]: [*b"</tool_call>", 256]}, "stop")
+    deltas = [event["choices"][0]["delta"] for event in caller.events[:-1]]
+    (first,) = deltas[2]["tool_calls"]
+    function = {"name": "weather", "arguments": ""}
+    assert first == {"index": 0, "id": first["id"], "type": "function", "function": function}
+    pieces = [{"role": "assistant", "content": ""}, {"content": "hi"}, deltas[2]]
+    for arguments in ('{"ci', 'ty": "x"', "}"):
+        pieces.append({"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]})
+    assert deltas[:6] == pieces
+    assert not any(deltas[6:])
+    assert caller.events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+
+
+# tool_choice, the text, how the engine ends it -> what the client is told
+REASONS = r"""
+"auto" ONE stop -> tool_calls
+"auto" ONE length -> length
+"auto" hello stop -> stop
+"required" ONE stop -> tool_calls
+NAMED ONE stop -> stop
+NAMED <tool_call> length -> length
+"""
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("row", REASONS.strip().splitlines())
+def test_the_reason_of_an_end_with_calls(house, row, stream):
+    """OpenAI's: "tool_calls", but for the function that the caller named. Metrics keep "stop"."""
+    tool_choice, text, finish, _, reason = row.split()
+    tool_choice = json.loads(tool_choice.replace("NAMED", json.dumps(NAMED)))
+    caller = call(house, tool_choice=tool_choice, stream=stream)
+    end = [256] if finish == "stop" else []
+    house.engine.step({added(house)["id"]: [*spelled(text).encode(), *end]}, finish)
+    last = caller.events[-2] if stream else caller.answer().json
+    assert last["choices"][0]["finish_reason"] == reason
+    assert house.service.metrics.finished[finish]._value.get() == 1
+
+
+def test_tokens_and_their_scores_are_sent_though_text_is_held_back(house):
+    caller = call(house, stream=True, logprobs=True, return_token_ids=True)
+    tokens = [*ONE.encode(), 256]
+    for token in tokens:
+        row = [added(house)["id"], [token], "stop" if token == 256 else None, 0, [[-1.0, [], []]]]
+        house.engine.say({"op": "step", "out": [[*row, None]], "stats": house.engine.stats})
+    choices = [event["choices"][0] for event in caller.events[:-1]]
+    assert [token for choice in choices for token in choice["token_ids"]] == tokens
+    scored = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+    assert sum(map(len, scored)) == len(tokens)
+
+
+def test_each_choice_has_calls_of_its_own(house):
+    caller = call(house, n=2)
+    id = added(house)["id"]
+    house.engine.step({id: ONE.encode(), f"{id}.1": b"hello"}, "length")
+    first, second = [choice["message"] for choice in caller.answer().json["choices"]]
+    assert first["tool_calls"][0]["function"]["name"] == "weather"
+    assert second == {"role": "assistant", "content": "hello"}
