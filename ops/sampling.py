@@ -15,7 +15,7 @@ same in two launches whatever the batch asks for, so that a CUDA graph can hold 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -176,15 +176,17 @@ def sample_torch(
     positions: Tensor,
     per_row: SamplingRows,
     asked: Sequence[SamplingParams] | None = None,
+    noise_of: Callable | None = None,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature
     + Gumbel noise, over the tokens that the filters keep, is a sample of the softmax (the
     Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `per_row`, positions [R] the
     places of the new tokens in their texts; `asked`, the SamplingParams of the rows, spares work
-    that no row wants. Returns [R] int64: of a tie the lowest token, and NO_TOKEN for a row without
-    a finite maximum (NaN anywhere, all -inf). In place: per_row.last_token gets the tokens (0 for
-    NO_TOKEN), and per_row.marks counts them in rows with penalties.
+    that no row wants; `noise_of` has the arguments of `gumbel_noise`. Returns [R] int64: of a tie
+    the lowest token, and NO_TOKEN for a row without a finite maximum (NaN anywhere, all -inf). In
+    place: per_row.last_token gets the tokens (0 for NO_TOKEN), and per_row.marks counts them in
+    rows with penalties.
     """
     # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
@@ -201,7 +203,8 @@ def sample_torch(
         if "filters" in used:  # top_k, top_p, min_p
             lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
             scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
-        noise = gumbel_noise(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
+        noise_of = noise_of or gumbel_noise
+        noise = noise_of(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
         scores = torch.where(greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
     valid = best.isfinite()
