@@ -200,7 +200,8 @@ class Request:
            ^                        │                               │
            └───── preempted ────────┴───────────────────────────────┘
 
-    Between active and done it is `ending` while its last token is on its way.
+    Between active and done it is `ending` while its last token is on its way. An active one is
+    `held` while its next step waits for a mask of its grammar.
 
     Cursors run over its positions, each at or behind the next. Between two steps, with blocks of 4
     and a prompt of 6 tokens, of whose answer 4 are known:
@@ -237,6 +238,7 @@ class Request:
     params: object = None  # what the engine needs to sample for this request
     name: str = ""  # what its client calls it, for the record (engine/events.py)
     choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
+    grammar: object = None  # what its answer is held to (engine/grammar.py)
     # score the prompt's tokens, and with each so many of the likeliest; None: do not
     prompt_logprobs: int | None = None
 
@@ -419,6 +421,13 @@ class Plan:
     def num_tokens(self) -> int:
         return sum(n for _, n in self.work)
 
+    def forget(self, request: Request):
+        """What the step brings for this request is dropped, as if it had ended."""
+        ended = Request(request.id, [], 0)
+        for requests in (self.decodes, self.completed, self.sampled):
+            requests[:] = [ended if r is request else r for r in requests]
+        self.chunks = [(ended if r is request else r, n) for r, n in self.chunks]
+
 
 def setting(default, help: str, **more):
     """
@@ -523,6 +532,7 @@ class Scheduler:
         self.prefilling: list[Request] = []  # in order of admission
         self.active: list[Request] = []  # decoding
         self.ending: list[Request] = []  # their last token is on its way
+        self.held: list[Request] = []  # sit out until `release`
         # for metrics and traces
         self.num_added = 0
         self.num_preemptions = 0
@@ -541,7 +551,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        return self.active + self.prefilling + self.ending
+        return self.active + self.prefilling + self.ending + self.held
 
     def is_done(self) -> bool:
         return not self.waiting and not self.running
@@ -761,11 +771,14 @@ class Scheduler:
                 "(max_kv_tokens, --kv-blocks) or max_new_tokens smaller"
             )
         victim = max(running, key=self.queue_key)
+        self._preempt(victim)
+        return victim
+
+    def _preempt(self, victim: Request):
         self._leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(victim)
-        return victim
 
     def _plan_chunks(self, plan: Plan):
         """
@@ -907,6 +920,39 @@ class Scheduler:
         """Its prompt is computed: from now on it decodes."""
         self._move(request, "active")
 
+    # -- a token that is refused -------------------------------------------------------------------
+
+    def hold(self, request: Request):
+        """An active or ending request sits out until `release`."""
+        self._move(request, "held")
+
+    def release(self, request: Request):
+        self._move(request, "active")
+
+    def go_back(self, request: Request, *plans: Plan):
+        """
+        The token that the first of these plans has brought is refused; the others are the later
+        ones under way. None of them counts for the request any more: it is held, and then computes
+        its last known token again. Call it before `resolve`.
+        """
+        for plan in plans:
+            plan.forget(request)
+        del request.generated_tokens[request.num_generated - request.num_to_come :]
+        request.num_to_come = 0
+        if request.row is None:  # preempted since
+            return
+        position = request.num_tokens - 1
+        request.num_filled_slots = position
+        request.num_computed_slots = position
+        end = self.blocks_for(position + 1)
+        self.block_allocator.free_blocks_for_request(request.block_table[end:])
+        del request.block_table[end:]
+        plans[0].committed += self._commit(request)
+        if self.block_allocator.sink in request.block_table[self.first_block(position) :]:
+            self._preempt(request)  # a later step has left a block that this position sees
+        else:
+            self.hold(request)
+
     def _move(self, request: Request, status: str):
         """Move a request from the list of its status to that of another."""
         getattr(self, request.status).remove(request)
@@ -972,7 +1018,7 @@ class Scheduler:
         """
         self._check_blocks()
         self._check_cache()
-        for status in ("waiting", "prefilling", "active", "ending"):
+        for status in ("waiting", "prefilling", "active", "ending", "held"):
             for r in getattr(self, status):
                 assert r.status == status, f"{r.id} is {r.status} but on the {status} list"
                 self._check_request(r)
@@ -1021,7 +1067,7 @@ class Scheduler:
             f"{r.id}: of {room} slots {committed} are committed, {r.num_computed_slots} computed, "
             f"{r.num_filled_slots} filled"
         )
-        if r.status == "active":
+        if r.status in ("active", "held"):
             assert r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
         seen = r.block_table[self.first_block(r.num_filled_slots) :]
         assert self.block_allocator.sink not in seen, f"{r.id}: its next token sees a freed block"

@@ -144,6 +144,11 @@ class SamplingParams:
         """Has top_k, top_p or min_p."""
         return bool(self.top_k or self.top_p < 1 or self.min_p)
 
+    @cached_property
+    def masks_first(self) -> bool:
+        """Samples among what filters leave, which depends on what a mask has left to them."""
+        return self.filters and self.temperature >= GREEDY_BELOW
+
 
 def is_list_of_ids(ids) -> bool:
     return isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}

@@ -84,6 +84,14 @@ def build_engine(args: Namespace):
     return engine
 
 
+def open_grammars(directory: str, engine):
+    """Of the engine's model."""
+    from engine.grammar import Grammars
+    from tokenizer import load_tokenizer
+
+    return Grammars(load_tokenizer(directory), engine.config)
+
+
 def engine_process(args: Namespace, listener: socket.socket):
     """The engine's process runs this: its loop, until all HTTP processes are gone."""
     from engine.links import Links
@@ -108,7 +116,7 @@ def engine_process(args: Namespace, listener: socket.socket):
         links.set_greeting({"op": "fatal", "message": message})
         return
     collect_garbage_rarely()
-    serve(engine, links, args.max_queue)
+    serve(engine, links, args.max_queue, partial(open_grammars, args.model, engine))
     # the first HTTP process removes the folder of its sockets, unless it was killed
     shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
 

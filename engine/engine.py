@@ -13,6 +13,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
+from engine.grammar import MASK_SECONDS, Grammar
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -84,6 +86,9 @@ class Engine:
         self.requests: dict[int | str, Request] = {}  # waiting or running
         self.promised: dict[int | str, list[Request]] = {}  # other choices, still to be forked
         self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
+        self.constrained: list[Request] = []  # by grammars, until they end
+        # tokens that grammars were asked about, and that they refused
+        self.num_checked = self.num_refused = 0
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.num_steps = 0
@@ -117,12 +122,14 @@ class Engine:
         prompt_logprobs: int | None = None,
         cache_salt: str = "",
         name: str = "",
+        grammar: Grammar | None = None,
     ) -> Request:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
         fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
-        candidates for each token. `name`: what a record calls it. Returns the queued request.
+        candidates for each token. `name`: what a record calls it. `grammar`: what the answer is
+        held to. Returns the queued request.
         Raises ValueError at once, with the numbers, for what can never be served, and for an id
         that is in use.
         """
@@ -140,6 +147,8 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self.seeds.getrandbits(63))
         eos = () if params.ignore_eos else self.config.eos_token_ids
+        if grammar and not eos:
+            raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
         choice = partial(
             Request,
             prompt_tokens=prompt_tokens,
@@ -156,7 +165,17 @@ class Engine:
         self.requests[id] = request
         if n > 1:
             self.promised[id] = [choice(f"{id}.{i}", choice=i) for i in range(1, n)]
+        if grammar:
+            for other in self.promised.get(id, ()):
+                other.grammar = grammar.copy()
+            self._hold_to(request, grammar)
         return request
+
+    def _hold_to(self, request: Request, grammar: Grammar):
+        request.grammar = grammar
+        self.constrained.append(request)
+        if request.params.masks_first:
+            grammar.begin_mask()
 
     def _check_ids(self, id: int | str, n: int):
         in_use = {choice.id for choices in self.promised.values() for choice in choices}
@@ -200,12 +219,14 @@ class Engine:
         has_left = scheduler.block_allocator.sink in seen
         is_partial = first.num_committed * scheduler.block_size < P
         can_share = first.status == "active" and is_partial and not has_left
-        for choice in self.promised.pop(first.id):
+        for promised in self.promised.pop(first.id):
+            choice = promised
             if can_share and scheduler.free_rows:
                 choice = scheduler.fork(
                     first,
                     choice.id,
                     choice=choice.choice,
+                    grammar=promised.grammar,
                     prompt_logprobs=None,
                     generated_tokens=[],
                     num_filled_slots=P - 1,
@@ -215,6 +236,8 @@ class Engine:
             else:
                 scheduler.add_request(choice)
             self.requests[choice.id] = choice
+            if choice.grammar:
+                self._hold_to(choice, choice.grammar)
 
     def abort(self, id: int | str):
         """
@@ -262,6 +285,8 @@ class Engine:
         Plan a step and start it on the device. Returns it, or None where there is nothing to
         compute; and the outputs of the requests that have failed with it.
         """
+        if self.scheduler.held:
+            self._release_held()
         plan = self.scheduler.plan(self.num_steps)
         if not plan.decodes and not plan.chunks:
             if self.recorder and (plan.preempted or plan.grown):
@@ -282,6 +307,10 @@ class Engine:
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += sum(n for _, n in plan.chunks)
         self.scheduler.advance(plan)
+        if self.overlap and self.constrained:
+            for r in plan.sampled:  # a mask needs the token before
+                if r.grammar and r.params.masks_first and r.status == "active":
+                    self.scheduler.hold(r)
         return [], flight
 
     def _note_delay(self, name: str, since: float) -> float:
@@ -301,10 +330,12 @@ class Engine:
             if self.requests.get(request.id) is request:  # not aborted since
                 kept = self.prompt_scores.setdefault(request.id, [])
                 kept[start:] = scores  # chunk by chunk; after a preemption, from 0 again
+        prefilled = [r for r in plan.completed if r.num_to_come]
+        if self.constrained:
+            self._check_grammars(flight, result)
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
         new = [(r, token) for r, token in pairs if r.num_to_come]
-        prefilled = [r for r in plan.completed if r.num_to_come]
         for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
         if self.recorder:
@@ -318,7 +349,7 @@ class Engine:
                 self._fork_choices(request)
         if self.settings.check:
             self.scheduler.check()
-        if result.logprobs or result.broken or self.prompt_scores:
+        if result.logprobs or result.failed or self.prompt_scores:
             return [self._output(r, token, result) for r, token in new]
         rest = (None, None, None)
         return [  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
@@ -327,16 +358,18 @@ class Engine:
         ]
 
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
-        """The result of a step for a request. One whose logits are not numbers is aborted."""
-        if r in result.broken:
-            self.abort(r.id)
-            r.finish_reason = "error"
-            error = "the model's logits are not numbers: its weights are broken"
-            return Output(r.id, [], "error", error=error)
+        """The result of a step for a request. One that has failed is aborted."""
+        if r in result.failed:
+            return self._end_with(r, result.failed[r])
         logprobs = result.logprobs.get(r)
         prompt_logprobs = self.prompt_scores.pop(r.id, None)
         hits = r.num_hit_tokens
         return Output(r.id, [token], r.finish_reason, hits, None, logprobs, prompt_logprobs)
+
+    def _end_with(self, r: Request, error: str) -> Output:
+        self.abort(r.id)
+        r.finish_reason = "error"
+        return Output(r.id, [], "error", error=error)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
@@ -353,6 +386,69 @@ class Engine:
         if not isinstance(error, Exception):
             raise error
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
+
+    # -- grammars: check first, mask on a miss -----------------------------------------------------
+
+    def _check_grammars(self, flight: InFlight, result: StepResult):
+        """
+        Ask the grammars about the tokens that a step has brought, before anybody else sees them.
+        Those that are refused are sampled again from its logits, with masks. Where the logits are
+        gone (overlap) or a mask is late, the request goes back by a token, and sits out until its
+        mask is there: the others never wait for it.
+        """
+        self.constrained = [r for r in self.constrained if r.status != "done"]
+        plan = flight.plan
+        refused = {}
+        for i, (r, token) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
+            if r.grammar and r.num_to_come and r not in result.failed:
+                self.num_checked += 1
+                if not self._accept(r, token, r in flight.masked, result):
+                    r.grammar.begin_mask()
+                    refused[r] = i
+        self.num_refused += len(refused)
+        if refused and not self.overlap:
+            wait([r.grammar.mask for r in refused], MASK_SECONDS)
+            in_time = {r: i for r, i in refused.items() if r.grammar.mask.done()}
+            if in_time:
+                self.runner.sample_again(flight, result, in_time)
+            for r, i in in_time.items():
+                if r not in result.failed:
+                    self._accept(r, result.tokens[i], True, result)
+                del refused[r]
+        later = [self.in_flight.plan] if self.in_flight else []
+        for r in refused:
+            self.scheduler.go_back(r, plan, *later)
+        if refused and self.recorder:
+            self.recorder.failed()
+
+    def _accept(self, r: Request, token: int, is_masked: bool, result: StepResult) -> bool:
+        """
+        Have a request's grammar go on behind a token. False: refused. A position whose mask was
+        begun counts only with it.
+        """
+        is_free = not is_masked and r.grammar.mask is None
+        if not (is_free or is_masked) or not r.grammar.accept(token):
+            if is_masked:
+                result.failed[r] = r.grammar.failure()
+            return is_masked
+        if r.params.masks_first:
+            r.grammar.begin_mask()
+        return True
+
+    def _release_held(self):
+        """
+        Let the requests go on whose masks are there. Waits for one where there is nothing else to
+        do.
+        """
+        waiting = [r for r in self.scheduler.held if not r.num_to_come]
+        if len(waiting) == len(self.requests):
+            wait([r.grammar.mask for r in waiting], return_when=FIRST_COMPLETED)
+        ready = [r for r in waiting if r.grammar.mask.done()]
+        for r in ready:
+            self.scheduler.release(r)
+        if ready:
+            self.runner.fill_rows(*ready)
+            self.runner.mask(ready)
 
     # -- offline -----------------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@ The server's loop around the engine: messages of HTTP processes in, a step, its 
 
 For a thread or a process of its own. Over each link (links.py has the wire) go
 
-    in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any}
+    in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any,
+          "grammar": {"kind", "text"} of Grammars.compile, if its answer is held to one}
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}: there are listeners, or no more
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
@@ -18,22 +19,33 @@ Ids are the link's own: in the engine, its number and a colon come before them. 
 its requests are aborted.
 """
 
+from collections.abc import Callable
+
 from common import plural
 from engine.engine import Engine, Output
 from engine.events import Subscribers
+from engine.grammar import Compiler, Grammars
 from engine.links import Link, Links
 from params import SamplingParams
 
+COMPILE_POLL = 0.002  # seconds between two looks of an idle engine whether a grammar is compiled
 
-def serve(engine: Engine, links: Links, max_queue: int | None = None):
+
+def serve(
+    engine: Engine,
+    links: Links,
+    max_queue: int | None = None,
+    open_grammars: Callable[[], Grammars] = dict,
+):
     """
     Serve until no HTTP process is left. With more than `max_queue` choices waiting for a row,
-    further ones are refused; None: any number may wait.
+    further ones are refused; None: any number may wait. `open_grammars`: see `Compiler`.
     """
     links.set_greeting(greeting(engine))
     subscribers = Subscribers(engine)
+    compiler = Compiler(open_grammars)
     while links.is_wanted:
-        serve_step(engine, links, subscribers, max_queue)
+        serve_step(engine, links, subscribers, max_queue, compiler)
 
 
 def greeting(engine: Engine) -> dict:
@@ -47,10 +59,18 @@ def greeting(engine: Engine) -> dict:
     }
 
 
-def serve_step(engine: Engine, links: Links, subscribers: Subscribers, max_queue: int | None):
+def serve_step(
+    engine: Engine,
+    links: Links,
+    subscribers: Subscribers,
+    max_queue: int | None,
+    compiler: Compiler,
+):
     """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
     timeout = 0 if engine.has_work else subscribers.due_in(links)
-    for link, message in links.receive(timeout):
+    if compiler.waiting and timeout != 0:
+        timeout = COMPILE_POLL
+    for link, message in compiler.pass_on(links.receive(timeout)):
         if message["op"] == "listen" and message["on"]:
             subscribers.join(link, message["tokens"])
         elif message["op"] in ("listen", "gone"):
@@ -114,6 +134,8 @@ def add_request(engine: Engine, link: Link, message: dict):
         params["logit_bias"] = {int(token): b for token, b in bias.items()}  # JSON's keys are texts
     id = f"{link.number}:{message['id']}"
     options = message.get("options", {})
+    if "grammar" in message:
+        options["grammar"] = message["grammar"].result()
     engine.add_request(id, message["prompt"], SamplingParams(**params), **options)
 
 

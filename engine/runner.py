@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -33,7 +34,7 @@ from ops.inputs import (
 )
 from ops.sampling import Row, SamplingRows, logprobs
 from paged import KVBlockPool, Plan, Request
-from params import GREEDY, NO_TOKEN, Settings
+from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
@@ -58,6 +59,7 @@ class InFlight:
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
     prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
     done: torch.cuda.Event | None = None
+    masked: set[Request] = frozenset()  # those that were sampled with a mask
 
 
 class StepResult(NamedTuple):
@@ -66,13 +68,16 @@ class StepResult(NamedTuple):
     log-probabilities of these].
     """
 
-    tokens: list[int]  # of plan.sampled, in its order; that of a `broken` request is no token id
-    broken: list[Request]  # their logits are not numbers
+    tokens: list[int]  # of plan.sampled, in its order; that of a `failed` request is no token id
+    failed: dict[Request, str]  # got no token, and why
     logprobs: dict[Request, list]  # the score of the sampled token, of requests that asked
     prompt_scores: dict[Request, tuple[int, list]]  # (start, scores of prompt tokens start + 1 ..)
 
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
+BROKEN = "the model's logits are not numbers: its weights are broken"
+ADJUSTED = SamplingParams(logit_bias={0: 0.0})  # asks the sampler for what a mask needs
+
 COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
 TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
 
@@ -143,6 +148,7 @@ class Runner:
         )
         self.window = settings.window
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
+        self.masked: set[Request] = set()  # whose next token is sampled with a mask
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(N, settings.token_budget)
@@ -168,6 +174,7 @@ class Runner:
         self.known.context_len[rows] = context_len
         self.fill_tables(requests)
         self.sampling.fill(*map(sampling_row, requests))
+        self.masked.difference_update(requests)
         for r in requests:
             self.scored_rows.discard(r.row)
             if r.params is not None and r.params.logprobs is not None:
@@ -182,6 +189,17 @@ class Runner:
             tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
         tables = upload(tables, self.device).view(-1, 1 + M)
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
+
+    def mask(self, requests: list[Request]):
+        """Have the next token of each, whose row is filled, sampled with its grammar's mask."""
+        rows = [r.row for r in requests]
+        allowed = np.stack([r.grammar.mask.result() for r in requests])
+        self.sampling.mask(rows, [r.params for r in requests], torch.from_numpy(allowed))
+        self.masked.update(requests)
+
+    def unmask(self, requests: list[Request]):
+        self.sampling.unmask([r.row for r in requests], [r.params for r in requests])
+        self.masked.difference_update(requests)
 
     def padded_shape(self, plan: Plan) -> StepShape:
         """
@@ -229,7 +247,11 @@ class Runner:
         tokens, logits, x = outputs
         flight = InFlight(plan, places, logits, tokens.to("cpu", non_blocking=True))
         if self.scored_rows:
-            flight.sampled_scores = self.score_sampled(plan, places, tokens, logits)
+            places = dict(zip(plan.sampled, places, strict=True))
+            flight.sampled_scores = self.score_sampled(places, tokens, logits)
+        if self.masked:
+            flight.masked = self.masked.intersection(plan.sampled)
+            self.unmask(list(flight.masked))
         if plan.chunks:
             flight.prompt_scores = self.score_prompts(plan, shape.n, x)
         if tokens.is_cuda:
@@ -253,21 +275,46 @@ class Runner:
         logits = self.model.logits(last, self.ops)
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
+        if self.masked and plan:
+            asked.append(ADJUSTED)
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
 
-    def score_sampled(self, plan: Plan, places: list[int], tokens, logits):
+    def score_sampled(self, places: dict[Request, int], tokens, logits):
         """
-        Start to score sampled tokens. Returns the requests that want it and, for these in order,
-        the tensors of `logprobs`, under way to the host.
+        Start to score sampled tokens, each request's at its place. Returns the requests that want
+        it and, for these in order, the tensors of `logprobs`, under way to the host.
         """
-        pairs = zip(plan.sampled, places, strict=True)
-        scored = {r: i for r, i in pairs if r.row in self.scored_rows}
+        scored = {r: i for r, i in places.items() if r.row in self.scored_rows}
         if not scored:
             return (), ()
         at = upload(list(scored.values()), self.device)
         most = max(r.params.logprobs for r in scored)
         return list(scored), to_host(logprobs(logits[at], tokens[at], most))
+
+    @torch.inference_mode()
+    def sample_again(self, flight: InFlight, result: StepResult, refused: dict[Request, int]):
+        """
+        Sample from the logits of the last step once more, with masks, for requests whose token
+        their grammars refused. refused: their places in plan.sampled. Changes `result`.
+        """
+        at = upload([flight.places[i] for i in refused.values()], self.device)
+        rows = upload([r.row for r in refused], self.device)
+        positions = upload([r.num_tokens - 1 for r in refused], self.device)
+        before = upload([result.tokens[i] for i in refused.values()], self.device)
+        self.sampling.uncount(rows, before)
+        self.mask(list(refused))
+        asked = [r.params for r in refused] + [ADJUSTED]
+        logits = flight.logits[at]
+        tokens = self.ops.sample(logits, rows, positions, self.sampling, asked)
+        self.unmask(list(refused))
+        for (r, i), token in zip(refused.items(), tokens.tolist(), strict=True):
+            result.tokens[i] = token
+            if token == NO_TOKEN:
+                result.failed[r] = r.grammar.failure()
+        places = {r: i for i, r in enumerate(refused)}
+        scores = self.score_sampled(places, tokens, logits)
+        result.logprobs.update(scores_by_request(*scores))
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
         """
@@ -296,15 +343,13 @@ class Runner:
         computed = flight.tokens.tolist()
         n = len(plan.decodes)
         tokens = computed[:n] + [computed[i] for i in flight.places[n:]]
-        result = StepResult(tokens, [], {}, {})
+        result = StepResult(tokens, {}, {}, {})
         if NO_TOKEN in tokens:
             pairs = zip(plan.sampled, tokens, strict=True)
-            result.broken.extend(r for r, token in pairs if token == NO_TOKEN)
-        requests, tensors = flight.sampled_scores
-        for request, score in zip(requests, rows_of(tensors), strict=True):
-            logprob, ids, candidates = score  # as many as any of the requests wants
-            most = request.params.logprobs
-            result.logprobs[request] = [logprob, ids[:most], candidates[:most]]
+            for r, token in pairs:
+                if token == NO_TOKEN:
+                    result.failed[r] = r.grammar.failure() if r in flight.masked else BROKEN
+        result.logprobs.update(scores_by_request(*flight.sampled_scores))
         for request, start, tensors in flight.prompt_scores:
             result.prompt_scores[request] = start, rows_of(tensors)
         return result
@@ -369,6 +414,16 @@ def rows_of(tensors: list[Tensor]) -> list[list]:
     """Tensors [R, ..] as R lists, each with one row of all of them."""
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
+
+
+def scores_by_request(requests: list[Request], tensors: list[Tensor]) -> dict[Request, list]:
+    """The score of each: the tensors have as many candidates as any of them wants."""
+    scores = {}
+    for request, score in zip(requests, rows_of(tensors), strict=True):
+        logprob, ids, candidates = score
+        most = request.params.logprobs
+        scores[request] = [logprob, ids[:most], candidates[:most]]
+    return scores
 
 
 def sampling_row(r: Request) -> Row:

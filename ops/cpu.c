@@ -110,6 +110,25 @@ INLINE float capped(float x, float cap)
     return cap * (e / (e + 2.0f));
 }
 
+// -log(x) of a normal number above 0, to 2 units of the last place. The polynomial is Cephes'.
+INLINE float minus_log(float x)
+{
+    Number part = {x}; // x = 2^n part, from sqrt(1/2) to sqrt(2)
+    int32_t n = (part.bits - 0x3f3504f3) >> 23;
+    part.bits -= n * (1 << 23);
+    float z = part.number - 1.0f, y = 7.0376836292e-2f;
+    y = y * z - 1.1514610310e-1f;
+    y = y * z + 1.1676998740e-1f;
+    y = y * z - 1.2420140846e-1f;
+    y = y * z + 1.4249322787e-1f;
+    y = y * z - 1.6668057665e-1f;
+    y = y * z + 2.0000714765e-1f;
+    y = y * z - 2.4999993993e-1f;
+    y = y * z + 3.3333331174e-1f;
+    y = y * z * z * z - n * 2.12194440e-4f - 0.5f * z * z;
+    return -(z + y) - n * 0.693359375f;
+}
+
 enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in its order
 
 #define EACH(value) \
@@ -193,6 +212,42 @@ static void add_norm(const Op *op, int64_t r)
     if (op->bias)
         for (int64_t k = 0; k < K; k++)
             y[k] += op->bias[k];
+}
+
+// Standard Gumbel noise of a random word, of which the upper 23 bits are a number from 0 to 1.
+INLINE float gumbel(uint32_t word)
+{
+    return minus_log(minus_log(((float)(int32_t)(word >> 9) + 0.5f) * 0x1p-23f));
+}
+
+// y [R, K]: noise of each row's seed (`tokens`), position and choice (`slots`), as
+// sampling.gumbel_noise has it: of four tokens by Philox4x32-10, many such fours at once.
+static void noise(const Op *op, int64_t r)
+{
+    enum { FOURS = 4 * LANES };
+    const uint64_t seed = op->tokens[r];
+    const uint32_t position = op->positions[r], choice = op->slots[r];
+    for (int64_t k = 0; k < op->K; k += 4 * FOURS) {
+        float numbers[4 * FOURS];
+        for (uint32_t i = 0; i < FOURS; i++) {
+            uint32_t a = k / 4 + i, b = position, c = choice, d = 0, low = seed, high = seed >> 32;
+            for (int round = 0; round < 10; round++) {
+                uint64_t first = a * 0xD2511F53ull, second = c * 0xCD9E8D57ull;
+                a = (uint32_t)(second >> 32) ^ b ^ low;
+                c = (uint32_t)(first >> 32) ^ d ^ high;
+                b = second;
+                d = first;
+                low += 0x9E3779B9u;
+                high += 0xBB67AE85u;
+            }
+            numbers[4 * i] = gumbel(a);
+            numbers[4 * i + 1] = gumbel(b);
+            numbers[4 * i + 2] = gumbel(c);
+            numbers[4 * i + 3] = gumbel(d);
+        }
+        int64_t left = least(4 * FOURS, op->K - k);
+        memcpy(op->y + r * op->K + k, numbers, left * sizeof *numbers);
+    }
 }
 
 // y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
@@ -497,10 +552,10 @@ enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to 
 #define WORTH_SHARING (1 << 20) // products: a thread alone takes 30 us for them
 #endif
 
-enum { ATTEND = 5, LINEAR = 6 }; // as KINDS in cpu.py; before them what is done row by row
+enum { ATTEND = 6, LINEAR = 7 }; // as KINDS in cpu.py; before them what is done row by row
 
 static void (*const operators[])(const Op *, int64_t) = {
-    embed, rotation, add_norm, quantize_row, heads};
+    embed, rotation, add_norm, quantize_row, heads, noise};
 
 static int64_t num_tasks(const Op *op, int64_t R, int threads)
 {

@@ -15,7 +15,7 @@ same in two launches whatever the batch asks for, so that a CUDA graph can hold 
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
@@ -141,6 +141,30 @@ class SamplingRows:
         self.packed_ints[rows] = ints[:, 1:]
         self.packed_floats[rows] = floats
 
+    def mask(self, rows: list[int], params: list[SamplingParams], allowed: Tensor):
+        """Forbid all tokens but those `allowed` [R, V] bool, by a bias, until `unmask`."""
+        V = allowed.shape[1]
+        bias = torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
+        for i, p in enumerate(params):
+            if p.biases:
+                bias[i] += bias_vector(p, V)
+        rows = upload(rows, self.bias.device)
+        self.bias[rows] = upload(bias, self.bias.device, torch.float32)
+        self.ints.biased[rows] = 1
+
+    def unmask(self, rows: list[int], params: list[SamplingParams]):
+        device = self.bias.device
+        V = self.bias.shape[1]
+        for row, p in zip(rows, params, strict=True):
+            if p.biases:
+                self.bias[row] = upload(bias_vector(p, V), device, torch.float32)
+        self.ints.biased[upload(rows, device)] = upload([p.biases for p in params], device)
+
+    def uncount(self, rows: Tensor, tokens: Tensor):
+        """Take back that `sample` has counted these tokens [R], which are refused."""
+        counted = 4 * self.ints.penalised[rows].int()
+        self.marks.index_put_((rows, tokens), -counted, accumulate=True)
+
 
 # --------------------------------------------------------------------------------------------------
 # The reference
@@ -152,15 +176,17 @@ def sample_torch(
     positions: Tensor,
     per_row: SamplingRows,
     asked: Sequence[SamplingParams] | None = None,
+    noise_of: Callable | None = None,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature
     + Gumbel noise, over the tokens that the filters keep, is a sample of the softmax (the
     Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `per_row`, positions [R] the
     places of the new tokens in their texts; `asked`, the SamplingParams of the rows, spares work
-    that no row wants. Returns [R] int64: of a tie the lowest token, and NO_TOKEN for a row without
-    a finite maximum (NaN anywhere, all -inf). In place: per_row.last_token gets the tokens (0 for
-    NO_TOKEN), and per_row.marks counts them in rows with penalties.
+    that no row wants; `noise_of` has the arguments of `gumbel_noise`. Returns [R] int64: of a tie
+    the lowest token, and NO_TOKEN for a row without a finite maximum (NaN anywhere, all -inf). In
+    place: per_row.last_token gets the tokens (0 for NO_TOKEN), and per_row.marks counts them in
+    rows with penalties.
     """
     # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
@@ -177,7 +203,8 @@ def sample_torch(
         if "filters" in used:  # top_k, top_p, min_p
             lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
             scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
-        noise = gumbel_noise(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
+        noise_of = noise_of or gumbel_noise
+        noise = noise_of(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
         scores = torch.where(greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
     valid = best.isfinite()

@@ -17,7 +17,8 @@ from wires import EOS, fake_score
 
 from engine import engine, links, process
 from engine.events import Subscribers
-from engine.runner import StepResult
+from engine.grammar import Compiler
+from engine.runner import BROKEN, StepResult
 from params import NO_TOKEN, Settings
 
 
@@ -72,7 +73,7 @@ class Runner:
         if self.fault == "logits" and tokens:
             self.has_failed(plan.sampled[:1])
             tokens[0] = NO_TOKEN
-            result.broken.append(plan.sampled[0])
+            result.failed[plan.sampled[0]] = BROKEN
         for request, token in zip(plan.sampled, tokens, strict=True):
             count = request.params.logprobs
             if count is not None:
@@ -151,6 +152,7 @@ class EngineProcess:
             self.state = "ready"
             self.engine = ScriptedEngine(self.world)
             self.subscribers = Subscribers(self.engine)
+            self.compiler = Compiler(dict)
             self.links.selector.on_ready = self.wake
             self.links.set_greeting(process.greeting(self.engine))
             self.wake()
@@ -177,7 +179,9 @@ class EngineProcess:
             self.engine.assert_idle()
             return self.die()
         settings = self.world.settings
-        process.serve_step(self.engine, self.links, self.subscribers, settings["max_queue"])
+        process.serve_step(
+            self.engine, self.links, self.subscribers, settings["max_queue"], self.compiler
+        )
         for link in self.links.links.values():
             self.check_link(link)
         if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:

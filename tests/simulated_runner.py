@@ -136,6 +136,7 @@ class SimulatedRunner(Runner):
         most_blocks = -(-model.config.context_length // settings.block_size)
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         self.scored_rows: set[int] = set()
+        self.masked: set[Request] = set()
         decodes = sorted({1, 2, 4, N}) if padded else []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [
@@ -241,9 +242,8 @@ class SimulatedRunner(Runner):
         request must fail.
         """
 
-    def score_sampled(self, plan: Plan, places: list[int], tokens, texts):
-        pairs = zip(plan.sampled, places, strict=True)
-        asked = {r: i for r, i in pairs if r.row in self.scored_rows}
+    def score_sampled(self, places: dict[Request, int], tokens, texts):
+        asked = {r: i for r, i in places.items() if r.row in self.scored_rows}
         most = max([r.params.logprobs for r in asked], default=0)
         scored = [(texts[i], tokens[i]) for i in asked.values()]
         return list(asked), self.in_columns(scored, most)

@@ -28,6 +28,7 @@ from engine.events import (
     record_to,
     replay,
 )
+from engine.grammar import Compiler
 from server import live
 from tests.simulated_runner import finish, greedy, simulated_engine
 from tests.simulator import RecordedWorld
@@ -239,7 +240,7 @@ class Stage:
         elif command == "gone":
             self.messages = [(link, {"op": "gone"})]
             del self.links[link.number]
-        process.serve_step(self.engine, self, self.subscribers, None)
+        process.serve_step(self.engine, self, self.subscribers, None, Compiler(dict))
 
     def news(self) -> str:
         """Messages, and whether the engine records, and in how many seconds one is due."""

@@ -23,6 +23,7 @@ from functools import cache, partial
 from pathlib import Path
 from unittest.mock import patch
 
+import oracle
 import pytest
 import torch
 import torch.nn.functional as F
@@ -378,6 +379,33 @@ def test_sums_of_integers_are_exact(K):
     assert torch.equal(plain(x), expected)
     packed = machine().pack_weights(model, "int8").h[0].mlp.c_fc
     assert torch.equal(machine().linear(x, packed), expected)
+
+
+# --------------------------------------------------------------------------------------------------
+# Noise
+
+
+@needs_compiler
+@pytest.mark.parametrize("build", BUILDS)
+def test_noise_is_the_function_that_design_states(build):
+    """
+    Would catch: a part of the key or of the counter that is cut off; a word in another's place;
+    noise that depends on the other rows; a logarithm that is not exact near 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+    seeds[:4] = torch.tensor([0, -1, 2**32, -(2**63)])
+    positions = torch.randint(2**31, (40,), generator=generator)
+    choices = torch.randint(128, (40,), generator=generator)
+    noise_of = machine(build=build).sample.__self__.noise
+    for V in 1, 6, 63, 20_001:
+        noise = noise_of(seeds, positions, choices, V)
+        for i, key in enumerate(zip(seeds, positions, choices, strict=True)):
+            expected = oracle.noise(*map(int, key), V)
+            error = (noise[i] - expected).abs() / expected.abs().clamp(min=1)
+            assert error.max() < 2.5e-7
+            alone = noise_of(*(number[None] for number in key), V)
+            assert torch.equal(alone[0], noise[i])
 
 
 # --------------------------------------------------------------------------------------------------

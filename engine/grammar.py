@@ -1,0 +1,177 @@
+"""
+Answers held to a grammar: a JSON schema, a regular expression, a choice, or rules.
+
+    grammars = Grammars(load_tokenizer("out/stdlib"), model.config)
+    grammar = grammars.compile("json", '{"type": "object"}')       # milliseconds, up to a second
+    engine.add_request("a", prompt, params, grammar=grammar)
+
+Check first, mask on a miss. A token is sampled as the argmax of scores plus noise, where the noise
+is a function of the request's seed and the position. So if the grammar allows the winner among all
+tokens, it is the winner among the allowed ones, too, bit for bit. To ask costs 2 us, a mask of the
+vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, by a thread, and
+the position sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a
+mask leaves: with them, the next position's mask is begun as soon as a token is known.
+
+llguidance reads the grammars. A `Compiler` stands before the server's loop, and compiles those of
+its messages.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache, lru_cache
+
+import numpy as np
+
+from model import GPTConfig
+from tokenizer import Tokenizer
+
+MASK_SECONDS = 0.001  # how long a step waits for masks: requests whose masks are late sit out
+MAX_GRAMMARS = 64  # compiled ones that are kept
+# JSON with no more than a blank between its parts: a small model can write newlines for ever
+JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
+# sizes at which the slowest grammar that was found takes less than a second, and 64 MB
+LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+
+NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
+NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
+
+# they release the GIL
+threads = ThreadPoolExecutor(2, "grammar")
+
+
+class Vocabulary:
+    """A tokenizer as llguidance asks for one. `V`: the model's vocabulary, which may have more."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, V: int, eos: tuple[int, ...]):
+        self.encode = tokenizer.encode
+        self.eos_token_id = eos[0]
+        self.tokens = [tokenizer.spelled_bytes(token) for token in range(V)]
+        self.special_token_ids = sorted({*tokenizer.control.values(), *eos})
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class Grammars:
+    """Compiles the grammars of one model's requests. Raises ImportError without llguidance."""
+
+    def __init__(self, tokenizer: Tokenizer, config: GPTConfig):
+        import llguidance
+
+        self.library = llguidance
+        self.V = config.vocab_size
+        self.eos = tuple(config.eos_token_ids)
+        vocabulary = Vocabulary(tokenizer, self.V, self.eos)
+        wrapped = llguidance.TokenizerWrapper(vocabulary)
+        self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(self.eos))
+        self.limits = llguidance.LLParserLimits(**LIMITS)
+        self.matcher = lru_cache(MAX_GRAMMARS)(self.matcher)
+
+    def compile(self, kind: str, text: str) -> "Grammar":
+        """
+        `kind`: "json", a schema; "regex"; "choice", a JSON list of texts; "grammar", in Lark's
+        notation or llama.cpp's (GBNF). Raises ValueError with the library's reason.
+        """
+        return Grammar(self.matcher(kind, text).deep_copy(), self.eos, self.V)
+
+    def matcher(self, kind: str, text: str):
+        """At the beginning of its grammar, to be copied."""
+        if kind == "json":
+            # a schema can bring options of its own ("x-guidance"): ours come last
+            text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        else:
+            if "x-guidance" in text:
+                raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
+            text = self.library.grammar_from(kind, text)
+        matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
+        if not Grammar(matcher, self.eos, self.V).compute_mask().any():
+            reason = matcher.get_error() or "no answer is long enough to end"
+            raise ValueError(f"the {kind} cannot be served: {reason:.500}")
+        return matcher
+
+
+class Compiler:
+    """
+    Has the grammars of messages compiled by a thread: a message waits for its own, the others go
+    by. `open_grammars` makes the `Grammars`, when the first message needs it.
+    """
+
+    def __init__(self, open_grammars: Callable[[], Grammars]):
+        self.open_grammars = cache(open_grammars)
+        self.waiting: list[tuple] = []  # (link, message), its "grammar" a Future
+
+    def compile(self, kind: str, text: str) -> "Grammar":
+        try:
+            return self.open_grammars().compile(kind, text)
+        except BaseException as error:  # of the library's Rust: panics, too
+            raise ValueError(str(error)) from None
+
+    def pass_on(self, arrived: Iterable[tuple]) -> Iterator[tuple]:
+        """
+        The messages that can be handled now. A grammar in one, {"kind", "text"}, has become a
+        Future that is done.
+        """
+        for link, message in arrived:
+            if message.get("grammar"):
+                message["grammar"] = threads.submit(self.compile, **message["grammar"])
+                self.waiting.append((link, message))
+                continue
+            if message["op"] in ("abort", "gone"):
+                self.forget(link, message.get("id"))
+            yield link, message
+        waiting, self.waiting = self.waiting, []
+        for link, message in waiting:
+            if message["grammar"].done():
+                yield link, message
+            else:
+                self.waiting.append((link, message))
+
+    def forget(self, link, id: str | None):
+        """A request was aborted; without an id, all of a link."""
+        self.waiting = [
+            (other, message)
+            for other, message in self.waiting
+            if other is not link or id not in (None, message["id"])
+        ]
+
+
+class Grammar:
+    """
+    One answer's place in its grammar: behind all of its tokens that are known. `mask`, once it was
+    begun, brings [V] bool, the tokens that may come next: none where the vocabulary cannot go on,
+    or where the library gives up. Until then nothing else may be asked.
+    """
+
+    def __init__(self, matcher, eos: tuple[int, ...], V: int):
+        self.matcher = matcher
+        self.eos = eos  # all end-of-text tokens: each may end an answer that is complete
+        self.V = V
+        self.mask: Future | None = None
+
+    def copy(self) -> "Grammar":
+        return Grammar(self.matcher.deep_copy(), self.eos, self.V)
+
+    def accept(self, token: int) -> bool:
+        """Go on behind this token, if it is allowed."""
+        is_end = token in self.eos and self.matcher.is_stopped()
+        is_allowed = is_end or self.matcher.try_consume_tokens([token]) == 1
+        if is_allowed:
+            self.mask = None
+        return is_allowed
+
+    def begin_mask(self):
+        if self.mask is None:
+            self.mask = threads.submit(self.compute_mask)
+
+    def compute_mask(self) -> np.ndarray:
+        bits = self.matcher.compute_bitmask()
+        if self.matcher.is_error():  # then it would have allowed the end
+            return np.zeros(self.V, bool)
+        bits = np.frombuffer(bits, np.uint8)
+        return np.unpackbits(bits, count=self.V, bitorder="little").astype(bool)
+
+    def failure(self) -> str:
+        """Why no token may come next."""
+        return self.matcher.get_error() or NOTHING_ALLOWED
