@@ -72,7 +72,8 @@ class Grammars:
     def compile(self, kind: str, text: str) -> "Grammar":
         """
         `kind`: "json", a schema; "regex"; "choice", a JSON list of texts; "grammar", in Lark's
-        notation or llama.cpp's (GBNF). Raises ValueError with the library's reason.
+        notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). Raises
+        ValueError with the library's reason.
         """
         return Grammar(self.matcher(kind, text).deep_copy(), self.eos, self.V)
 
@@ -82,7 +83,7 @@ class Grammars:
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         else:
-            if "x-guidance" in text:
+            if kind == "grammar" and "x-guidance" in text:
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.library.grammar_from(kind, text)
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)

@@ -338,7 +338,7 @@ class Job:
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        self.grammar = {"kind": "grammar", "text": grammar_of_calls(self.body, self.call_tag)}
+        self.grammar = {"kind": "lark", "text": grammar_of_calls(self.body, self.call_tag)}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
