@@ -253,10 +253,10 @@ class ChatChoice(Choice):
             role = {"delta": {"role": "assistant", "content": ""}}
             chunks.append(self.chunk(role, [], None) | self.prompt_fields())
         if self.text or self.tokens or self.deltas:
-            deltas = self.deltas or [{} if self.calls else {"content": self.text}]
-            for number, delta in enumerate(deltas):
-                tokens = [] if number else self.tokens
+            tokens = self.tokens
+            for delta in self.deltas or [{} if self.calls else {"content": self.text}]:
                 chunks.append(self.chunk({"delta": delta}, tokens, None))
+                tokens = []
         if self.finish_reason:
             chunks.append(self.chunk({"delta": {}}, [], self.shown_reason))
         return chunks

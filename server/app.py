@@ -125,13 +125,11 @@ class Service(Site):
         if not self.encoder.chat:
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
+        calls = [call for message in body.messages for call in message.tool_calls or ()]
+        names = {call.id: call.function.name for call in calls}
+        for message in body.messages:  # Hermes' template asks for the name of a result's function
+            message.name = message.name or names.get(message.tool_call_id)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        names = {}
-        for message in messages:  # Hermes' template asks for the name of a result's function
-            for call in message.get("tool_calls", ()):
-                names[call["id"]] = call["function"]["name"]
-            if message["role"] == "tool":
-                message.setdefault("name", names.get(message["tool_call_id"], ""))
         options = {"add_generation_prompt": body.add_generation_prompt}
         options = body.chat_template_kwargs | options
         if body.tools:

@@ -241,18 +241,16 @@ def grammar_of_format(value) -> dict | None:
 
 def grammar_of_outputs(value) -> dict:
     """vLLM's `structured_outputs` as the engine's grammar."""
-    if isinstance(value, dict):
-        value = {name: sent for name, sent in value.items() if sent is not None}
-    match value:
-        case {"json": str() | dict()} | {"regex": str()} | {"grammar": str()} if len(value) == 1:
-            pass
-        case {"choice": [_, *_] as texts} if len(value) == 1 and is_list_of(str, texts):
-            pass
-        case _:
-            forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
-            raise Refused(f"must have one of {forms}; structural_tag and others are not served")
-    [(kind, sent)] = value.items()
-    return {"kind": kind, "text": grammar_text(sent)}
+    fields = value.items() if isinstance(value, dict) else ()
+    match [field for field in fields if field[1] is not None]:
+        case (
+            [("json" as kind, str() | dict() as sent)]
+            | [("regex" | "grammar" as kind, str() as sent)]
+            | [("choice" as kind, [str(), *_] as sent)]
+        ):
+            return {"kind": kind, "text": grammar_text(sent)}
+    forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
+    raise Refused(f"must have one of {forms}; structural_tag and others are not served")
 
 
 def name_or_word(value) -> str | dict:
@@ -293,9 +291,6 @@ Stops = Annotated[
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
-ResponseFormat = Annotated[dict | None, PlainValidator(grammar_of_format)]
-StructuredOutputs = Annotated[dict, PlainValidator(grammar_of_outputs)]
-ToolChoice = Annotated[str | dict, PlainValidator(name_or_word)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
@@ -370,8 +365,8 @@ class SamplingRequest(Body):
     stop_token_ids: Ids = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
     min_tokens: int = sampling_field("min_tokens")
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    response_format: Annotated[dict | None, PlainValidator(grammar_of_format)] = None
+    structured_outputs: Annotated[dict | None, PlainValidator(grammar_of_outputs)] = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
@@ -452,14 +447,12 @@ class SamplingRequest(Body):
 
     def _check_constraints(self, eos_token_ids):
         """An answer is held to one grammar, behind which an end of text must come."""
-        if not self.constraints:
-            return
-        first, *others = self.constraints
-        others += ["ignore_eos"] * self.ignore_eos + ["max_tokens 0"] * (self.max_tokens == 0)
-        others += ["a model without end-of-text token"] * (not eos_token_ids)
-        if others:
-            message = f"{first} cannot be combined with {others[0]}: leave one of them out"
-            raise ApiError(400, message, first)
+        names = self.constraints + ["ignore_eos"] * self.ignore_eos
+        names += ["max_tokens 0"] * (self.max_tokens == 0)
+        names += ["a model without end-of-text token"] * (not eos_token_ids)
+        if self.constraints and names[1:]:
+            message = f"cannot be combined with {names[1]}: leave one of them out"
+            raise ApiError(400, f"{names[0]} {message}", names[0])
 
     @property
     def needs_engine(self) -> bool:
@@ -570,7 +563,7 @@ class ChatRequest(SamplingRequest):
 
     messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
     tools: Tools = []
-    tool_choice: ToolChoice = "auto"
+    tool_choice: Annotated[str | dict, PlainValidator(name_or_word)] = "auto"
     parallel_tool_calls: bool = True
     max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
     # goes before the older max_tokens

@@ -32,9 +32,9 @@ def find_tag(render: Callable) -> str:
     The tag of calls in a chat template, read off a conversation that has one. "" if it does not
     show tools, or writes calls in another form. `render`: see text.Chat.
     """
-    call = {"id": "1", "type": "function", "function": {"name": "probe", "arguments": {}}}
+    calls = [{"function": {"name": "probe", "arguments": {}}}]
     messages = [{"role": "user", "content": "x"}]
-    messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
     function = {"name": "probe", "description": "x", "parameters": NO_PARAMETERS}
     try:
         text = render(messages, tools=[{"type": "function", "function": function}])

@@ -7,16 +7,21 @@ import json
 import re
 from itertools import accumulate, pairwise
 
+import llguidance
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai import BadRequestError, OpenAI
+from processes import Process
 from wires import House
 
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
 from server.protocol import ChatRequest
 from server.tools import CallReader, grammar_of_calls
+from tokenizer import Tokenizer
 from training.corpus import bpe_tokenizer
-
-llguidance = pytest.importorskip("llguidance")
 
 TOOLS = """[
     {"type": "function", "function": {"name": "weather", "parameters": {
@@ -430,3 +435,78 @@ def test_each_choice_has_calls_of_its_own(house):
     first, second = [choice["message"] for choice in caller.answer().json["choices"]]
     assert first["tool_calls"][0]["function"]["name"] == "weather"
     assert second == {"role": "assistant", "content": "hello"}
+
+
+# --------------------------------------------------------------------------------------------------
+# With an engine
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """A tiny model of random weights that has a token for the tag: its id is 257."""
+    folder = tmp_path_factory.mktemp("tools")
+    backend = bpe_tokenizer([]).backend
+    backend.add_tokens(["<tool_call>"])
+    Tokenizer(backend).save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(0)
+    sizes = {"context_length": 1024, "n_layer": 1, "n_head": 1, "n_embd": 16}
+    save_checkpoint(GPT(GPTConfig(258, eos_token_ids=(256,), **sizes)), folder)
+    with Process(folder) as server:
+        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+
+SHORT = """{
+    "type": "object", "required": ["city", "days"], "additionalProperties": false,
+    "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2.5, null]}}
+}"""
+SHORT = json.loads(SHORT)
+
+
+def ask(served, **fields):
+    function = {"name": "weather", "parameters": SHORT}
+    call = {"model": served.models.list().data[0].id, "messages": HELLO, "max_tokens": 250}
+    call |= {"seed": 5, "tools": [{"type": "function", "function": function}]} | fields
+    return served.chat.completions.create(**call)
+
+
+def check_short(text: str):
+    value = json.loads(text)
+    assert value.keys() == {"city", "days"}
+    assert len(value["city"]) <= 9
+    assert value["days"] in (1, 2.5, None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": NAMED},
+        {"tool_choice": "required", "parallel_tool_calls": False},
+        {"logit_bias": {"257": 100}, "parallel_tool_calls": False},  # it begins with the tag
+    ],
+)
+def test_a_model_that_knows_no_json_calls(served, fields):
+    """Whole, and in a stream, where the same seed has the same arguments."""
+    (choice,) = ask(served, **fields).choices
+    (called,) = choice.message.tool_calls
+    assert choice.message.content is None
+    check_short(called.function.arguments)
+    chunks = [*ask(served, **fields, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    functions = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+    assert functions[0].name == "weather"
+    assert "".join(f.arguments for f in functions) == called.function.arguments
+    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_a_model_that_knows_no_json_answers_by_schema(served):
+    """And a schema that the library does not know is refused by its keyword, before any token."""
+    form = {"type": "json_schema", "json_schema": {"name": "short", "schema": SHORT}}
+    (choice,) = ask(served, tools=[], response_format=form).choices
+    check_short(choice.message.content)
+    assert choice.finish_reason == "stop"
+    for keyword in ("not", "uniqueItems"):
+        form["json_schema"]["schema"] = SHORT | {keyword: {}}
+        with pytest.raises(BadRequestError, match=keyword) as caught:
+            ask(served, tools=[], response_format=form, stream=True)
+        assert caught.value.param == "response_format"
