@@ -8,10 +8,12 @@ import json
 import math
 import os
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from callers import save_caller
 from processes import Process
 
 from checkpoint import load_checkpoint
@@ -47,21 +49,21 @@ def run_client(command: list, folder: Path) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def run_script(bin, server, tmp_path):
+def run(script: str, bin: Path, server: Process, folder: Path):
     """
-    Runs lines of Python in the clients' environment, which know `url` and `messages`; returns their
+    Run lines of Python in the clients' environment, which know `url` and `messages`; returns their
     `result`.
     """
+    before = f"import json\nurl = '{server.url}/v1'\n"
+    before += "messages = [{'role': 'user', 'content': 'hello'}]\n"
+    after = "\nprint(json.dumps(result))\n"
+    printed = run_client([bin / "python", "-c", before + script + after], folder)
+    return json.loads(printed.splitlines()[-1])
 
-    def run(script: str):
-        before = f"import json\nurl = '{server.url}/v1'\n"
-        before += "messages = [{'role': 'user', 'content': 'hello'}]\n"
-        after = "\nprint(json.dumps(result))\n"
-        printed = run_client([bin / "python", "-c", before + script + after], tmp_path)
-        return json.loads(printed.splitlines()[-1])
 
-    return run
+@pytest.fixture
+def run_script(bin, server, tmp_path):
+    return partial(run, bin=bin, server=server, folder=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -205,57 +207,109 @@ result = [whole.choices[0].message.content, streamed, retrieved, last.usage.comp
     assert (retrieved, tokens) == ("tiny", 8)
 
 
-# These send tools together with tool_choice or parallel_tool_calls. Our refusal once asked them to
-# leave those out, which none of them can do.
-TOOL_USERS = {
+# --------------------------------------------------------------------------------------------------
+# Answers by schema, and tools: the model is random, so what fits its schema fits by the grammar
+
+PERSON = """
+from typing import Annotated, Literal
+from pydantic import BaseModel, Field
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=8)]
+    age: Literal[1, 20, 300]
+    pets: Annotated[list[Literal["cat", "dog"]], Field(max_length=2)]
+
+def check(person):
+    assert isinstance(person, Person), repr(person)
+    return [person.age in (1, 20, 300), len(person.name) <= 8, len(person.pets) <= 2]
+
+call = {"max_tokens": 400, "seed": 3}
+function = {"name": "Person", "parameters": Person.model_json_schema()}
+tool = {"type": "function", "function": function}
+named = {"tool_choice": {"type": "function", "function": {"name": "Person"}}}
+begins = {"logit_bias": {"257": 100}, "parallel_tool_calls": False}
+"""
+SCHEMA_USERS = {
+    "openai": """
+from openai import OpenAI, pydantic_function_tool
+client = OpenAI(base_url=url, api_key="none", max_retries=0)
+call |= {"model": "tiny", "messages": messages}
+parsed = client.chat.completions.parse(response_format=Person, **call)
+result = check(parsed.choices[0].message.parsed)
+with client.chat.completions.stream(response_format=Person, **call) as stream:
+    result += check(stream.get_final_completion().choices[0].message.parsed)
+tools = [pydantic_function_tool(Person)]
+parsed = client.chat.completions.parse(tools=tools, tool_choice="required", **call)
+result += check(parsed.choices[0].message.tool_calls[0].function.parsed_arguments)
+with client.chat.completions.stream(tools=tools, **begins, **call) as stream:
+    message = stream.get_final_completion().choices[0].message
+result += check(message.tool_calls[0].function.parsed_arguments)
+""",
     "instructor": """
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
-
-class Person(BaseModel):
-    name: str
-
-client = instructor.from_openai(OpenAI(base_url=url, api_key="none", max_retries=0))
-asked = {"model": "tiny", "messages": messages, "response_model": Person, "max_retries": 0}
-call = lambda: client.chat.completions.create(**asked)
+result = []
+for mode in (instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS):
+    client = OpenAI(base_url=url, api_key="none", max_retries=0)
+    client = instructor.from_openai(client, mode=mode)
+    asked = {"model": "tiny", "messages": messages, "response_model": Person, "max_retries": 0}
+    result += check(client.chat.completions.create(**asked, **call))
 """,
     "pydantic-ai": """
-from pydantic_ai import Agent
+from pydantic_ai import Agent, NativeOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 from pydantic_ai.providers.openai import OpenAIProvider
-
 model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
-agent = Agent(model, model_settings={"max_tokens": 8, "temperature": 0.0})
-assert agent.run_sync("hello").output
-agent.tool_plain(lambda: "6", name="dice")
-call = lambda: agent.run_sync("hello")
+call |= {"temperature": 2.0, "parallel_tool_calls": False}
+agent = Agent(model, output_type=NativeOutput(Person), model_settings=call)
+result = check(agent.run_sync("hi").output)
+thrown = []
+agent = Agent(model, output_type=Person, model_settings=call)
+agent.tool_plain(lambda: thrown.append(6) or "6", name="dice")
+for seed in range(9):  # it answers, or throws dice and goes on with what came
+    call["seed"] = seed
+    result += check(agent.run_sync("hi", model_settings=call).output)
+result.append(bool(thrown))
+""",
+    "litellm": """
+from litellm import completion
+call |= {"api_base": url, "api_key": "none", "messages": messages}
+result = []
+for model in ("openai/tiny", "hosted_vllm/tiny"):
+    said = completion(model, response_format=Person, **call).choices[0].message.content
+    result += check(Person.model_validate_json(said))
+    for way in ({"tool_choice": "required"}, named, begins):
+        (one, *_) = completion(model, tools=[tool], **way, **call).choices[0].message.tool_calls
+        result += check(Person.model_validate_json(one.function.arguments))
+chunks = completion(model, tools=[tool], stream=True, **begins, **call)
+calls = [c for chunk in chunks for c in chunk.choices[0].delta.tool_calls or ()]
+assert calls[0].function.name == "Person"
+result += check(Person.model_validate_json("".join(c.function.arguments for c in calls)))
 """,
     "llama-index": """
-from llama_index.core.llms import ChatMessage
 from llama_index.core.tools import FunctionTool
 from llama_index.llms.openai_like import OpenAILike
-
-def add(a: int, b: int) -> int:
-    return a + b
-
-settings = {"model": "tiny", "api_base": url, "api_key": "none", "context_window": 1024}
-settings |= {"max_tokens": 8}
-llm = OpenAILike(is_chat_model=True, is_function_calling_model=True, max_retries=0, **settings)
-assert "".join(part.delta for part in llm.stream_chat([ChatMessage(role="user", content="hello")]))
-assert OpenAILike(**settings).complete("def ").text
-call = lambda: llm.chat_with_tools([FunctionTool.from_defaults(add)], user_msg="hello")
+settings = {"model": "tiny", "api_base": url, "api_key": "none", "context_window": 8192}
+settings |= {"max_tokens": 400, "is_chat_model": True, "is_function_calling_model": True}
+llm = OpenAILike(max_retries=0, **settings)
+tools = [FunctionTool.from_defaults(Person, name="Person", fn_schema=Person)]
+said = llm.chat_with_tools(tools, user_msg="hello", tool_required=True)
+(one, *_) = llm.get_tool_calls_from_response(said)
+result = check(Person(**one.tool_kwargs))
 """,
 }
-CATCH = """
-try:
-    result = f"no error: {call()!r}"
-except Exception as error:
-    result = str(error)
-"""
 
 
-@pytest.mark.parametrize("name", TOOL_USERS)
-def test_a_refusal_of_tools_is_about_tools(name, run_script):
-    said = run_script(TOOL_USERS[name] + CATCH)
-    assert "400" in said and "'param': 'tools'" in said, said
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caller")
+    save_caller(folder)
+    with Process(folder, "--served-model-name", "tiny") as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", SCHEMA_USERS)
+def test_answers_and_calls_fit_their_schemas(name, bin, caller, tmp_path):
+    result = run(PERSON + SCHEMA_USERS[name], bin, caller, tmp_path)
+    assert result
+    assert all(result)

@@ -9,18 +9,15 @@ from itertools import accumulate, pairwise
 
 import llguidance
 import pytest
-import torch
+from callers import HERMES, QWEN, SHOWN, TAG, TALK, TEMPLATE, save_caller
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 from processes import Process
 from wires import House
 
-from checkpoint import save_checkpoint
-from model import GPT, GPTConfig
 from server.protocol import ChatRequest
 from server.tools import CallReader, grammar_of_calls
-from tokenizer import Tokenizer
 from training.corpus import bpe_tokenizer
 
 TOOLS = """[
@@ -33,21 +30,8 @@ TOOLS = json.loads(TOOLS)
 HELLO = [{"role": "user", "content": "hello"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
-# In the manner of Qwen's and Hermes' templates
-SHOWN = r"""{% if tools %}{{ 'Call in <tools></tools> or <tool_call></tool_call>:\n<tools>' }}
-{%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
-{{- '\n</tools>\n<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n' }}
-{{- '</tool_call>\n' }}{% endif %}"""
-TALK = r"""{% for m in messages %}{{ m.role + ':' }}
-{%- if m.content %}{{ '\n' + m.content }}{% endif %}
-{%- for call in m.tool_calls %}{% set call = call.function %}CALL{% endfor %}
-{{- '\n' }}{% endfor %}assistant:"""
-QWEN = r"""{{ '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
-{{- call.arguments | tojson }}{{ '}\n</tool_call>' }}"""
-HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
-{{- ', "name": "' + call.name + '"}\n</tool_call> ' }}"""
+# Qwen3-Coder's
 XML = "<tool_call><function={{ call.name }}>{{ call.arguments }}</function></tool_call>"
-TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
 
 
 def body_of(**fields) -> ChatRequest:
@@ -443,15 +427,8 @@ def test_each_choice_has_calls_of_its_own(house):
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """A tiny model of random weights that has a token for the tag: its id is 257."""
     folder = tmp_path_factory.mktemp("tools")
-    backend = bpe_tokenizer([]).backend
-    backend.add_tokens(["<tool_call>"])
-    Tokenizer(backend).save(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    torch.manual_seed(0)
-    sizes = {"context_length": 1024, "n_layer": 1, "n_head": 1, "n_embd": 16}
-    save_checkpoint(GPT(GPTConfig(258, eos_token_ids=(256,), **sizes)), folder)
+    save_caller(folder)
     with Process(folder) as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -482,7 +459,7 @@ def check_short(text: str):
     [
         {"tool_choice": NAMED},
         {"tool_choice": "required", "parallel_tool_calls": False},
-        {"logit_bias": {"257": 100}, "parallel_tool_calls": False},  # it begins with the tag
+        {"logit_bias": {TAG: 100}, "parallel_tool_calls": False},  # it begins with the tag
     ],
 )
 def test_a_model_that_knows_no_json_calls(served, fields):

@@ -1,0 +1,42 @@
+"""
+A tiny model that calls tools: its chat template shows them and writes calls as Qwen's does.
+
+    save_caller(folder)        # a checkpoint of random weights, a token a byte
+
+Its weights know nothing of calls. A token of its own begins one: a bias of 100 for TAG makes every
+answer that is free to call a tool begin with it.
+"""
+
+from pathlib import Path
+
+import torch
+
+from checkpoint import save_checkpoint
+from model import GPT, GPTConfig
+from tokenizer import Tokenizer
+from training.corpus import bpe_tokenizer
+
+END, TAG = 256, 257
+SHOWN = r"""{% if tools %}{{ 'Call in <tools></tools> or <tool_call></tool_call>:\n<tools>' }}
+{%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
+{{- '\n</tools>\n<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n' }}
+{{- '</tool_call>\n' }}{% endif %}"""
+TALK = r"""{% for m in messages %}{{ m.role + ':' }}
+{%- if m.content %}{{ '\n' + m.content }}{% endif %}
+{%- for call in m.tool_calls %}{% set call = call.function %}CALL{% endfor %}
+{{- '\n' }}{% endfor %}assistant:"""
+QWEN = r"""{{ '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
+{{- call.arguments | tojson }}{{ '}\n</tool_call>' }}"""
+HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
+{{- ', "name": "' + call.name + '"}\n</tool_call> ' }}"""
+TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
+
+
+def save_caller(folder: Path):
+    backend = bpe_tokenizer([]).backend
+    backend.add_tokens(["<tool_call>"])
+    Tokenizer(backend).save(folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    torch.manual_seed(0)
+    sizes = {"context_length": 8192, "n_layer": 1, "n_head": 1, "n_embd": 16}
+    save_checkpoint(GPT(GPTConfig(258, eos_token_ids=(END,), **sizes)), folder)
