@@ -141,25 +141,6 @@ class SamplingRows:
         self.packed_ints[rows] = ints[:, 1:]
         self.packed_floats[rows] = floats
 
-    def mask(self, rows: list[int], params: list[SamplingParams], allowed: Tensor):
-        """Forbid all tokens but those `allowed` [R, V] bool, by a bias, until `unmask`."""
-        V = allowed.shape[1]
-        bias = torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
-        for i, p in enumerate(params):
-            if p.biases:
-                bias[i] += bias_vector(p, V)
-        rows = upload(rows, self.bias.device)
-        self.bias[rows] = upload(bias, self.bias.device, torch.float32)
-        self.ints.biased[rows] = 1
-
-    def unmask(self, rows: list[int], params: list[SamplingParams]):
-        device = self.bias.device
-        V = self.bias.shape[1]
-        for row, p in zip(rows, params, strict=True):
-            if p.biases:
-                self.bias[row] = upload(bias_vector(p, V), device, torch.float32)
-        self.ints.biased[upload(rows, device)] = upload([p.biases for p in params], device)
-
     def uncount(self, rows: Tensor, tokens: Tensor):
         """Take back that `sample` has counted these tokens [R], which are refused."""
         counted = 4 * self.ints.penalised[rows].int()
