@@ -404,6 +404,7 @@ class Plan:
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
     completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
     sampled: list[Request] = field(default_factory=list)  # get a token: decodes, then completed
+    masked: list[Request] = field(default_factory=list)  # of these, with masks of their grammars
     # copy-on-write: new block -> the block it is a copy of, made before the step writes
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table

@@ -141,8 +141,9 @@ class SamplingParams:
 
     @cached_property
     def filters(self) -> bool:
-        """Has top_k, top_p or min_p."""
-        return bool(self.top_k or self.top_p < 1 or self.min_p)
+        """Has top_k, top_p or min_p, which mean nothing to a greedy one."""
+        is_greedy = self.temperature < GREEDY_BELOW
+        return bool(self.top_k or self.top_p < 1 or self.min_p) and not is_greedy
 
     @cached_property
     def masks_first(self) -> bool:

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
-from engine.grammar import MASK_SECONDS, Grammar
+from engine.grammar import EAGER, MASK_SECONDS, Grammar, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -32,7 +32,7 @@ from ops.choice import TORCH
 from ops.inputs import upload
 from ops.sampling import SamplingRows, sample_torch
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
-from params import SamplingParams, Settings
+from params import NO_TOKEN, SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
 
@@ -174,8 +174,8 @@ class Engine:
     def _hold_to(self, request: Request, grammar: Grammar):
         request.grammar = grammar
         self.constrained.append(request)
-        if request.params.masks_first:
-            grammar.begin_mask()
+        if masks_first(request):
+            begin_masks([grammar])
 
     def _check_ids(self, id: int | str, n: int):
         in_use = {choice.id for choices in self.promised.values() for choice in choices}
@@ -299,6 +299,8 @@ class Engine:
         try:
             if self.settings.check:
                 self.scheduler.check(plan)
+            if self.constrained:
+                plan.masked = [r for r in plan.sampled if r.grammar and r.grammar.has_mask]
             flight = self.runner.launch(plan)
         except BaseException as error:
             return self._fail(plan, error), None
@@ -309,7 +311,7 @@ class Engine:
         self.scheduler.advance(plan)
         if self.overlap and self.constrained:
             for r in plan.sampled:  # a mask needs the token before
-                if r.grammar and r.params.masks_first and r.status == "active":
+                if r.grammar and masks_first(r) and r.status == "active":
                     self.scheduler.hold(r)
         return [], flight
 
@@ -402,53 +404,44 @@ class Engine:
         for i, (r, token) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
             if r.grammar and r.num_to_come and r not in result.failed:
                 self.num_checked += 1
-                if not self._accept(r, token, r in flight.masked, result):
-                    r.grammar.begin_mask()
+                # once a mask was begun for a position, no token counts without it
+                is_masked = r in plan.masked
+                counts = is_masked or r.grammar.mask is None
+                if not (counts and r.grammar.accept(token)):
                     refused[r] = i
+                    r.grammar.num_eager = EAGER
         self.num_refused += len(refused)
+        begin_masks([r.grammar for r in refused])
         if refused and not self.overlap:
-            wait([r.grammar.mask for r in refused], MASK_SECONDS)
-            in_time = {r: i for r, i in refused.items() if r.grammar.mask.done()}
+            wait({r.grammar.mask.job for r in refused}, MASK_SECONDS)
+            in_time = {r: i for r, i in refused.items() if r.grammar.has_mask}
             if in_time:
                 self.runner.sample_again(flight, result, in_time)
             for r, i in in_time.items():
-                if r not in result.failed:
-                    self._accept(r, result.tokens[i], True, result)
                 del refused[r]
+                if result.tokens[i] == NO_TOKEN or not r.grammar.accept(result.tokens[i]):
+                    result.failed[r] = r.grammar.failure()
         later = [self.in_flight.plan] if self.in_flight else []
         for r in refused:
             self.scheduler.go_back(r, plan, *later)
         if refused and self.recorder:
             self.recorder.failed()
-
-    def _accept(self, r: Request, token: int, is_masked: bool, result: StepResult) -> bool:
-        """
-        Have a request's grammar go on behind a token. False: refused. A position whose mask was
-        begun counts only with it.
-        """
-        is_free = not is_masked and r.grammar.mask is None
-        if not (is_free or is_masked) or not r.grammar.accept(token):
-            if is_masked:
-                result.failed[r] = r.grammar.failure()
-            return is_masked
-        if r.params.masks_first:
-            r.grammar.begin_mask()
-        return True
+        begin_masks([r.grammar for r in plan.sampled if r.grammar and masks_first(r)])
 
     def _release_held(self):
         """
         Let the requests go on whose masks are there. Waits for one where there is nothing else to
         do.
         """
-        waiting = [r for r in self.scheduler.held if not r.num_to_come]
-        if len(waiting) == len(self.requests):
-            wait([r.grammar.mask for r in waiting], return_when=FIRST_COMPLETED)
-        ready = [r for r in waiting if r.grammar.mask.done()]
+        known = [r for r in self.scheduler.held if not r.num_to_come]
+        ready = [r for r in known if r.grammar.mask is None or r.grammar.has_mask]
+        if not ready and len(known) == len(self.requests):
+            wait({r.grammar.mask.job for r in known}, return_when=FIRST_COMPLETED)
+            ready = [r for r in known if r.grammar.has_mask]
         for r in ready:
             self.scheduler.release(r)
         if ready:
             self.runner.fill_rows(*ready)
-            self.runner.mask(ready)
 
     # -- offline -----------------------------------------------------------------------------------
 
@@ -535,6 +528,11 @@ class Engine:
             "at_work": self.num_at_work,
             **delays,
         }
+
+
+def masks_first(r: Request) -> bool:
+    """Whether its next token is sampled with a mask from the start."""
+    return r.params.masks_first or r.grammar.num_eager > 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ its messages.
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from model import GPTConfig
 from tokenizer import Tokenizer
 
 MASK_SECONDS = 0.001  # how long a step waits for masks: requests whose masks are late sit out
+EAGER = 0  # positions after a refused token: masks for them are begun at once, misses come together
 MAX_GRAMMARS = 64  # compiled ones that are kept
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
@@ -59,8 +61,11 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, config: GPTConfig):
         import llguidance
+        import llguidance.numpy
 
         self.library = llguidance
+        self.bitmasks = llguidance.numpy
+        self.executor = llguidance.LLExecutor()
         self.V = config.vocab_size
         self.eos = tuple(config.eos_token_ids)
         vocabulary = Vocabulary(tokenizer, self.V, self.eos)
@@ -75,7 +80,7 @@ class Grammars:
         notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). Raises
         ValueError with the library's reason.
         """
-        return Grammar(self.matcher(kind, text).deep_copy(), self.eos, self.V)
+        return Grammar(self, self.matcher(kind, text).deep_copy())
 
     def matcher(self, kind: str, text: str):
         """At the beginning of its grammar, to be copied."""
@@ -87,10 +92,21 @@ class Grammars:
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.library.grammar_from(kind, text)
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
-        if not Grammar(matcher, self.eos, self.V).compute_mask().any():
+        if not self.compute_masks([matcher]).any():
             reason = matcher.get_error() or "no answer is long enough to end"
             raise ValueError(f"the {kind} cannot be served: {reason:.500}")
         return matcher
+
+    def compute_masks(self, matchers: list) -> np.ndarray:
+        """[n, V] bool: the tokens that may come next."""
+        bits = self.bitmasks.allocate_token_bitmask(len(matchers), self.V)
+        pairs = list(zip(matchers, range(len(matchers)), strict=True))
+        self.bitmasks.fill_next_token_bitmask_par(self.executor, pairs, bits)
+        for matcher, row in zip(matchers, bits, strict=True):
+            if matcher.is_error():  # then it has allowed the end
+                row[:] = 0
+        bits = bits.view(np.uint8)
+        return np.unpackbits(bits, axis=1, count=self.V, bitorder="little").view(bool)
 
 
 class Compiler:
@@ -138,41 +154,58 @@ class Compiler:
         ]
 
 
+class Mask(NamedTuple):
+    """Of one position, computed by a job of a thread together with others."""
+
+    job: Future  # brings [n, V] bool
+    index: int
+
+    def allowed(self) -> np.ndarray:
+        """
+        [V] bool: the tokens that may come next. None, where the vocabulary cannot go on, or where
+        the library gives up.
+        """
+        return self.job.result()[self.index]
+
+
 class Grammar:
     """
-    One answer's place in its grammar: behind all of its tokens that are known. `mask`, once it was
-    begun, brings [V] bool, the tokens that may come next: none where the vocabulary cannot go on,
-    or where the library gives up. Until then nothing else may be asked.
+    One answer's place in its grammar: behind all of its tokens that are known. While its mask is
+    computed nothing else may be asked.
     """
 
-    def __init__(self, matcher, eos: tuple[int, ...], V: int):
+    def __init__(self, grammars: Grammars, matcher):
+        self.grammars = grammars
         self.matcher = matcher
-        self.eos = eos  # all end-of-text tokens: each may end an answer that is complete
-        self.V = V
-        self.mask: Future | None = None
+        self.mask: Mask | None = None  # of the next position, once it was begun
+        self.num_eager = 0  # positions whose masks are begun before a token is refused
 
     def copy(self) -> "Grammar":
-        return Grammar(self.matcher.deep_copy(), self.eos, self.V)
+        return Grammar(self.grammars, self.matcher.deep_copy())
+
+    @property
+    def has_mask(self) -> bool:
+        return self.mask is not None and self.mask.job.done()
 
     def accept(self, token: int) -> bool:
         """Go on behind this token, if it is allowed."""
-        is_end = token in self.eos and self.matcher.is_stopped()
+        is_end = token in self.grammars.eos and self.matcher.is_stopped()
         is_allowed = is_end or self.matcher.try_consume_tokens([token]) == 1
         if is_allowed:
             self.mask = None
+            self.num_eager = max(0, self.num_eager - 1)
         return is_allowed
-
-    def begin_mask(self):
-        if self.mask is None:
-            self.mask = threads.submit(self.compute_mask)
-
-    def compute_mask(self) -> np.ndarray:
-        bits = self.matcher.compute_bitmask()
-        if self.matcher.is_error():  # then it would have allowed the end
-            return np.zeros(self.V, bool)
-        bits = np.frombuffer(bits, np.uint8)
-        return np.unpackbits(bits, count=self.V, bitorder="little").astype(bool)
 
     def failure(self) -> str:
         """Why no token may come next."""
         return self.matcher.get_error() or NOTHING_ALLOWED
+
+
+def begin_masks(grammars: list[Grammar]):
+    """Of these grammars, by a thread: all are done at once."""
+    new = [grammar for grammar in grammars if grammar.mask is None]
+    if new:
+        matchers = [grammar.matcher for grammar in new]
+        job = threads.submit(new[0].grammars.compute_masks, matchers)
+        for i, grammar in enumerate(new):
+            grammar.mask = Mask(job, i)

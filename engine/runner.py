@@ -34,7 +34,7 @@ from ops.inputs import (
 )
 from ops.sampling import Row, SamplingRows, logprobs
 from paged import KVBlockPool, Plan, Request
-from params import GREEDY, NO_TOKEN, SamplingParams, Settings
+from params import GREEDY, NO_TOKEN, Settings
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
@@ -54,12 +54,12 @@ class InFlight:
     places: list[int]  # of plan.sampled among the n decodes, with padding, and C chunks
     logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
     tokens: Tensor  # [n + C]
+    sampled: Tensor  # the same, on the device until the next step
     # requests that want their token scored, and what `logprobs` gives for these tokens
     sampled_scores: tuple[list[Request], list[Tensor]] = ((), ())
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
     prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
     done: torch.cuda.Event | None = None
-    masked: set[Request] = frozenset()  # those that were sampled with a mask
 
 
 class StepResult(NamedTuple):
@@ -76,8 +76,6 @@ class StepResult(NamedTuple):
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
 BROKEN = "the model's logits are not numbers: its weights are broken"
-ADJUSTED = SamplingParams(logit_bias={0: 0.0})  # asks the sampler for what a mask needs
-
 COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
 TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
 
@@ -148,7 +146,6 @@ class Runner:
         )
         self.window = settings.window
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
-        self.masked: set[Request] = set()  # whose next token is sampled with a mask
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(N, settings.token_budget)
@@ -174,7 +171,6 @@ class Runner:
         self.known.context_len[rows] = context_len
         self.fill_tables(requests)
         self.sampling.fill(*map(sampling_row, requests))
-        self.masked.difference_update(requests)
         for r in requests:
             self.scored_rows.discard(r.row)
             if r.params is not None and r.params.logprobs is not None:
@@ -189,17 +185,6 @@ class Runner:
             tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
         tables = upload(tables, self.device).view(-1, 1 + M)
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
-
-    def mask(self, requests: list[Request]):
-        """Have the next token of each, whose row is filled, sampled with its grammar's mask."""
-        rows = [r.row for r in requests]
-        allowed = np.stack([r.grammar.mask.result() for r in requests])
-        self.sampling.mask(rows, [r.params for r in requests], torch.from_numpy(allowed))
-        self.masked.update(requests)
-
-    def unmask(self, requests: list[Request]):
-        self.sampling.unmask([r.row for r in requests], [r.params for r in requests])
-        self.masked.difference_update(requests)
 
     def padded_shape(self, plan: Plan) -> StepShape:
         """
@@ -245,13 +230,14 @@ class Runner:
         else:
             outputs = self.compute(upload(packed, self.device), shape, plan)
         tokens, logits, x = outputs
-        flight = InFlight(plan, places, logits, tokens.to("cpu", non_blocking=True))
+        if plan.masked or self.scored_rows:
+            place_of = dict(zip(plan.sampled, places, strict=True))
+        if plan.masked:
+            self.sample_masked({r: place_of[r] for r in plan.masked}, tokens, logits)
+        on_host = tokens.to("cpu", non_blocking=True)
+        flight = InFlight(plan, places, logits, on_host, tokens)
         if self.scored_rows:
-            places = dict(zip(plan.sampled, places, strict=True))
-            flight.sampled_scores = self.score_sampled(places, tokens, logits)
-        if self.masked:
-            flight.masked = self.masked.intersection(plan.sampled)
-            self.unmask(list(flight.masked))
+            flight.sampled_scores = self.score_sampled(place_of, tokens, logits)
         if plan.chunks:
             flight.prompt_scores = self.score_prompts(plan, shape.n, x)
         if tokens.is_cuda:
@@ -275,8 +261,6 @@ class Runner:
         logits = self.model.logits(last, self.ops)
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
-        if self.masked and plan:
-            asked.append(ADJUSTED)
         sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
         return sampled, logits, x
 
@@ -293,27 +277,32 @@ class Runner:
         return list(scored), to_host(logprobs(logits[at], tokens[at], most))
 
     @torch.inference_mode()
+    def sample_masked(self, requests: dict[Request, int], tokens: Tensor, logits: Tensor):
+        """
+        Sample for these requests once more, each with its grammar's mask. They have places in
+        tokens [n + C], changed in place, and in logits [n + C, V].
+        """
+        at = upload(list(requests.values()), self.device)
+        rows = upload([r.row for r in requests], self.device)
+        positions = upload([r.num_tokens - r.num_to_come for r in requests], self.device)
+        allowed = np.stack([r.grammar.mask.allowed() for r in requests])
+        allowed = upload(torch.from_numpy(allowed), self.device, torch.bool)
+        masked = logits[at] + torch.where(allowed, 0.0, -torch.inf)  # NaN stays one
+        self.sampling.uncount(rows, tokens[at])
+        asked = [r.params for r in requests]
+        tokens[at] = self.ops.sample(masked, rows, positions, self.sampling, asked)
+
     def sample_again(self, flight: InFlight, result: StepResult, refused: dict[Request, int]):
         """
-        Sample from the logits of the last step once more, with masks, for requests whose token
-        their grammars refused. refused: their places in plan.sampled. Changes `result`.
+        From the logits of the last step, with masks, for requests whose tokens were refused: their
+        places in plan.sampled. Changes `result`.
         """
-        at = upload([flight.places[i] for i in refused.values()], self.device)
-        rows = upload([r.row for r in refused], self.device)
-        positions = upload([r.num_tokens - 1 for r in refused], self.device)
-        before = upload([result.tokens[i] for i in refused.values()], self.device)
-        self.sampling.uncount(rows, before)
-        self.mask(list(refused))
-        asked = [r.params for r in refused] + [ADJUSTED]
-        logits = flight.logits[at]
-        tokens = self.ops.sample(logits, rows, positions, self.sampling, asked)
-        self.unmask(list(refused))
-        for (r, i), token in zip(refused.items(), tokens.tolist(), strict=True):
-            result.tokens[i] = token
-            if token == NO_TOKEN:
-                result.failed[r] = r.grammar.failure()
-        places = {r: i for i, r in enumerate(refused)}
-        scores = self.score_sampled(places, tokens, logits)
+        places = {r: flight.places[i] for r, i in refused.items()}
+        self.sample_masked(places, flight.sampled, flight.logits)
+        tokens = flight.sampled.tolist()
+        for r, i in refused.items():
+            result.tokens[i] = tokens[places[r]]
+        scores = self.score_sampled(places, flight.sampled, flight.logits)
         result.logprobs.update(scores_by_request(*scores))
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
@@ -348,7 +337,7 @@ class Runner:
             pairs = zip(plan.sampled, tokens, strict=True)
             for r, token in pairs:
                 if token == NO_TOKEN:
-                    result.failed[r] = r.grammar.failure() if r in flight.masked else BROKEN
+                    result.failed[r] = r.grammar.failure() if r in plan.masked else BROKEN
         result.logprobs.update(scores_by_request(*flight.sampled_scores))
         for request, start, tensors in flight.prompt_scores:
             result.prompt_scores[request] = start, rows_of(tensors)

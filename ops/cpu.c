@@ -33,21 +33,23 @@ D head size, S block size, M blocks per table, B requests.
 
 typedef struct {
     int64_t kind; // see `compute`
-    // what it reads and writes, [R, K] and [R, N]: numbers, or integers of 16 bits
+    // what it reads and writes, [R, K] and [R, N]: numbers, integers of 16 bits, or tokens
     union { float *x; const int16_t *x16; };
-    union { float *y; int16_t *y16; };
+    union { float *y; int16_t *y16; int64_t *y64; };
     // of a layer, a norm or an embedding: numbers, or integers of 8 bits; see `linear`
     union { const float *weight; const int8_t *weight8; };
     float *x_scale;           // [R] of x in integers
     const float *scale;       // [N] of weights in integers, else NULL
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
+    const float *temperature; // choose: [R] or NULL
+    const float *lowest;      // choose: [R] or NULL
     const float *k_norm;      // heads: [D] or NULL; `weight` is that of q
     const float *rotation;    // heads: [R, D] or NULL, what `rotation` wrote
     float *kv;                // a layer's pool: K [blocks, Hk, D, S], then V [blocks, Hk, S, D]
-    const int64_t *tokens;    // [R]
+    const int64_t *tokens;    // [R]; choose: seeds
     const int64_t *positions; // [R]
-    const int64_t *slots;     // [R] where K and V of the row go
+    const int64_t *slots;     // [R] where K and V of the row go; choose: choices
     const int64_t *requests;  // [R] whose block table; a request's rows follow each other
     const int32_t *tables;    // [B, M] block tables
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
@@ -220,34 +222,63 @@ INLINE float gumbel(uint32_t word)
     return minus_log(minus_log(((float)(int32_t)(word >> 9) + 0.5f) * 0x1p-23f));
 }
 
-// y [R, K]: noise of each row's seed (`tokens`), position and choice (`slots`), as
-// sampling.gumbel_noise has it: of four tokens by Philox4x32-10, many such fours at once.
-static void noise(const Op *op, int64_t r)
+enum { TOKENS = 16 * LANES }; // that are looked at together
+
+// Noise of TOKENS tokens from k on, as sampling.gumbel_noise has it: Philox4x32-10 makes that of
+// four, here of many fours at once, of a seed, a position and a choice.
+static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uint32_t choice)
 {
-    enum { FOURS = 4 * LANES };
-    const uint64_t seed = op->tokens[r];
-    const uint32_t position = op->positions[r], choice = op->slots[r];
-    for (int64_t k = 0; k < op->K; k += 4 * FOURS) {
-        float numbers[4 * FOURS];
-        for (uint32_t i = 0; i < FOURS; i++) {
-            uint32_t a = k / 4 + i, b = position, c = choice, d = 0, low = seed, high = seed >> 32;
-            for (int round = 0; round < 10; round++) {
-                uint64_t first = a * 0xD2511F53ull, second = c * 0xCD9E8D57ull;
-                a = (uint32_t)(second >> 32) ^ b ^ low;
-                c = (uint32_t)(first >> 32) ^ d ^ high;
-                b = second;
-                d = first;
-                low += 0x9E3779B9u;
-                high += 0xBB67AE85u;
-            }
-            numbers[4 * i] = gumbel(a);
-            numbers[4 * i + 1] = gumbel(b);
-            numbers[4 * i + 2] = gumbel(c);
-            numbers[4 * i + 3] = gumbel(d);
+    for (uint32_t i = 0; i < TOKENS / 4; i++) {
+        uint32_t a = k / 4 + i, b = position, c = choice, d = 0, low = seed, high = seed >> 32;
+        for (int round = 0; round < 10; round++) {
+            uint64_t first = a * 0xD2511F53ull, second = c * 0xCD9E8D57ull;
+            a = (uint32_t)(second >> 32) ^ b ^ low;
+            c = (uint32_t)(first >> 32) ^ d ^ high;
+            b = second;
+            d = first;
+            low += 0x9E3779B9u;
+            high += 0xBB67AE85u;
         }
-        int64_t left = least(4 * FOURS, op->K - k);
-        memcpy(op->y + r * op->K + k, numbers, left * sizeof *numbers);
+        y[4 * i] += gumbel(a);
+        y[4 * i + 1] += gumbel(b);
+        y[4 * i + 2] += gumbel(c);
+        y[4 * i + 3] += gumbel(d);
     }
+}
+
+// The best of the K scores x, divided by the row's temperature and with noise (0: greedy), among
+// those that are not below `lowest`; of a tie the first, -1 if it is not finite.
+static void choose(const Op *op, int64_t r)
+{
+    enum { INFINITE = 0x7f800000 }; // its bits, and beyond it NaN
+    const float *x = op->x + r * op->K, lowest = op->lowest ? op->lowest[r] : -INFINITY;
+    const float temperature = op->temperature ? op->temperature[r] : 0;
+    int32_t best = INT32_MIN, bits[TOKENS];
+    for (int64_t k = 0; k < op->K; k += TOKENS) {
+        int64_t count = least(TOKENS, op->K - k);
+        float scores[TOKENS];
+        for (int64_t i = 0; i < count; i++) {
+            scores[i] = x[k + i] / (temperature > 0 ? temperature : 1);
+            scores[i] = scores[i] < lowest ? -INFINITY : scores[i];
+        }
+        if (temperature > 0)
+            add_noise(scores, k, op->tokens[r], op->positions[r], op->slots[r]);
+        int32_t top = INT32_MIN;
+        for (int64_t i = 0; i < count; i++) { // as integers they have the same order
+            Number score = {scores[i]};
+            int32_t size = score.bits & INT32_MAX, sign = score.bits >> 31;
+            bits[i] = size > INFINITE ? INT32_MAX : (size ^ sign) - sign;
+        }
+        for (int64_t i = 0; i < count; i++)
+            top = bits[i] > top ? bits[i] : top;
+        for (int64_t i = 0; top > best; i++)
+            if (bits[i] == top) {
+                best = top;
+                op->y64[r] = k + i;
+            }
+    }
+    if (abs(best) >= INFINITE)
+        op->y64[r] = -1;
 }
 
 // y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
@@ -555,7 +586,7 @@ enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to 
 enum { ATTEND = 6, LINEAR = 7 }; // as KINDS in cpu.py; before them what is done row by row
 
 static void (*const operators[])(const Op *, int64_t) = {
-    embed, rotation, add_norm, quantize_row, heads, noise};
+    embed, rotation, add_norm, quantize_row, heads, choose};
 
 static int64_t num_tasks(const Op *op, int64_t R, int threads)
 {

@@ -101,9 +101,10 @@ def library(compiler: list[str]) -> Path:
 # The operators
 
 # as in cpu.c
-KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "noise", "attend", "linear")
+KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "choose", "attend", "linear")
 POINTERS = (
-    "x y weight x_scale scale bias delta k_norm rotation kv tokens positions slots requests tables"
+    "x y weight x_scale scale bias delta temperature lowest k_norm rotation kv tokens positions "
+    "slots requests tables"
 )
 NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
@@ -283,18 +284,19 @@ class CpuKernels:
         op.factor = largest_activation(op.K)
         return self.compute(op, self.room("integers", R, op.K, torch.int16)), step
 
-    def noise(self, seeds: Tensor, positions: Tensor, choices: Tensor, V: int) -> Tensor:
-        """As sampling.gumbel_noise, which takes 20 times as long."""
-        op = Op("noise")
-        op.K = V
-        op.N = 32  # the time of a number in products, for `run` to share rows
-        op.tokens = seeds
-        op.positions = positions.long()
-        op.slots = choices
-        return self.compute(op, torch.empty(len(seeds), V))
+    def choose(self, scores: Tensor, temperature, lowest, *key: Tensor) -> Tensor:
+        """As sampling.choose, in a thirtieth of the time."""
+        op = Op("choose")
+        R, op.K = scores.shape
+        op.N = 32  # the time of a score in products, for `run` to share rows
+        op.x = scores.contiguous()
+        op.temperature = temperature
+        op.lowest = lowest
+        op.tokens, op.positions, op.slots = (part.long() for part in key)
+        return self.compute(op, torch.empty(R, dtype=torch.int64))
 
     def sample(self, *args) -> Tensor:
-        return sample_torch(*args, noise_of=self.noise)
+        return sample_torch(*args, choose=self.choose)
 
     # -- a step ------------------------------------------------------------------------------------
 

@@ -71,8 +71,9 @@ class Row(NamedTuple):
     def floats(self) -> Floats:
         p = self.params
         repetition = max(p.repetition_penalty, 1e-6)  # divided by less, logits would overflow
+        temperature = p.temperature if p.temperature >= GREEDY_BELOW else 0.0
         return Floats(
-            p.temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty
+            temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty
         )
 
     def ints(self) -> Ints:
@@ -141,25 +142,6 @@ class SamplingRows:
         self.packed_ints[rows] = ints[:, 1:]
         self.packed_floats[rows] = floats
 
-    def mask(self, rows: list[int], params: list[SamplingParams], allowed: Tensor):
-        """Forbid all tokens but those `allowed` [R, V] bool, by a bias, until `unmask`."""
-        V = allowed.shape[1]
-        bias = torch.zeros(allowed.shape).masked_fill_(~allowed, -torch.inf)
-        for i, p in enumerate(params):
-            if p.biases:
-                bias[i] += bias_vector(p, V)
-        rows = upload(rows, self.bias.device)
-        self.bias[rows] = upload(bias, self.bias.device, torch.float32)
-        self.ints.biased[rows] = 1
-
-    def unmask(self, rows: list[int], params: list[SamplingParams]):
-        device = self.bias.device
-        V = self.bias.shape[1]
-        for row, p in zip(rows, params, strict=True):
-            if p.biases:
-                self.bias[row] = upload(bias_vector(p, V), device, torch.float32)
-        self.ints.biased[upload(rows, device)] = upload([p.biases for p in params], device)
-
     def uncount(self, rows: Tensor, tokens: Tensor):
         """Take back that `sample` has counted these tokens [R], which are refused."""
         counted = 4 * self.ints.penalised[rows].int()
@@ -170,23 +152,41 @@ class SamplingRows:
 # The reference
 
 
+def choose(
+    scores: Tensor, temperature: Tensor | None, lowest: Tensor | None, *key: Tensor
+) -> Tensor:
+    """
+    The best token [R] int64 of scores [R, V] / temperature [R] + Gumbel noise, which is a sample of
+    the softmax (the Gumbel-max trick, Gumbel 1954), among the scores that are not below `lowest`
+    [R]. Without a temperature a row is greedy: no noise; None: all are. `key`: what `gumbel_noise`
+    wants. Of a tie the lowest token; NO_TOKEN for a row without a finite maximum (NaN anywhere, all
+    -inf).
+    """
+    if temperature is not None:
+        is_greedy = temperature[:, None] == 0
+        scores = scores / torch.where(is_greedy, 1.0, temperature[:, None])
+        if lowest is not None:
+            scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
+        noise = gumbel_noise(*key, scores.shape[1])
+        scores = torch.where(is_greedy, scores, scores + noise)
+    best, tokens = scores.max(-1)
+    return torch.where(best.isfinite(), tokens, NO_TOKEN)
+
+
 def sample_torch(
     logits: Tensor,
     rows: Tensor,
     positions: Tensor,
     per_row: SamplingRows,
     asked: Sequence[SamplingParams] | None = None,
-    noise_of: Callable | None = None,
+    choose: Callable = choose,
 ) -> Tensor:
     """
-    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16): argmax of logits / temperature
-    + Gumbel noise, over the tokens that the filters keep, is a sample of the softmax (the
-    Gumbel-max trick, Gumbel 1954). rows [R] are the requests' rows in `per_row`, positions [R] the
-    places of the new tokens in their texts; `asked`, the SamplingParams of the rows, spares work
-    that no row wants; `noise_of` has the arguments of `gumbel_noise`. Returns [R] int64: of a tie
-    the lowest token, and NO_TOKEN for a row without a finite maximum (NaN anywhere, all -inf). In
-    place: per_row.last_token gets the tokens (0 for NO_TOKEN), and per_row.marks counts them in
-    rows with penalties.
+    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
+    requests' rows in `per_row`, positions [R] the places of the new tokens in their texts; `asked`,
+    the SamplingParams of the rows, spares work that no row wants. Returns [R] int64, perhaps
+    NO_TOKEN. In place: per_row.last_token gets the tokens (0 for NO_TOKEN), and per_row.marks
+    counts them in rows with penalties.
     """
     # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
@@ -196,23 +196,19 @@ def sample_torch(
     scores = logits.float()
     if "adjusts" in used:
         scores = adjust(scores, rows, positions, per_row)
+    temperature = lowest = None
     if "temperature" in used:
-        temperature = floats.temperature[rows][:, None]  # [R, 1]
-        greedy = temperature < GREEDY_BELOW
-        scores = scores / torch.where(greedy, 1.0, temperature)
-        if "filters" in used:  # top_k, top_p, min_p
-            lowest = threshold(scores, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
-            scores = scores.masked_fill(scores < lowest[:, None], -torch.inf)
-        noise_of = noise_of or gumbel_noise
-        noise = noise_of(ints.seed[rows], positions, ints.choice[rows], logits.shape[1])
-        scores = torch.where(greedy, scores, scores + noise)
-    best, tokens = scores.max(-1)
-    valid = best.isfinite()
+        temperature = floats.temperature[rows]
+    if "filters" in used:  # top_k, top_p, min_p
+        scaled = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
+        lowest = threshold(scaled, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
+    tokens = choose(scores, temperature, lowest, ints.seed[rows], positions, ints.choice[rows])
+    last = tokens.clamp(min=0)
     if "penalises" in used:
-        counted = valid * ints.penalised[rows]
-        per_row.marks.index_put_((rows, tokens), 4 * counted.int(), accumulate=True)
-    per_row.last_token[rows] = torch.where(valid, tokens, 0)
-    return torch.where(valid, tokens, NO_TOKEN)
+        counted = (tokens != NO_TOKEN) * ints.penalised[rows]
+        per_row.marks.index_put_((rows, last), 4 * counted.int(), accumulate=True)
+    per_row.last_token[rows] = last
+    return tokens
 
 
 def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRows) -> Tensor:

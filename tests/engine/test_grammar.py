@@ -78,14 +78,14 @@ def model(tokenizer, window) -> GPT:
 @pytest.fixture
 def late_masks(monkeypatch):
     """Half of the masks take longer than a step waits for them."""
-    compute = Grammar.compute_mask
+    compute = Grammars.compute_masks
     choose = random.Random(0)
 
-    def compute_late(grammar: Grammar) -> np.ndarray:
+    def compute_late(grammars: Grammars, matchers: list) -> np.ndarray:
         time.sleep(choose.choice([0, 0.004]))
-        return compute(grammar)
+        return compute(grammars, matchers)
 
-    monkeypatch.setattr(Grammar, "compute_mask", compute_late)
+    monkeypatch.setattr(Grammars, "compute_masks", compute_late)
 
 
 @pytest.fixture
@@ -113,8 +113,8 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
     for i, token in enumerate(tokens):
         text = torch.tensor([prompt + tokens[:i]])
         logits = model(text)[0][0, -1].double()
-        grammar.begin_mask()
-        allowed = torch.from_numpy(grammar.mask.result())
+        (allowed,) = grammar.grammars.compute_masks([grammar.matcher])
+        allowed = torch.from_numpy(allowed)
         wanted = possible_tokens(
             logits.masked_fill(~allowed, -torch.inf),
             params,

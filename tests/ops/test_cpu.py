@@ -46,7 +46,7 @@ from ops.packed import (
     largest_activation,
     packed_for_cpu,
 )
-from params import SamplingParams, Settings
+from params import NO_TOKEN, SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
 
 ROOT = Path(__file__).parents[2]
@@ -382,30 +382,57 @@ def test_sums_of_integers_are_exact(K):
 
 
 # --------------------------------------------------------------------------------------------------
-# Noise
+# The next token
 
 
 @needs_compiler
 @pytest.mark.parametrize("build", BUILDS)
-def test_noise_is_the_function_that_design_states(build):
+def test_a_token_is_chosen_as_by_the_oracle(build):
     """
-    Would catch: a part of the key or of the counter that is cut off; a word in another's place;
-    noise that depends on the other rows; a logarithm that is not exact near 1.
+    Would catch: a part of the noise's key or counter that is cut off; a word in another's place; a
+    logarithm that is not exact near 1; the last of equal scores; a row that depends on the others.
     """
     generator = torch.Generator().manual_seed(0)
-    seeds = torch.randint(-(2**63), 2**63 - 1, (40,), generator=generator)
+    R = 40
+    seeds = torch.randint(-(2**63), 2**63 - 1, (R,), generator=generator)
     seeds[:4] = torch.tensor([0, -1, 2**32, -(2**63)])
-    positions = torch.randint(2**31, (40,), generator=generator)
-    choices = torch.randint(128, (40,), generator=generator)
-    noise_of = machine(build=build).sample.__self__.noise
-    for V in 1, 6, 63, 20_001:
-        noise = noise_of(seeds, positions, choices, V)
-        for i, key in enumerate(zip(seeds, positions, choices, strict=True)):
-            expected = oracle.noise(*map(int, key), V)
-            error = (noise[i] - expected).abs() / expected.abs().clamp(min=1)
-            assert error.max() < 2.5e-7
-            alone = noise_of(*(number[None] for number in key), V)
-            assert torch.equal(alone[0], noise[i])
+    positions = torch.randint(2**31, (R,), generator=generator)
+    choices = torch.randint(128, (R,), generator=generator)
+    temperature = torch.tensor([1.0, 0.0, 0.7, 2.0]).repeat(R // 4)
+    choose = machine(build=build).sample.__self__.choose
+    for V in 1, 6, 63, 256, 20_001:
+        scores = torch.randn(R, V, generator=generator).round(decimals=1)
+        lowest = torch.where(torch.arange(R) % 3 == 0, 0.2, -torch.inf)
+        lowest = torch.minimum(lowest, scores.amax(1))
+        rows = [scores, temperature, lowest, seeds, positions, choices]
+        tokens = choose(*rows)
+        for i, token in enumerate(tokens.tolist()):
+            assert choose(*(row[i : i + 1] for row in rows)) == token
+            x = scores[i].double() / (temperature[i] or 1)
+            x[x < lowest[i]] = -torch.inf
+            if temperature[i]:
+                x += oracle.noise(*(int(row[i]) for row in rows[3:]), V)
+            assert x[token] >= x.max() - 4e-6
+            if not temperature[i]:
+                assert token == scores[i].argmax()
+        assert torch.equal(choose(scores, None, None, *rows[3:]), scores.argmax(1))
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
+@pytest.mark.parametrize("place", [0, 300, 1000])
+def test_no_token_of_a_row_without_a_finite_maximum(bad, place):
+    """Would catch: NaN of either sign that is less than a number; -inf that wins."""
+    choose = machine().sample.__self__.choose
+    scores = torch.zeros(4, 1001)
+    scores[1, place] = bad
+    scores[2] = -torch.inf
+    scores[3, 1:] = -torch.inf
+    key = torch.zeros(3, 4, dtype=torch.int64)
+    for temperature in None, torch.full((4,), 0.5):
+        first, *others = choose(scores, temperature, None, *key).tolist()
+        assert first >= 0
+        assert others == [NO_TOKEN, NO_TOKEN, 0]
 
 
 # --------------------------------------------------------------------------------------------------
