@@ -130,6 +130,7 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
 
 
 HTTP = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
+HTTP += ["llguidance"]
 MODEL = ["tokenizers", "torch", "numpy", "safetensors", "jinja2", "tqdm", "tiktoken", "triton"]
 NOT_NEEDED = {  # modules -> packages that they run without
     "serve, flags": HTTP + MODEL,
