@@ -239,10 +239,9 @@ def grammar_of_format(value) -> dict | None:
     return {"kind": "json", "text": grammar_text(schema)}
 
 
-def grammar_of_outputs(value) -> dict:
+def grammar_of_outputs(value: dict) -> dict:
     """vLLM's `structured_outputs` as the engine's grammar."""
-    fields = value.items() if isinstance(value, dict) else ()
-    match [field for field in fields if field[1] is not None]:
+    match [field for field in value.items() if field[1] is not None]:
         case (
             [("json" as kind, str() | dict() as sent)]
             | [("regex" | "grammar" as kind, str() as sent)]
@@ -366,7 +365,7 @@ class SamplingRequest(Body):
     ignore_eos: bool = False
     min_tokens: int = sampling_field("min_tokens")
     response_format: Annotated[dict | None, PlainValidator(grammar_of_format)] = None
-    structured_outputs: Annotated[dict | None, PlainValidator(grammar_of_outputs)] = None
+    structured_outputs: Annotated[dict, AfterValidator(grammar_of_outputs)] | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first

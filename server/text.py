@@ -185,7 +185,7 @@ class Chat:
             self.template = environment.from_string(source)
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
-        self.call_tag = find_tag(self.render)
+        self.call_tag = find_tag(source)
 
     def encode(
         self, messages: Messages, add_special_tokens: bool = False, /, **options

@@ -1,7 +1,7 @@
 """
 Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
 
-    tag = find_tag(chat.render)                            # "tool_call"; "": not a form we know
+    tag = find_tag(source)                                 # "tool_call"; "": not a form we know
     grammar_of_calls(body, tag)                            # Lark, for the engine
     reader = CallReader(tag)
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
@@ -16,9 +16,7 @@ Qwen's templates, so its parts are found by what stands between them; without a 
 """
 
 import json
-import re
 import secrets
-from collections.abc import Callable
 
 MAX_CALLS = 16  # in one answer
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -27,25 +25,14 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def find_tag(render: Callable) -> str:
+def find_tag(source: str) -> str:
     """
-    The tag of calls in a chat template, read off a conversation that has one. "" if it does not
-    show tools, or writes calls in another form. `render`: see text.Chat.
+    The tag in which a chat template has the model write calls, as Hermes', Qwen2.5's and Qwen3's
+    do. "" if it does not show tools, or has calls in another form, as Qwen3-Coder's in XML.
     """
-    calls = [{"function": {"name": "probe", "arguments": {}}}]
-    messages = [{"role": "user", "content": "x"}]
-    messages.append({"role": "assistant", "content": "", "tool_calls": calls})
-    function = {"name": "probe", "description": "x", "parameters": NO_PARAMETERS}
-    try:
-        text = render(messages, tools=[{"type": "function", "function": function}])
-    except ValueError:  # TokenizerError: the template refuses it
-        return ""
-    # Hermes' puts the arguments first, though it asks for the name first
-    forms = ['{"name":"probe","arguments":{}}', '{"arguments":{},"name":"probe"}']
-    for tag, inside in re.findall(r"<(\w+)>(.*?)</\1>", text, re.DOTALL):
-        if "".join(inside.split()) in forms and text.count("probe") > 1:
-            return tag
-    return ""
+    source = source.replace("\\", "")  # a quote may be escaped
+    parts = ["tools", "<tool_call>", '"arguments": ']
+    return "tool_call" if all(part in source for part in parts) else ""
 
 
 def marks(tag: str) -> list[str]:
@@ -126,5 +113,7 @@ class CallReader:
 
 def begun(text: str, marker: str) -> int:
     """How many characters of the marker the text ends with."""
-    lengths = range(len(marker) - 1, 0, -1)
-    return next((n for n in lengths if text.endswith(marker[:n])), 0)
+    count = len(marker) - 1
+    while count > 0 and not text.endswith(marker[:count]):
+        count -= 1
+    return max(count, 0)
