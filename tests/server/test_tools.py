@@ -420,6 +420,77 @@ def test_each_choice_has_calls_of_its_own(house):
 
 
 # --------------------------------------------------------------------------------------------------
+# What clients send
+
+SCALARS = st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just(10**4299)
+VALUES = st.recursive(
+    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2)
+)
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory):
+    with house_with(TEMPLATE, tmp_path_factory.mktemp("patient")) as house:
+        house.engine.ready(9000)
+        yield house
+
+
+def ask_patient(house, fields: dict) -> int:
+    """The status of the answer to a chat with these fields."""
+    body = {"messages": HELLO, "max_tokens": 5} | fields
+    caller = house.call("POST", "/v1/chat/completions", json.dumps(body).encode())
+    house.engine.step(dict.fromkeys(house.choices, b"x"), "length")
+    caller.hang_up()
+    answer = caller.answer()
+    assert answer.status in (200, 400), answer.body
+    return answer.status
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    values=st.lists(VALUES, min_size=5, max_size=5),
+    choice=st.sampled_from(["none", "auto", "required", {}]),
+)
+def test_no_tools_make_a_500(patient, values, choice):
+    """Any JSON in the places of schemas, arguments and results: an answer or a refusal."""
+    parameters, arguments, result, schema, options = values
+    function = {"name": "f", "arguments": json.dumps(arguments)}
+    calls = [{"id": "a", "function": function}]
+    talk = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    talk.append({"role": "tool", "tool_call_id": "a", "content": result})
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": parameters}}}
+    ask_patient(patient, {"messages": talk})
+    ask_patient(patient, {"tools": [tool], "tool_choice": choice})
+    ask_patient(patient, {"tools": [tool | {"function": options}], "tool_choice": schema})
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    ask_patient(patient, {"response_format": form})
+    ask_patient(patient, {"structured_outputs": {"json": schema, "regex": options}})
+
+
+@pytest.mark.parametrize("depth", [150, 190, 250, 100_000])
+def test_nesting_is_served_or_refused(patient, depth):
+    """The body's reader stops at some 200 levels: nothing behind it may stop earlier."""
+    deep = '{"a":' * depth + "1" + "}" * depth
+    function = {"name": "f", "arguments": deep}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    bodies = ['{"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}']
+    bodies.append('{"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}')
+    bodies.append('{"structured_outputs": {"json": DEEP}}')
+    bodies.append(json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}))
+    bodies.append(json.dumps({"structured_outputs": {"json": deep}}))
+    statuses = []
+    for body in bodies:
+        start = json.dumps({"messages": HELLO, "max_tokens": 5})[:-1]
+        body = f"{start}, {body[1:]}".replace("DEEP", deep)
+        caller = patient.call("POST", "/v1/chat/completions", body.encode())
+        patient.engine.step(dict.fromkeys(patient.choices, b"x"), "length")
+        caller.hang_up()
+        statuses.append(caller.answer().status)
+    assert statuses[:4] == [200 if depth < 200 else 400] * 4
+    assert statuses[4] == (200 if depth < 10_000 else 400)  # as text it is the engine's to read
+
+
+# --------------------------------------------------------------------------------------------------
 # With an engine
 
 
