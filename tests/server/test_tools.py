@@ -398,12 +398,16 @@ def test_the_reason_of_an_end_with_calls(house, row, stream):
     assert house.service.metrics.finished[finish]._value.get() == 1
 
 
-def test_tokens_and_their_scores_are_sent_though_text_is_held_back(house):
+@pytest.mark.parametrize("size", [1, 50])
+def test_tokens_and_their_scores_are_sent_once(house, size):
+    """Though text is held back, and though the tokens of a step make several deltas."""
     caller = call(house, stream=True, logprobs=True, return_token_ids=True)
     tokens = [*ONE.encode(), 256]
-    for token in tokens:
-        row = [added(house)["id"], [token], "stop" if token == 256 else None, 0, [[-1.0, [], []]]]
-        house.engine.say({"op": "step", "out": [[*row, None]], "stats": house.engine.stats})
+    for start in range(0, len(tokens), size):
+        new = tokens[start : start + size]
+        row = [added(house)["id"], new, "stop" if new[-1] == 256 else None, 0]
+        row += [[[-1.0, [], []]] * len(new), None]
+        house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
     choices = [event["choices"][0] for event in caller.events[:-1]]
     assert [token for choice in choices for token in choice["token_ids"]] == tokens
     scored = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
