@@ -63,6 +63,7 @@ class Choice:
         self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
         context = () if body.echo else prompt
         self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
+        self.calls = CallReader(job.call_tag) if body.tools else None
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
         if body.echo:
@@ -222,10 +223,6 @@ class ChatChoice(Choice):
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
 
-    def __init__(self, job, index, body, *rest):
-        super().__init__(job, index, body, *rest)
-        self.calls = CallReader(job.call_tag) if body.tools else None
-
     def add_tokens(self, *step):
         super().add_tokens(*step)
         if self.calls:
@@ -252,7 +249,7 @@ class ChatChoice(Choice):
         if self.is_first:
             role = {"delta": {"role": "assistant", "content": ""}}
             chunks.append(self.chunk(role, [], None) | self.prompt_fields())
-        if self.text or self.tokens or self.deltas:
+        if self.text or self.tokens:
             tokens = self.tokens
             for delta in self.deltas or [{} if self.calls else {"content": self.text}]:
                 chunks.append(self.chunk({"delta": delta}, tokens, None))
