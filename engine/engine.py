@@ -174,8 +174,6 @@ class Engine:
     def _hold_to(self, request: Request, grammar: Grammar):
         request.grammar = grammar
         self.constrained.append(request)
-        if masks_first(request):
-            begin_masks([grammar])
 
     def _check_ids(self, id: int | str, n: int):
         in_use = {choice.id for choices in self.promised.values() for choice in choices}
@@ -300,7 +298,7 @@ class Engine:
             if self.settings.check:
                 self.scheduler.check(plan)
             if self.constrained:
-                plan.masked = [r for r in plan.sampled if r.grammar and r.grammar.has_mask]
+                plan.masked = [r for r in plan.sampled if has_mask(r)]
             flight = self.runner.launch(plan)
         except BaseException as error:
             return self._fail(plan, error), None
@@ -530,9 +528,14 @@ class Engine:
         }
 
 
+def has_mask(r: Request) -> bool:
+    """Of its next position: with a token to come the mask there is that token's."""
+    return r.grammar is not None and r.grammar.has_mask and not r.num_to_come
+
+
 def masks_first(r: Request) -> bool:
     """Whether its next token is sampled with a mask from the start."""
-    return r.params.masks_first or r.grammar.num_eager > 0
+    return r.params.filters or r.grammar.num_eager > 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -113,10 +113,10 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
     for i, token in enumerate(tokens):
         text = torch.tensor([prompt + tokens[:i]])
         logits = model(text)[0][0, -1].double()
-        (allowed,) = grammar.grammars.compute_masks([grammar.matcher])
-        allowed = torch.from_numpy(allowed)
+        (forbidden,) = grammar.grammars.compute_masks([grammar.matcher])
+        forbidden = torch.from_numpy(forbidden)
         wanted = possible_tokens(
-            logits.masked_fill(~allowed, -torch.inf),
+            logits.masked_fill(forbidden, -torch.inf),
             params,
             len(prompt) + i,
             choice=choice,
@@ -124,7 +124,7 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
             generated=tokens[:i],
             stops={*ends, *params.stop_token_ids},
         )
-        assert token in wanted, f"token {i} is {token}, of {allowed.sum()} allowed wanted {wanted}"
+        assert token in wanted, f"token {i} is {token}, wanted {wanted}"
         assert grammar.accept(token)
 
 
@@ -189,7 +189,7 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
     """
     for seed in range(4):
         engine = play(model, grammars, seed, overlap=overlap, attention=attention)
-        assert engine.num_refused > 50
+        assert engine.num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
 
