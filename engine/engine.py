@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
-from engine.grammar import EAGER, MASK_SECONDS, Grammar, begin_masks
+from engine.grammar import MASK_SECONDS, Grammar, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -309,7 +309,7 @@ class Engine:
         self.scheduler.advance(plan)
         if self.overlap and self.constrained:
             for r in plan.sampled:  # a mask needs the token before
-                if r.grammar and masks_first(r) and r.status == "active":
+                if r.grammar and r.params.filters and r.status == "active":
                     self.scheduler.hold(r)
         return [], flight
 
@@ -407,7 +407,6 @@ class Engine:
                 counts = is_masked or r.grammar.mask is None
                 if not (counts and r.grammar.accept(token)):
                     refused[r] = i
-                    r.grammar.num_eager = EAGER
         self.num_refused += len(refused)
         begin_masks([r.grammar for r in refused])
         if refused and not self.overlap:
@@ -424,7 +423,7 @@ class Engine:
             self.scheduler.go_back(r, plan, *later)
         if refused and self.recorder:
             self.recorder.failed()
-        begin_masks([r.grammar for r in plan.sampled if r.grammar and masks_first(r)])
+        begin_masks([r.grammar for r in plan.sampled if r.grammar and r.params.filters])
 
     def _release_held(self):
         """
@@ -531,11 +530,6 @@ class Engine:
 def has_mask(r: Request) -> bool:
     """Of its next position: with a token to come the mask there is that token's."""
     return r.grammar is not None and r.grammar.has_mask and not r.num_to_come
-
-
-def masks_first(r: Request) -> bool:
-    """Whether its next token is sampled with a mask from the start."""
-    return r.params.filters or r.grammar.num_eager > 0
 
 
 # --------------------------------------------------------------------------------------------------

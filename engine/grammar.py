@@ -26,8 +26,7 @@ import numpy as np
 from model import GPTConfig
 from tokenizer import Tokenizer
 
-MASK_SECONDS = 0.001  # how long a step waits for masks: requests whose masks are late sit out
-EAGER = 0  # positions after a refused token: masks for them are begun at once, misses come together
+MASK_SECONDS = 0.002  # how long a step waits for masks: requests whose masks are late sit out
 MAX_GRAMMARS = 64  # compiled ones that are kept
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
@@ -92,21 +91,20 @@ class Grammars:
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
         grammar = Grammar(self, matcher)
         begin_masks([grammar])  # of the first position, once for all its copies
-        if grammar.mask.forbidden().all():
+        if not grammar.mask.allowed().any():
             reason = matcher.get_error() or "no answer is long enough to end"
             raise ValueError(f"the {kind} cannot be served: {reason:.500}")
         return grammar
 
     def compute_masks(self, matchers: list) -> np.ndarray:
-        """[n, V] bool: the tokens that may not come next."""
+        """[n, V / 32] int32: see `Mask.allowed`."""
         bits = self.bitmasks.allocate_token_bitmask(len(matchers), self.V)
         pairs = list(zip(matchers, range(len(matchers)), strict=True))
         self.bitmasks.fill_next_token_bitmask_par(self.executor, pairs, bits)
         for matcher, row in zip(matchers, bits, strict=True):
             if matcher.is_error():  # then it has allowed the end
                 row[:] = 0
-        bits = ~bits.view(np.uint8)
-        return np.unpackbits(bits, axis=1, count=self.V, bitorder="little").view(bool)
+        return bits
 
 
 class Compiler:
@@ -157,13 +155,13 @@ class Compiler:
 class Mask(NamedTuple):
     """Of one position, computed by a job of a thread together with others."""
 
-    job: Future  # brings [n, V] bool
+    job: Future  # brings [n, V / 32] int32
     index: int
 
-    def forbidden(self) -> np.ndarray:
+    def allowed(self) -> np.ndarray:
         """
-        [V] bool: the tokens that may not come next. All, where the vocabulary cannot go on, or
-        where the library gives up.
+        [V / 32] int32: a bit for each token that may come next. None, where the vocabulary cannot
+        go on, or where the library gives up.
         """
         return self.job.result()[self.index]
 
@@ -178,7 +176,6 @@ class Grammar:
         self.grammars = grammars
         self.matcher = matcher
         self.mask = mask  # of the next position, once it was begun
-        self.num_eager = 0  # positions whose masks are begun before a token is refused
 
     def copy(self) -> "Grammar":
         return Grammar(self.grammars, self.matcher.deep_copy(), self.mask)
@@ -193,7 +190,6 @@ class Grammar:
         is_allowed = is_end or self.matcher.try_consume_tokens([token]) == 1
         if is_allowed:
             self.mask = None
-            self.num_eager = max(0, self.num_eager - 1)
         return is_allowed
 
     def failure(self) -> str:

@@ -285,12 +285,11 @@ class Runner:
         at = upload(list(requests.values()), self.device)
         rows = upload([r.row for r in requests], self.device)
         positions = upload([r.num_tokens - r.num_to_come for r in requests], self.device)
-        forbidden = np.stack([r.grammar.mask.forbidden() for r in requests])
-        forbidden = upload(torch.from_numpy(forbidden), self.device, torch.bool)
-        masked = logits[at].masked_fill_(forbidden, -torch.inf)
+        allowed = np.stack([r.grammar.mask.allowed() for r in requests])
+        allowed = upload(torch.from_numpy(allowed), self.device, torch.int32)
         self.sampling.uncount(rows, tokens[at])
         asked = [r.params for r in requests]
-        tokens[at] = self.ops.sample(masked, rows, positions, self.sampling, asked)
+        tokens[at] = self.ops.sample(logits[at], rows, positions, self.sampling, asked, allowed)
 
     def sample_again(self, flight: InFlight, result: StepResult, refused: dict[Request, int]):
         """

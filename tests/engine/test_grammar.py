@@ -21,6 +21,7 @@ from tokenizer_kinds import save
 from engine.engine import Engine
 from engine.grammar import Grammar, Grammars
 from model import GPT, GPTConfig
+from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
 from tokenizer import Tokenizer, load_tokenizer
@@ -113,10 +114,9 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
     for i, token in enumerate(tokens):
         text = torch.tensor([prompt + tokens[:i]])
         logits = model(text)[0][0, -1].double()
-        (forbidden,) = grammar.grammars.compute_masks([grammar.matcher])
-        forbidden = torch.from_numpy(forbidden)
+        allowed = torch.from_numpy(grammar.grammars.compute_masks([grammar.matcher]))
         wanted = possible_tokens(
-            logits.masked_fill(forbidden, -torch.inf),
+            masked(logits[None], allowed)[0],
             params,
             len(prompt) + i,
             choice=choice,

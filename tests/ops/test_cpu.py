@@ -46,6 +46,7 @@ from ops.packed import (
     largest_activation,
     packed_for_cpu,
 )
+from ops.sampling import masked
 from params import NO_TOKEN, SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
 
@@ -399,23 +400,30 @@ def test_a_token_is_chosen_as_by_the_oracle(build):
     positions = torch.randint(2**31, (R,), generator=generator)
     choices = torch.randint(128, (R,), generator=generator)
     temperature = torch.tensor([1.0, 0.0, 0.7, 2.0]).repeat(R // 4)
+    masks = torch.randint(-(2**31), 2**31, (R, 626), dtype=torch.int32, generator=generator)
+    masks[5, :600] = 0
+    masks[6] = 0
     choose = machine(build=build).sample.__self__.choose
     for V in 1, 6, 63, 256, 20_001:
         scores = torch.randn(R, V, generator=generator).round(decimals=1)
         lowest = torch.where(torch.arange(R) % 3 == 0, 0.2, -torch.inf)
-        lowest = torch.minimum(lowest, scores.amax(1))
-        rows = [scores, temperature, lowest, seeds, positions, choices]
+        allowed = masks[:, : -(-V // 32)].contiguous()
+        rows = [scores, temperature, lowest, allowed, seeds, positions, choices]
         tokens = choose(*rows)
         for i, token in enumerate(tokens.tolist()):
             assert choose(*(row[i : i + 1] for row in rows)) == token
-            x = scores[i].double() / (temperature[i] or 1)
+            may_be = masked(scores, allowed)[i]
+            x = may_be.double() / (temperature[i] or 1)
             x[x < lowest[i]] = -torch.inf
             if temperature[i]:
-                x += oracle.noise(*(int(row[i]) for row in rows[3:]), V)
+                x += oracle.noise(*(int(row[i]) for row in rows[4:]), V)
+            if x.max() == -torch.inf:
+                assert token == NO_TOKEN
+                continue
             assert x[token] >= x.max() - 4e-6
             if not temperature[i]:
-                assert token == scores[i].argmax()
-        assert torch.equal(choose(scores, None, None, *rows[3:]), scores.argmax(1))
+                assert token == x.argmax()
+        assert torch.equal(choose(scores, None, None, None, *rows[4:]), scores.argmax(1))
 
 
 @needs_compiler
@@ -430,7 +438,7 @@ def test_no_token_of_a_row_without_a_finite_maximum(bad, place):
     scores[3, 1:] = -torch.inf
     key = torch.zeros(3, 4, dtype=torch.int64)
     for temperature in None, torch.full((4,), 0.5):
-        first, *others = choose(scores, temperature, None, *key).tolist()
+        first, *others = choose(scores, temperature, None, None, *key).tolist()
         assert first >= 0
         assert others == [NO_TOKEN, NO_TOKEN, 0]
 
