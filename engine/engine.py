@@ -405,7 +405,11 @@ class Engine:
                 # once a mask was begun for a position, no token counts without it
                 is_masked = r in plan.masked
                 counts = is_masked or r.grammar.mask is None
-                if not (counts and r.grammar.accept(token)):
+                if counts and r.grammar.accept(token):
+                    continue
+                if is_masked:
+                    result.failed[r] = r.grammar.failure()
+                else:
                     refused[r] = i
         self.num_refused += len(refused)
         begin_masks([r.grammar for r in refused])
