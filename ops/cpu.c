@@ -40,6 +40,7 @@ typedef struct {
     union { const float *weight; const int8_t *weight8; };
     float *x_scale;           // [R] of x in integers
     const float *scale;       // [N] of weights in integers, else NULL
+    const float *columns;     // [K] of weights in integers: scales of the inputs
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
     const float *temperature; // choose: [R] or NULL
@@ -160,7 +161,10 @@ static void embed(const Op *op, int64_t r)
     int64_t at = token / panel * panel * K + token % panel;
     float *y = op->y + r * K, factor = op->factor;
     for (int64_t k = 0; k < K; k++) {
-        y[k] = op->scale ? op->weight8[at + k] * op->scale[token] : op->weight[at + k * panel];
+        if (op->scale)
+            y[k] = op->weight8[at + k] * op->scale[token] * op->columns[k];
+        else
+            y[k] = op->weight[at + k * panel];
         y[k] *= factor;
         if (op->bias)
             y[k] += op->bias[op->positions[r] * K + k];
@@ -294,17 +298,18 @@ static void choose(const Op *op, int64_t r)
         op->y64[r] = -1;
 }
 
-// y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
+// y [R, K] are the numbers x times `columns` as integers of at most `factor`, x_scale [R] the size
+// of a step.
 static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
     Number top = {1e-30f};
     for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, NaN above all
-        Number size = {fabsf(x[k])};
+        Number size = {fabsf(x[k] * op->columns[k])};
         top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
     for (int64_t k = 0; k < op->K; k++)
-        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * (op->factor / top.number));
+        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * op->columns[k] * (op->factor / top.number));
     op->x_scale[r] = top.number / op->factor;
 }
 

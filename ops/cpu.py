@@ -103,8 +103,8 @@ def library(compiler: list[str]) -> Path:
 # as in cpu.c
 KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "choose", "attend", "linear")
 POINTERS = (
-    "x y weight x_scale scale bias delta temperature lowest k_norm rotation kv tokens positions "
-    "slots requests tables"
+    "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
+    "positions slots requests tables"
 )
 NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
@@ -135,6 +135,7 @@ class Op(ctypes.Structure):
         """Of a `PanelLinear`, an `Int8Linear` or an embedding."""
         self.weight = layer.weight
         self.scale = getattr(layer, "scale", None)
+        self.columns = getattr(layer, "columns", None)
         self.panel = PANEL if layer.weight.ndim == 3 else 1
 
     def set_pool(self, attn: Attention, kv: Tensor):
@@ -267,18 +268,19 @@ class CpuKernels:
         op.cap = softcap
         op.x = x
         if op.scale:
-            op.x, op.x_scale = self.quantized(x)
+            op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
         return self.compute(op, self.room(role, R, op.N))
 
     def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
         return self.linear(x, layer, softcap=softcap)
 
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [R, K] as integers of 16 bits, and the size of a step of each row."""
+    def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
         op = Op("quantize")
         R, op.K = x.shape
         op.x = x
+        op.columns = columns
         step = self.room("step", R, 1)
         op.x_scale = step
         op.factor = largest_activation(op.K)
