@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
 from model import GPT
 from ops.choice import TORCH
-from ops.inputs import upload
+from ops.inputs import flat_inputs, upload
 from ops.sampling import SamplingRows, sample_torch
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
 from params import NO_TOKEN, SamplingParams, Settings
@@ -546,21 +547,10 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     the device. The logits wanted are those of `plan.sampled`, in that order.
     """
     _, _, _, _, S, _ = pool.kv.shape
-    tokens = []
-    positions = []
-    slot_mapping = []
-    query_start = [0]
-    context_lens = []
-    for request, n in plan.work:
-        start = request.num_filled_slots
-        end = start + n
-        tokens += request.tokens_between(start, end)
-        for position in range(start, end):
-            positions.append(position)
-            slot_mapping.append(request.block_table[position // S] * S + position % S)
-        query_start.append(len(tokens))
-        context_lens.append(end)
-    sampled = [i for i, (request, _) in enumerate(plan.work) if request in plan.sampled]
+    inputs, last = flat_inputs(plan, S)
+    tokens, positions, slot_mapping, _ = zip(*inputs, strict=True)
+    query_lens = [n for _, n in plan.work]
+    context_lens = [r.num_filled_slots + n for r, n in plan.work]
     M = max(len(request.block_table) for request, _ in plan.work)
     padding = [pool.sink] * M
     tables = [(request.block_table + padding)[:M] for request, _ in plan.work]
@@ -570,12 +560,12 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         tokens=on_device(tokens),
         positions=on_device(positions),
         slot_mapping=on_device(slot_mapping),
-        query_start=int32(query_start),
+        query_start=int32([0, *accumulate(query_lens)]),
         context_lens=int32(context_lens),
         block_tables=int32(tables),
-        logits_index=int32([query_start[i + 1] - 1 for i in sampled]),  # of each the last token
+        logits_index=int32(last),
         num_decodes=len(plan.decodes),
-        query_lens_host=[n for _, n in plan.work],
+        query_lens_host=query_lens,
         context_lens_host=context_lens,
         ops=TORCH,
     )
