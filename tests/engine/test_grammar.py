@@ -38,6 +38,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRAMMARS = [
     ("json", json.dumps(PERSON)),
     ("json", json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 4})),
@@ -73,7 +74,7 @@ def window() -> int:
 @pytest.fixture
 def model(tokenizer, window) -> GPT:
     ends = tuple(tokenizer.control.values())
-    return random_model(tokenizer.vocab_size + 5, ends, window)
+    return random_model(tokenizer.vocab_size + 5, ends, window).to(DEVICE)
 
 
 @pytest.fixture
@@ -112,8 +113,8 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
     tokens, *_ = answer
     ends = model.config.eos_token_ids
     for i, token in enumerate(tokens):
-        text = torch.tensor([prompt + tokens[:i]])
-        logits = model(text)[0][0, -1].double()
+        text = torch.tensor([prompt + tokens[:i]], device=DEVICE)
+        logits = model(text)[0][0, -1].double().cpu()
         allowed = torch.from_numpy(grammar.grammars.compute_masks([grammar.matcher]))
         wanted = possible_tokens(
             masked(logits[None], allowed)[0],
