@@ -145,11 +145,6 @@ class SamplingParams:
         is_greedy = self.temperature < GREEDY_BELOW
         return bool(self.top_k or self.top_p < 1 or self.min_p) and not is_greedy
 
-    @cached_property
-    def masks_first(self) -> bool:
-        """Samples among what filters leave, which depends on what a mask has left to them."""
-        return self.filters and self.temperature >= GREEDY_BELOW
-
 
 def is_list_of_ids(ids) -> bool:
     return isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}

@@ -677,13 +677,14 @@ def test_any_number_of_kv_heads():
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
     computed = []
-    hidden = engine.runner.hidden
+    compute = engine.runner.compute
 
-    def counting(batch):
-        computed.append(len(batch.tokens))
-        return hidden(batch)
+    def counting(*step):
+        outputs = compute(*step)
+        computed.append(len(outputs[-1]))  # the hidden states
+        return outputs
 
-    engine.runner.hidden = counting
+    engine.runner.compute = counting
     return computed
 
 

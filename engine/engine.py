@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -23,13 +24,13 @@ from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
-from engine.grammar import EAGER, MASK_SECONDS, Grammar, begin_masks
+from engine.grammar import MASK_SECONDS, Grammar, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
 from model import GPT
 from ops.choice import TORCH
-from ops.inputs import upload
+from ops.inputs import flat_inputs, upload
 from ops.sampling import SamplingRows, sample_torch
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
 from params import NO_TOKEN, SamplingParams, Settings
@@ -174,8 +175,6 @@ class Engine:
     def _hold_to(self, request: Request, grammar: Grammar):
         request.grammar = grammar
         self.constrained.append(request)
-        if masks_first(request):
-            begin_masks([grammar])
 
     def _check_ids(self, id: int | str, n: int):
         in_use = {choice.id for choices in self.promised.values() for choice in choices}
@@ -300,7 +299,7 @@ class Engine:
             if self.settings.check:
                 self.scheduler.check(plan)
             if self.constrained:
-                plan.masked = [r for r in plan.sampled if r.grammar and r.grammar.has_mask]
+                plan.masked = [r for r in plan.sampled if has_mask(r)]
             flight = self.runner.launch(plan)
         except BaseException as error:
             return self._fail(plan, error), None
@@ -311,7 +310,7 @@ class Engine:
         self.scheduler.advance(plan)
         if self.overlap and self.constrained:
             for r in plan.sampled:  # a mask needs the token before
-                if r.grammar and masks_first(r) and r.status == "active":
+                if r.grammar and r.params.filters and r.status == "active":
                     self.scheduler.hold(r)
         return [], flight
 
@@ -407,9 +406,12 @@ class Engine:
                 # once a mask was begun for a position, no token counts without it
                 is_masked = r in plan.masked
                 counts = is_masked or r.grammar.mask is None
-                if not (counts and r.grammar.accept(token)):
+                if counts and r.grammar.accept(token):
+                    continue
+                if is_masked:
+                    result.failed[r] = r.grammar.failure()
+                else:
                     refused[r] = i
-                    r.grammar.num_eager = EAGER
         self.num_refused += len(refused)
         begin_masks([r.grammar for r in refused])
         if refused and not self.overlap:
@@ -426,7 +428,7 @@ class Engine:
             self.scheduler.go_back(r, plan, *later)
         if refused and self.recorder:
             self.recorder.failed()
-        begin_masks([r.grammar for r in plan.sampled if r.grammar and masks_first(r)])
+        begin_masks([r.grammar for r in plan.sampled if r.grammar and r.params.filters])
 
     def _release_held(self):
         """
@@ -530,9 +532,9 @@ class Engine:
         }
 
 
-def masks_first(r: Request) -> bool:
-    """Whether its next token is sampled with a mask from the start."""
-    return r.params.masks_first or r.grammar.num_eager > 0
+def has_mask(r: Request) -> bool:
+    """Of its next position: with a token to come the mask there is that token's."""
+    return r.grammar is not None and r.grammar.has_mask and not r.num_to_come
 
 
 # --------------------------------------------------------------------------------------------------
@@ -545,21 +547,10 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     the device. The logits wanted are those of `plan.sampled`, in that order.
     """
     _, _, _, _, S, _ = pool.kv.shape
-    tokens = []
-    positions = []
-    slot_mapping = []
-    query_start = [0]
-    context_lens = []
-    for request, n in plan.work:
-        start = request.num_filled_slots
-        end = start + n
-        tokens += request.tokens_between(start, end)
-        for position in range(start, end):
-            positions.append(position)
-            slot_mapping.append(request.block_table[position // S] * S + position % S)
-        query_start.append(len(tokens))
-        context_lens.append(end)
-    sampled = [i for i, (request, _) in enumerate(plan.work) if request in plan.sampled]
+    inputs, last = flat_inputs(plan, S)
+    tokens, positions, slot_mapping, _ = zip(*inputs, strict=True)
+    query_lens = [n for _, n in plan.work]
+    context_lens = [r.num_filled_slots + n for r, n in plan.work]
     M = max(len(request.block_table) for request, _ in plan.work)
     padding = [pool.sink] * M
     tables = [(request.block_table + padding)[:M] for request, _ in plan.work]
@@ -569,12 +560,12 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         tokens=on_device(tokens),
         positions=on_device(positions),
         slot_mapping=on_device(slot_mapping),
-        query_start=int32(query_start),
+        query_start=int32([0, *accumulate(query_lens)]),
         context_lens=int32(context_lens),
         block_tables=int32(tables),
-        logits_index=int32([query_start[i + 1] - 1 for i in sampled]),  # of each the last token
+        logits_index=int32(last),
         num_decodes=len(plan.decodes),
-        query_lens_host=[n for _, n in plan.work],
+        query_lens_host=query_lens,
         context_lens_host=context_lens,
         ops=TORCH,
     )

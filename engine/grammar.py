@@ -26,8 +26,7 @@ import numpy as np
 from model import GPTConfig
 from tokenizer import Tokenizer
 
-MASK_SECONDS = 0.001  # how long a step waits for masks: requests whose masks are late sit out
-EAGER = 0  # positions after a refused token: masks for them are begun at once, misses come together
+MASK_SECONDS = 0.002  # how long a step waits for masks: requests whose masks are late sit out
 MAX_GRAMMARS = 64  # compiled ones that are kept
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
@@ -38,7 +37,7 @@ NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the 
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 
 # they release the GIL
-threads = ThreadPoolExecutor(2, "grammar")
+threads = ThreadPoolExecutor(4, "grammar")
 
 
 class Vocabulary:
@@ -65,14 +64,14 @@ class Grammars:
 
         self.library = llguidance
         self.bitmasks = llguidance.numpy
-        self.executor = llguidance.LLExecutor()
+        self.executor = llguidance.LLExecutor(2)
         self.V = config.vocab_size
         self.eos = tuple(config.eos_token_ids)
         vocabulary = Vocabulary(tokenizer, self.V, self.eos)
         wrapped = llguidance.TokenizerWrapper(vocabulary)
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(self.eos))
         self.limits = llguidance.LLParserLimits(**LIMITS)
-        self.matcher = lru_cache(MAX_GRAMMARS)(self.matcher)
+        self.grammar = lru_cache(MAX_GRAMMARS)(self.new_grammar)  # at its beginning, to be copied
 
     def compile(self, kind: str, text: str) -> "Grammar":
         """
@@ -80,10 +79,9 @@ class Grammars:
         notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). Raises
         ValueError with the library's reason.
         """
-        return Grammar(self, self.matcher(kind, text).deep_copy())
+        return self.grammar(kind, text).copy()
 
-    def matcher(self, kind: str, text: str):
-        """At the beginning of its grammar, to be copied."""
+    def new_grammar(self, kind: str, text: str) -> "Grammar":
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -92,21 +90,22 @@ class Grammars:
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.library.grammar_from(kind, text)
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
-        if not self.compute_masks([matcher]).any():
+        grammar = Grammar(self, matcher)
+        begin_masks([grammar])  # of the first position, once for all its copies
+        if not grammar.mask.allowed().any():
             reason = matcher.get_error() or "no answer is long enough to end"
             raise ValueError(f"the {kind} cannot be served: {reason:.500}")
-        return matcher
+        return grammar
 
     def compute_masks(self, matchers: list) -> np.ndarray:
-        """[n, V] bool: the tokens that may come next."""
+        """[n, V / 32] int32: see `Mask.allowed`."""
         bits = self.bitmasks.allocate_token_bitmask(len(matchers), self.V)
         pairs = list(zip(matchers, range(len(matchers)), strict=True))
         self.bitmasks.fill_next_token_bitmask_par(self.executor, pairs, bits)
         for matcher, row in zip(matchers, bits, strict=True):
             if matcher.is_error():  # then it has allowed the end
                 row[:] = 0
-        bits = bits.view(np.uint8)
-        return np.unpackbits(bits, axis=1, count=self.V, bitorder="little").view(bool)
+        return bits
 
 
 class Compiler:
@@ -157,13 +156,13 @@ class Compiler:
 class Mask(NamedTuple):
     """Of one position, computed by a job of a thread together with others."""
 
-    job: Future  # brings [n, V] bool
+    job: Future  # brings [n, V / 32] int32
     index: int
 
     def allowed(self) -> np.ndarray:
         """
-        [V] bool: the tokens that may come next. None, where the vocabulary cannot go on, or where
-        the library gives up.
+        [V / 32] int32: a bit for each token that may come next. None, where the vocabulary cannot
+        go on, or where the library gives up.
         """
         return self.job.result()[self.index]
 
@@ -174,14 +173,13 @@ class Grammar:
     computed nothing else may be asked.
     """
 
-    def __init__(self, grammars: Grammars, matcher):
+    def __init__(self, grammars: Grammars, matcher, mask: Mask | None = None):
         self.grammars = grammars
         self.matcher = matcher
-        self.mask: Mask | None = None  # of the next position, once it was begun
-        self.num_eager = 0  # positions whose masks are begun before a token is refused
+        self.mask = mask  # of the next position, once it was begun
 
     def copy(self) -> "Grammar":
-        return Grammar(self.grammars, self.matcher.deep_copy())
+        return Grammar(self.grammars, self.matcher.deep_copy(), self.mask)
 
     @property
     def has_mask(self) -> bool:
@@ -193,7 +191,6 @@ class Grammar:
         is_allowed = is_end or self.matcher.try_consume_tokens([token]) == 1
         if is_allowed:
             self.mask = None
-            self.num_eager = max(0, self.num_eager - 1)
         return is_allowed
 
     def failure(self) -> str:

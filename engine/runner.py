@@ -14,7 +14,6 @@ import time
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -151,10 +150,11 @@ class Runner:
             self.shapes = padded_shapes(N, settings.token_budget)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
-        self.hidden = partial(self.model.hidden, kv=self.pool.kv)
+        self.recorded = None
         if self.ops.record:
-            most = (settings.token_budget, N, M)
-            self.hidden = self.ops.record(self.model, self.pool.kv, self.ops, *most)
+            self.recorded = self.ops.record(
+                self.model, self.ops, self.pool.kv, self.known, settings.token_budget
+            )
         if settings.graphs and self.shapes:
             self.capture_all()
 
@@ -215,20 +215,27 @@ class Runner:
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.fill_rows(*plan.admitted)
-        if self.window and plan.chunks:  # a long prompt gets its blocks chunk by chunk
-            self.fill_tables([r for r, _ in plan.chunks])
+        # a long prompt gets blocks from chunk to chunk; of a decode's new one `pack` tells, too
+        changed = [r for r, _ in plan.chunks if self.window]
+        changed += [r for r in plan.grown if self.recorded and r.row is not None]
+        if changed:
+            self.fill_tables(changed)
         shape = self.padded_shape(plan)
         places = list(range(len(plan.decodes)))
         places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
-        packed = pack(plan, shape, self.padding_row, self.pool.sink)
-        if shape in self.graphs:
-            graph, *outputs = self.graphs[shape]
-            if packed != self.last_inputs:  # else the same requests decode on in their blocks
-                upload(packed, self.device, to=self.static_inputs)
-                self.last_inputs = packed
-            graph.replay()
+        if self.recorded:
+            places = range(len(plan.sampled))
+            outputs = self.compute(None, shape, plan)
         else:
-            outputs = self.compute(upload(packed, self.device), shape, plan)
+            packed = pack(plan, shape, self.padding_row, self.pool.sink)
+            if shape in self.graphs:
+                graph, *outputs = self.graphs[shape]
+                if packed != self.last_inputs:  # else the same requests decode on in their blocks
+                    upload(packed, self.device, to=self.static_inputs)
+                    self.last_inputs = packed
+                graph.replay()
+            else:
+                outputs = self.compute(upload(packed, self.device), shape, plan)
         tokens, logits, x = outputs
         if plan.masked or self.scored_rows:
             place_of = dict(zip(plan.sampled, places, strict=True))
@@ -245,23 +252,28 @@ class Runner:
             flight.done.record()
         return flight
 
-    def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
+    def compute(self, packed: Tensor | None, shape: StepShape, plan: Plan | None = None):
         """
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
         all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
         width]. With `fixed_shapes` the host does not wait for the device, so a CUDA graph can hold
-        it; `plan` (None at a capture) shows what can be skipped.
+        it; `plan` (None at a capture) shows what can be skipped. A recorded step (`Ops.record`)
+        takes all from the plan, and its tokens and logits are those of `plan.sampled`.
         """
-        batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
-        H = self.model.config.n_head
-        kv = self.pool.kv[0]
-        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
-        x = self.hidden(batch)
-        last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
-        logits = self.model.logits(last, self.ops)
+        if self.recorded:
+            x, logits, rows, positions = self.recorded(plan)
+        else:
+            batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
+            positions = batch.context_lens
+            H = self.model.config.n_head
+            kv = self.pool.kv[0]
+            batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+            x = self.model.hidden(batch, self.pool.kv)
+            last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+            logits = self.model.logits(last, self.ops)
         # a request without params is greedy, which asks for nothing
         asked = [r.params for r in plan.sampled if r.params] if plan else None
-        sampled = self.ops.sample(logits, rows, batch.context_lens, self.sampling, asked)
+        sampled = self.ops.sample(logits, rows, positions, self.sampling, asked)
         return sampled, logits, x
 
     def score_sampled(self, places: dict[Request, int], tokens, logits):
@@ -286,11 +298,10 @@ class Runner:
         rows = upload([r.row for r in requests], self.device)
         positions = upload([r.num_tokens - r.num_to_come for r in requests], self.device)
         allowed = np.stack([r.grammar.mask.allowed() for r in requests])
-        allowed = upload(torch.from_numpy(allowed), self.device, torch.bool)
-        masked = logits[at] + torch.where(allowed, 0.0, -torch.inf)  # NaN stays one
+        allowed = upload(torch.from_numpy(allowed), self.device, torch.int32)
         self.sampling.uncount(rows, tokens[at])
         asked = [r.params for r in requests]
-        tokens[at] = self.ops.sample(masked, rows, positions, self.sampling, asked)
+        tokens[at] = self.ops.sample(logits[at], rows, positions, self.sampling, asked, allowed)
 
     def sample_again(self, flight: InFlight, result: StepResult, refused: dict[Request, int]):
         """

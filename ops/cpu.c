@@ -40,6 +40,7 @@ typedef struct {
     union { const float *weight; const int8_t *weight8; };
     float *x_scale;           // [R] of x in integers
     const float *scale;       // [N] of weights in integers, else NULL
+    const float *columns;     // [K] of weights in integers: scales of the inputs
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
     const float *temperature; // choose: [R] or NULL
@@ -51,7 +52,7 @@ typedef struct {
     const int64_t *positions; // [R]
     const int64_t *slots;     // [R] where K and V of the row go; choose: choices
     const int64_t *requests;  // [R] whose block table; a request's rows follow each other
-    const int32_t *tables;    // [B, M] block tables
+    const int32_t *tables;    // [B, M] block tables; choose: [R, M] which tokens may be, or NULL
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
     float factor; // scale of the embedding or of scores, epsilon of norms, largest integer
     float cap;    // soft cap of scores or logits; 0: none
@@ -160,7 +161,10 @@ static void embed(const Op *op, int64_t r)
     int64_t at = token / panel * panel * K + token % panel;
     float *y = op->y + r * K, factor = op->factor;
     for (int64_t k = 0; k < K; k++) {
-        y[k] = op->scale ? op->weight8[at + k] * op->scale[token] : op->weight[at + k * panel];
+        if (op->scale)
+            y[k] = op->weight8[at + k] * op->scale[token] * op->columns[k];
+        else
+            y[k] = op->weight[at + k * panel];
         y[k] *= factor;
         if (op->bias)
             y[k] += op->bias[op->positions[r] * K + k];
@@ -246,14 +250,25 @@ static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uin
     }
 }
 
+// Forbid those of `count` tokens whose bits are 0. Returns how many words are not.
+static int64_t mask(const int32_t *bits, float *scores, int64_t count)
+{
+    int64_t words = 0;
+    for (int64_t i = 0; i < count; i += 32)
+        words += bits[i / 32] != 0;
+    for (int64_t i = 0; i < count; i++)
+        scores[i] = bits[i / 32] >> i % 32 & 1 ? scores[i] : -INFINITY;
+    return words;
+}
+
 // The best of the K scores x, divided by the row's temperature and with noise (0: greedy), among
-// those that are not below `lowest`; of a tie the first, -1 if it is not finite.
+// those that may be and are not below `lowest`; of a tie the first, -1 if it is not finite.
 static void choose(const Op *op, int64_t r)
 {
     enum { INFINITE = 0x7f800000 }; // its bits, and beyond it NaN
     const float *x = op->x + r * op->K, lowest = op->lowest ? op->lowest[r] : -INFINITY;
     const float temperature = op->temperature ? op->temperature[r] : 0;
-    int32_t best = INT32_MIN, bits[TOKENS];
+    int32_t best = -INT32_MAX, bits[TOKENS];
     for (int64_t k = 0; k < op->K; k += TOKENS) {
         int64_t count = least(TOKENS, op->K - k);
         float scores[TOKENS];
@@ -261,6 +276,8 @@ static void choose(const Op *op, int64_t r)
             scores[i] = x[k + i] / (temperature > 0 ? temperature : 1);
             scores[i] = scores[i] < lowest ? -INFINITY : scores[i];
         }
+        if (op->tables && !mask(op->tables + r * op->M + k / 32, scores, count))
+            continue;
         if (temperature > 0)
             add_noise(scores, k, op->tokens[r], op->positions[r], op->slots[r]);
         int32_t top = INT32_MIN;
@@ -281,17 +298,18 @@ static void choose(const Op *op, int64_t r)
         op->y64[r] = -1;
 }
 
-// y [R, K] are the numbers x as integers of at most `factor`, x_scale [R] the size of a step.
+// y [R, K] are the numbers x times `columns` as integers of at most `factor`, x_scale [R] the size
+// of a step.
 static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
     Number top = {1e-30f};
     for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, NaN above all
-        Number size = {fabsf(x[k])};
+        Number size = {fabsf(x[k] * op->columns[k])};
         top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
     for (int64_t k = 0; k < op->K; k++)
-        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * (op->factor / top.number));
+        op->y16[r * op->K + k] = (int16_t)rintf(x[k] * op->columns[k] * (op->factor / top.number));
     op->x_scale[r] = top.number / op->factor;
 }
 

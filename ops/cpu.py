@@ -4,11 +4,11 @@ The operators of cpu.c: built with the C compiler when they are first used, and 
     machine = CpuKernels(c_compiler(), threads=2)
     x, y = machine.add_norm(x, delta, norm)       # at once: each is called as its twin in model.py;
                                                   # q, k and v stay one tensor
-    hidden = machine.record(model, kv, ops, T, B, M)     # or a whole step as one call
-    x = hidden(batch)
+    forward = machine.record(model, ops, kv, known, T)   # or a whole step as one call
+    x, logits, rows, positions = forward(plan)
 
 What a CUDA graph is to a GPU, a recorded step is to a CPU: a list of operators, with the addresses
-of all that they read and write. `model.hidden` runs once, with operators that are listed instead
+of all that they read and write. The model runs once, with operators that are listed instead
 of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head
 size, S block size; of a layer, R rows, K inputs, N outputs.
 """
@@ -32,8 +32,10 @@ from torch import Tensor
 
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
+from ops.inputs import KnownRows, flat_inputs
 from ops.packed import PANEL, largest_activation, packed_for_kernels
 from ops.sampling import sample_torch
+from paged import Plan
 
 # --------------------------------------------------------------------------------------------------
 # The compiler
@@ -103,8 +105,8 @@ def library(compiler: list[str]) -> Path:
 # as in cpu.c
 KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "choose", "attend", "linear")
 POINTERS = (
-    "x y weight x_scale scale bias delta temperature lowest k_norm rotation kv tokens positions "
-    "slots requests tables"
+    "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
+    "positions slots requests tables"
 )
 NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
 
@@ -135,6 +137,7 @@ class Op(ctypes.Structure):
         """Of a `PanelLinear`, an `Int8Linear` or an embedding."""
         self.weight = layer.weight
         self.scale = getattr(layer, "scale", None)
+        self.columns = getattr(layer, "columns", None)
         self.panel = PANEL if layer.weight.ndim == 3 else 1
 
     def set_pool(self, attn: Attention, kv: Tensor):
@@ -267,24 +270,25 @@ class CpuKernels:
         op.cap = softcap
         op.x = x
         if op.scale:
-            op.x, op.x_scale = self.quantized(x)
+            op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
         return self.compute(op, self.room(role, R, op.N))
 
     def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
         return self.linear(x, layer, softcap=softcap)
 
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """x [R, K] as integers of 16 bits, and the size of a step of each row."""
+    def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
         op = Op("quantize")
         R, op.K = x.shape
         op.x = x
+        op.columns = columns
         step = self.room("step", R, 1)
         op.x_scale = step
         op.factor = largest_activation(op.K)
         return self.compute(op, self.room("integers", R, op.K, torch.int16)), step
 
-    def choose(self, scores: Tensor, temperature, lowest, *key: Tensor) -> Tensor:
+    def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
         """As sampling.choose, in a thirtieth of the time."""
         op = Op("choose")
         R, op.K = scores.shape
@@ -292,6 +296,9 @@ class CpuKernels:
         op.x = scores.contiguous()
         op.temperature = temperature
         op.lowest = lowest
+        if allowed is not None:
+            op.tables = allowed
+            op.M = allowed.shape[1]
         op.tokens, op.positions, op.slots = (part.long() for part in key)
         return self.compute(op, torch.empty(R, dtype=torch.int64))
 
@@ -300,32 +307,35 @@ class CpuKernels:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def record(self, model: GPT, kv: Tensor, ops: Ops, T: int, B: int, M: int) -> Callable:
+    def record(self, model: GPT, ops: Ops, kv: Tensor, known: KnownRows, T: int) -> Callable:
         """
-        The model's `hidden` for steps of at most T tokens and B requests with M blocks, as
-        hidden(batch) -> x [T, width], which the next step overwrites.
+        The model, for steps of at most T tokens, as forward(plan). It returns hidden states [n,
+        width] of all tokens and, of `plan.sampled`, the logits, the rows, and the positions of the
+        new tokens; the next step overwrites them.
         """
-        rows = torch.zeros(4, T, dtype=torch.int64)
-        tokens, positions, slots, requests = rows
-        tables = torch.zeros(B, M, dtype=torch.int32)
+        columns = torch.zeros(4, T, dtype=torch.int64)
+        tokens, positions, slots, rows = columns
         none = torch.empty(0)
+        tables = known.block_tables
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
-        batch.prepared = dict.fromkeys(model.config.windows, requests)
+        batch.prepared = dict.fromkeys(model.config.windows, rows)
         self.recorded = []
         self.buffers = {}  # (role, width) -> room for the results
         x = model.hidden(batch, kv)
+        before_head = len(self.recorded)
+        logits = model.logits(x[: len(tables)], ops)  # of decodes alone
         kept = self.recorded  # and with it the tensors that the operators have addresses of
         self.recorded = None
         program = (Op * len(kept))(*kept)
 
-        def hidden(batch: Batch) -> Tensor:
-            n = len(batch.tokens)
-            requests, *_ = batch.prepared.values()  # the same for each window
-            new = [batch.tokens, batch.positions, batch.slot_mapping, requests]
-            torch.stack(new, out=rows[:, :n])
-            B, M = batch.block_tables.shape
-            tables[:B, :M] = batch.block_tables
+        def forward(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+            inputs, last = flat_inputs(plan, known.S, known.last_token.numpy())
+            n = len(inputs)
+            columns.numpy().T[:n] = inputs
+            if plan.chunks:
+                self.library.run(self.pool, program, before_head, n)
+                return x[:n], model.logits(x[last], ops), rows[last], positions[last] + 1
             self.library.run(self.pool, program, len(kept), n)
-            return x[:n]
+            return x[:n], logits[:n], rows[:n], positions[:n] + 1
 
-        return hidden
+        return forward

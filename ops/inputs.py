@@ -4,6 +4,7 @@ From the scheduler's plan to the model's batch.
     packed = pack(plan, shape, padding_row, sink)               # host: one array, one copy
     packed = upload(packed, device)
     batch, rows = lay_out(packed, shape, plan, known, ops)      # device: the flat token axis
+    inputs, last = flat_inputs(plan, S)                         # or from what the host knows
 
 Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
 token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these.
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from kernels import Batch
 from model import Ops
-from paged import Plan
+from paged import TO_COME, Plan
 
 
 class StepShape(NamedTuple):
@@ -93,6 +94,27 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
         packed += values
         packed += [value] * (size - len(values))
     return array("q", packed)  # it becomes a tensor ten times as fast as a list does
+
+
+def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[int]]:
+    """
+    A step as the host knows it: (id, position, slot, row of its request) of each token, decodes
+    first; and the places of those whose logits are wanted, for `plan.sampled`. A token that is yet
+    to come to the host is in last_token [N], by row.
+    """
+    inputs = []
+    last = []
+    for request, n in plan.work:
+        start = request.num_filled_slots
+        end = start + n
+        for position, token in enumerate(request.tokens_between(start, end), start):
+            if token is TO_COME:
+                token = last_token[request.row]
+            slot = request.block_table[position // S] * S + position % S
+            inputs.append((token, position, slot, request.row))
+        if end == request.num_tokens:
+            last.append(len(inputs) - 1)
+    return inputs, last
 
 
 def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tensor:

@@ -124,32 +124,43 @@ def largest_activation(K: int) -> int:
 
 class Int8Linear(Converted):
     """
-    A linear layer of 8-bit weights [out, in], one scale for each output. Each row of x is rounded,
-    too, to 11 to 15 bits and a sign; the sums of the products of these integers are exact, whoever
-    computes them: cpu.c, which is meant to, or `forward`, which needs no compiler and is slow.
+    A linear layer of 8-bit weights [out, in], with one scale for each output and one for each
+    input: some inputs are large and have small weights, which would be rounded to a few steps. Each
+    row of x, times the inputs' scales, is rounded, too, to 11 to 15 bits and a sign; the sums of
+    the products of these integers are exact, whoever computes them: cpu.c, which is meant to, or
+    `forward`, which needs no compiler and is slow.
     """
 
     def make_room(self, weight: Tensor, arena: Arena):
         rows = PANEL * len(panels_of(weight, self.parts))
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
+        self.columns = nn.Parameter(torch.zeros(weight.shape[1]), False)
         if self.parts == 1:  # cpu.c reads whole panels, but nobody the zeros behind the last output
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 
     def pack(self, weight: Tensor):
-        first = 0
+        """An input's scale is its largest weight, as a share of the largest of that output."""
+        panels = []
         for rows in panels_of(weight, self.parts):
-            at = slice(first, first + len(rows))
-            rows = rows.float()
-            largest = rows.abs().amax(1)
-            scale = largest.clamp(min=1e-12) / LARGEST
-            steps = rows / scale[:, None]
-            self.weight[at] = steps.round()
-            self.scale[at] = scale
-            first += PANEL
+            first = PANEL * len(panels)
+            panels.append((slice(first, first + len(rows)), rows))
+        self.columns.fill_(1e-12)
+        for at, rows in panels:
+            shares = rows.float().abs()
+            largest = shares.amax(1).clamp(min=1e-12)
+            self.scale[at] = largest / LARGEST
+            shares /= largest[:, None]
+            shares.nan_to_num_()  # a broken output breaks no other
+            torch.maximum(self.columns, shares.amax(0), out=self.columns)
+        for at, rows in panels:
+            steps = rows.float() / self.scale[at, None]
+            steps /= self.columns
+            self.weight[at] = steps.round_()
 
     def forward(self, x: Tensor) -> Tensor:
+        x = x * self.columns
         most = largest_activation(x.shape[-1])
         largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         steps = torch.full_like(largest, most) / largest  # most / largest would round twice
@@ -168,10 +179,11 @@ class Int8Embedding(nn.Module):
         super().__init__()
         self.weight = layer.weight
         self.scale = layer.scale
+        self.columns = layer.columns
         self.pack = layer.pack
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens] * self.scale[tokens, None]
+        return self.weight[tokens] * self.scale[tokens, None] * self.columns
 
 
 class ShortRMSNorm(nn.Module):

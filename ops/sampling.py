@@ -152,16 +152,33 @@ class SamplingRows:
 # The reference
 
 
+def masked(scores: Tensor, allowed: Tensor | None) -> Tensor:
+    """
+    scores [R, V], -inf for tokens that are not allowed: their bits in allowed [R, V / 32] int32,
+    the lowest first, are 0. None: all are.
+    """
+    if allowed is None:
+        return scores
+    bits = allowed[:, :, None] >> torch.arange(32, device=scores.device)
+    forbidden = (bits.flatten(1)[:, : scores.shape[1]] & 1) == 0
+    return scores.masked_fill(forbidden, -torch.inf)
+
+
 def choose(
-    scores: Tensor, temperature: Tensor | None, lowest: Tensor | None, *key: Tensor
+    scores: Tensor,
+    temperature: Tensor | None,
+    lowest: Tensor | None,
+    allowed: Tensor | None,
+    *key: Tensor,
 ) -> Tensor:
     """
     The best token [R] int64 of scores [R, V] / temperature [R] + Gumbel noise, which is a sample of
-    the softmax (the Gumbel-max trick, Gumbel 1954), among the scores that are not below `lowest`
-    [R]. Without a temperature a row is greedy: no noise; None: all are. `key`: what `gumbel_noise`
-    wants. Of a tie the lowest token; NO_TOKEN for a row without a finite maximum (NaN anywhere, all
-    -inf).
+    the softmax (the Gumbel-max trick, Gumbel 1954), among those that are `allowed` (see `masked`)
+    and not below `lowest` [R]. Without a temperature a row is greedy: no noise; None: all are.
+    `key`: what `gumbel_noise` wants. Of a tie the lowest token; NO_TOKEN for a row without a finite
+    maximum (NaN anywhere, all -inf).
     """
+    scores = masked(scores, allowed)
     if temperature is not None:
         is_greedy = temperature[:, None] == 0
         scores = scores / torch.where(is_greedy, 1.0, temperature[:, None])
@@ -179,14 +196,15 @@ def sample_torch(
     positions: Tensor,
     per_row: SamplingRows,
     asked: Sequence[SamplingParams] | None = None,
+    allowed: Tensor | None = None,
     choose: Callable = choose,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
     requests' rows in `per_row`, positions [R] the places of the new tokens in their texts; `asked`,
-    the SamplingParams of the rows, spares work that no row wants. Returns [R] int64, perhaps
-    NO_TOKEN. In place: per_row.last_token gets the tokens (0 for NO_TOKEN), and per_row.marks
-    counts them in rows with penalties.
+    the SamplingParams of the rows, spares work that no row wants; `allowed`: see `masked`. Returns
+    [R] int64, perhaps NO_TOKEN. In place: per_row.last_token gets the tokens (0 for NO_TOKEN), and
+    per_row.marks counts them in rows with penalties.
     """
     # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
@@ -200,9 +218,11 @@ def sample_torch(
     if "temperature" in used:
         temperature = floats.temperature[rows]
     if "filters" in used:  # top_k, top_p, min_p
+        scores = masked(scores, allowed)
         scaled = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
         lowest = threshold(scaled, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
-    tokens = choose(scores, temperature, lowest, ints.seed[rows], positions, ints.choice[rows])
+    key = (ints.seed[rows], positions, ints.choice[rows])
+    tokens = choose(scores, temperature, lowest, allowed, *key)
     last = tokens.clamp(min=0)
     if "penalises" in used:
         counted = (tokens != NO_TOKEN) * ints.penalised[rows]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import params
 from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
-from ops.sampling import Floats, Ints, SamplingRows
+from ops.sampling import Floats, Ints, SamplingRows, masked
 
 # Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
 # there measures the time of both kernels in a decode step ("sampling").
@@ -326,8 +326,11 @@ def gumbel_max_kernel(
             tl.atomic_add(marks + winner, 4)
 
 
-def sample_triton(logits, rows, positions, per_row: SamplingRows, asked=None) -> Tensor:
+def sample_triton(
+    logits, rows, positions, per_row: SamplingRows, asked=None, allowed=None
+) -> Tensor:
     """As `sampling.sample_torch`, on CUDA; `asked` changes nothing here."""
+    logits = masked(logits, allowed)
     R, V = logits.shape
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"
     assert per_row.bias.shape[1] == V, f"logits for {V} tokens, rows for {per_row.bias.shape[1]}"

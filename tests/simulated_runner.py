@@ -127,6 +127,7 @@ class SimulatedRunner(Runner):
         self.block_size = settings.block_size
         self.window = settings.window
         self.pool = Pool(settings.num_blocks, settings.block_size)
+        self.recorded = None
         self.graphs = {}
         self.decode_one = None
         self.padding_row = N  # all that follows is indexed by row

@@ -102,14 +102,15 @@ def test_weights_in_fp32_count_once(attention, monkeypatch):
 
 def test_integers_count_once(tmp_path, monkeypatch):
     """
-    A byte each, a scale for each row, and the largest matrix in fp32. Would catch: a model refused
-    that would fit, as if it were loaded in fp32 or packed; and integers on a GPU that are refused
-    only when all is loaded.
+    A byte each, a scale for each row and column, and the largest matrix in fp32. Would catch: a
+    model refused that would fit, as if it were loaded in fp32 or packed; and integers on a GPU that
+    are refused only when all is loaded.
     """
     save_checkpoint(random_model(**LLAMA), tmp_path)
     ours = packed.converted(random_model(**LLAMA), "int8")
     rows = 2 * 97 + 3 * (64 + 32 + 256 + 32)
-    integers = 2 * EMBEDDING + MATRICES + 4 * rows
+    columns = 2 * 32 + 3 * (32 + 32 + 32 + 128)
+    integers = 2 * EMBEDDING + MATRICES + 4 * (rows + columns)
     enough = integers + 4 * (NORMS + LARGEST) + POOL
 
     def load(device: str = "cpu") -> GPT:

@@ -21,6 +21,7 @@ from tokenizer_kinds import save
 from engine.engine import Engine
 from engine.grammar import Grammar, Grammars
 from model import GPT, GPTConfig
+from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
 from tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +38,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRAMMARS = [
     ("json", json.dumps(PERSON)),
     ("json", json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 4})),
@@ -72,7 +74,7 @@ def window() -> int:
 @pytest.fixture
 def model(tokenizer, window) -> GPT:
     ends = tuple(tokenizer.control.values())
-    return random_model(tokenizer.vocab_size + 5, ends, window)
+    return random_model(tokenizer.vocab_size + 5, ends, window).to(DEVICE)
 
 
 @pytest.fixture
@@ -111,12 +113,11 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
     tokens, *_ = answer
     ends = model.config.eos_token_ids
     for i, token in enumerate(tokens):
-        text = torch.tensor([prompt + tokens[:i]])
-        logits = model(text)[0][0, -1].double()
-        (allowed,) = grammar.grammars.compute_masks([grammar.matcher])
-        allowed = torch.from_numpy(allowed)
+        text = torch.tensor([prompt + tokens[:i]], device=DEVICE)
+        logits = model(text)[0][0, -1].double().cpu()
+        allowed = torch.from_numpy(grammar.grammars.compute_masks([grammar.matcher]))
         wanted = possible_tokens(
-            logits.masked_fill(~allowed, -torch.inf),
+            masked(logits[None], allowed)[0],
             params,
             len(prompt) + i,
             choice=choice,
@@ -124,7 +125,7 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=
             generated=tokens[:i],
             stops={*ends, *params.stop_token_ids},
         )
-        assert token in wanted, f"token {i} is {token}, of {allowed.sum()} allowed wanted {wanted}"
+        assert token in wanted, f"token {i} is {token}, wanted {wanted}"
         assert grammar.accept(token)
 
 
@@ -189,7 +190,7 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
     """
     for seed in range(4):
         engine = play(model, grammars, seed, overlap=overlap, attention=attention)
-        assert engine.num_refused > 50
+        assert engine.num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
 

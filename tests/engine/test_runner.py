@@ -65,6 +65,7 @@ def pad(engine: Engine):
     runner, scheduler = engine.runner, engine.scheduler
     runner.ops = runner.ops._replace(fixed_shapes=True)
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
+    runner.recorded = None
 
 
 @torch.inference_mode()

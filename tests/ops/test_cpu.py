@@ -37,6 +37,8 @@ from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu
 from ops.choice import TORCH, choose_ops
 from ops.packed import (
+    LARGEST,
+    Arena,
     Int8Embedding,
     Int8Linear,
     PackedLinear,
@@ -46,6 +48,7 @@ from ops.packed import (
     largest_activation,
     packed_for_cpu,
 )
+from ops.sampling import masked
 from params import NO_TOKEN, SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
 
@@ -359,7 +362,8 @@ def test_sums_of_integers_are_exact(K):
     sizes = {"n_embd": K, "n_inner": 21, "n_head": 1, "head_size": 8, "vocab_size": 2}
     model = GPT(GPTConfig(n_layer=1, context_length=1, **sizes)).requires_grad_(False)
     layer = model.h[0].mlp.c_fc
-    layer.weight.normal_()
+    layer.weight.uniform_(-1, 1)
+    layer.weight[:, 0] = 1  # the largest of each row
     layer.weight[0] = 1
     layer.weight[1] = -1
     layer.weight[2] = torch.arange(K) % 2 - 0.5
@@ -369,16 +373,68 @@ def test_sums_of_integers_are_exact(K):
     x[21] = -1e30
     x[22] = layer.weight[2]
     x[23] *= 1e-33
+    columns = 1 / (1 + torch.arange(K) % 7)
+    layer.weight *= columns
+    x /= columns
     plain = TORCH.pack_weights(model, "int8").h[0].mlp.c_fc
+    assert torch.equal(plain.columns, columns)
     most = largest_activation(K)
-    largest = x.abs().amax(1, keepdim=True).clamp(min=1e-30)
-    integers = (x * (torch.full_like(largest, most) / largest)).round()
+    x_of_columns = x * columns
+    largest = x_of_columns.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    integers = (x_of_columns * (torch.full_like(largest, most) / largest)).round()
     sums = integers.long() @ plain.weight.long().T
     assert sums.abs().max() == 127 * most * K < 2**31
     expected = sums.float() * (plain.scale * (largest / most)) + plain.bias
     assert torch.equal(plain(x), expected)
     packed = machine().pack_weights(model, "int8").h[0].mlp.c_fc
     assert torch.equal(machine().linear(x, packed), expected)
+
+
+def int8_layer(weight: Tensor, parts: int = 1) -> Int8Linear:
+    return Int8Linear(weight, None, parts, Arena())
+
+
+@needs_compiler
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_large_column_spoils_no_other(parts):
+    """
+    A weight is off by at most half a step: of 127 steps to the largest of its row, times its
+    column's largest share of such. So says an embedding, and a layer of each input alone, of cpu.c
+    and its slow twin. Would catch: one step for a whole row, where most weights are rounded to 0;
+    and columns that only one half of a gated layer has asked.
+    """
+    N, K = 70, 40
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
+    weight[:, 7] *= 1000
+    weight[: N // 2, 8] *= 50
+    weight[N // 2 :, 9] *= 50
+    weight[:, 10] = 0
+    weight[11] = 0
+    top = weight.abs().amax(1, keepdim=True).clamp(min=1e-12)
+    share = (weight.abs() / top).amax(0)
+    layer = int8_layer(weight, parts)
+    each = layer(torch.eye(K))
+    assert ((each.T - weight).abs() <= 0.501 * top * share / LARGEST).all()
+    ours = machine().linear(torch.eye(K), layer, gated=parts == 2)
+    assert torch.equal(ours, each.unflatten(1, (parts, -1)).prod(1))
+    if parts == 1:
+        tokens = torch.arange(N)
+        rows = Int8Embedding(layer)
+        ours = machine().embed(tokens, tokens, rows, None, 1.0)
+        assert torch.equal(ours, rows(tokens))
+        assert torch.allclose(ours, each.T, rtol=1e-6, atol=0)
+
+
+def test_a_broken_output_breaks_no_other():
+    """Would catch: a weight that is no number, in the scale of all that share its column."""
+    weight = numbers(40).clone()
+    weight[6] = 0
+    expected = int8_layer(weight)(numbers(40))
+    weight[6, 3] = torch.nan
+    y = int8_layer(weight)(numbers(40))
+    assert y[:, 6].isnan().all()
+    y[:, 6] = 0
+    assert torch.equal(y, expected)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -399,23 +455,30 @@ def test_a_token_is_chosen_as_by_the_oracle(build):
     positions = torch.randint(2**31, (R,), generator=generator)
     choices = torch.randint(128, (R,), generator=generator)
     temperature = torch.tensor([1.0, 0.0, 0.7, 2.0]).repeat(R // 4)
+    masks = torch.randint(-(2**31), 2**31, (R, 626), dtype=torch.int32, generator=generator)
+    masks[5, :600] = 0
+    masks[6] = 0
     choose = machine(build=build).sample.__self__.choose
     for V in 1, 6, 63, 256, 20_001:
         scores = torch.randn(R, V, generator=generator).round(decimals=1)
         lowest = torch.where(torch.arange(R) % 3 == 0, 0.2, -torch.inf)
-        lowest = torch.minimum(lowest, scores.amax(1))
-        rows = [scores, temperature, lowest, seeds, positions, choices]
+        allowed = masks[:, : -(-V // 32)].contiguous()
+        rows = [scores, temperature, lowest, allowed, seeds, positions, choices]
         tokens = choose(*rows)
         for i, token in enumerate(tokens.tolist()):
             assert choose(*(row[i : i + 1] for row in rows)) == token
-            x = scores[i].double() / (temperature[i] or 1)
+            may_be = masked(scores, allowed)[i]
+            x = may_be.double() / (temperature[i] or 1)
             x[x < lowest[i]] = -torch.inf
             if temperature[i]:
-                x += oracle.noise(*(int(row[i]) for row in rows[3:]), V)
+                x += oracle.noise(*(int(row[i]) for row in rows[4:]), V)
+            if x.max() == -torch.inf:
+                assert token == NO_TOKEN
+                continue
             assert x[token] >= x.max() - 4e-6
             if not temperature[i]:
-                assert token == scores[i].argmax()
-        assert torch.equal(choose(scores, None, None, *rows[3:]), scores.argmax(1))
+                assert token == x.argmax()
+        assert torch.equal(choose(scores, None, None, None, *rows[4:]), scores.argmax(1))
 
 
 @needs_compiler
@@ -430,7 +493,7 @@ def test_no_token_of_a_row_without_a_finite_maximum(bad, place):
     scores[3, 1:] = -torch.inf
     key = torch.zeros(3, 4, dtype=torch.int64)
     for temperature in None, torch.full((4,), 0.5):
-        first, *others = choose(scores, temperature, None, *key).tolist()
+        first, *others = choose(scores, temperature, None, None, *key).tolist()
         assert first >= 0
         assert others == [NO_TOKEN, NO_TOKEN, 0]
 
