@@ -37,7 +37,8 @@ class Choice:
     One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens` and `entries`
     (the log-probabilities of each token, if asked for, in the shape of the answer) were not sent
     yet, `prompt_entries` are those of an echoed prompt. Entries are made as their tokens come: all
-    of a long answer's at its end would hold up the event loop for a second.
+    of a long answer's at its end would hold up the event loop for a second. With tools the text is
+    read as it comes (`calls`), and `deltas` were not sent yet.
 
     A subclass for each path knows the shapes of its answers.
     """
