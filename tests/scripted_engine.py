@@ -68,7 +68,7 @@ class Runner:
     def wait_for(self, flight):
         plan = flight.plan
         tokens = flight.tokens
-        result = StepResult(tokens, [], {}, {})
+        result = StepResult(tokens, {}, {}, {})
         self.fail("collect", plan)
         if self.fault == "logits" and tokens:
             self.has_failed(plan.sampled[:1])
