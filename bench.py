@@ -10,6 +10,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
+    python bench.py grammar       # answers by JSON schema beside free ones
 
 assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
 their defaults give the flags' types; its docstring is the workload and is printed first; it returns
@@ -31,7 +32,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, count, product
+from itertools import chain, count, pairwise, product
 from operator import eq
 from random import Random
 from statistics import mean, median
@@ -59,6 +60,7 @@ import torch
 from assets import load
 from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from engine.engine import Engine, flat_batch
+from engine.grammar import Grammars
 from engine.sizing import bytes_per_block, machine_name
 from families import FAMILIES, hub_config
 from model import GPT, GPTConfig, RMSNorm, Rope
@@ -479,6 +481,98 @@ def score(engine: Engine, text: list[int]) -> float:
         for output in engine.step():
             scores = output.prompt_logprobs
     return sum(logprob for logprob, *_ in scores)
+
+
+# --------------------------------------------------------------------------------------------------
+# Grammars
+
+# subject -> fields: a text's greatest length, an integer's range, or the choices
+OBJECTS = {
+    "the weather in Paris": {"city": 20, "celsius": (-50, 60)},
+    "the film Alien": {"title": 40, "year": (1900, 2030), "rating": ["good", "bad", "mixed"]},
+    "a member of the club": {"name": 30, "age": (0, 120), "is_guest": [True, False]},
+    "a cold meal": {"mood": ["positive", "negative"], "reason": 60},
+    "a coffee in New York": {"item": 30, "price": (0, 100), "currency": ["USD", "EUR", "JPY"]},
+}
+
+
+def schema_of(fields: dict) -> str:
+    """Of a flat object: a row of OBJECTS as a JSON schema."""
+    properties = {}
+    for name, values in fields.items():
+        match values:
+            case int():
+                properties[name] = {"type": "string", "maxLength": values}
+            case tuple((least, most)):
+                properties[name] = {"type": "integer", "minimum": least, "maximum": most}
+            case _:
+                properties[name] = {"enum": values}
+    schema = {"type": "object", "properties": properties, "required": list(fields)}
+    return json.dumps(schema | {"additionalProperties": False})
+
+
+def bench_grammar(model="out/stdlib", repeats=5) -> dict:
+    """
+    128 answers at temperature 0.7, 32 at once, each held to one of five flat JSON schemas; then as
+    many free ones of the same lengths, by turns; then 1 free in 32. Output tokens per second, that
+    of free requests beside the others too; milliseconds between a request's tokens (p99); and the
+    share of tokens that were refused, whose positions then needed a mask.
+    """
+    from server.text import load_chat
+
+    gpt = load_checkpoint(model)
+    tokenizer = load_tokenizer(model)
+    chat = load_chat(model, tokenizer)
+    engine = Engine(gpt, Settings(max_num_seqs=32))
+    grammars = Grammars(tokenizer, gpt.config)
+    subjects = list(OBJECTS)
+    prompts = []
+    for subject, fields in OBJECTS.items():
+        text = f"Describe {subject} in JSON with the fields {', '.join(fields)}."
+        messages = [{"role": "user", "content": text}]
+        prompts.append(chat.encode(messages) if chat else tokenizer.encode(text))
+
+    def serve(is_held: Callable, seed: int, lengths: list | None = None) -> tuple[list, float]:
+        """The times of each request's tokens, and seconds for all."""
+        for i in range(128):
+            free = {"max_tokens": lengths[i] if lengths else 200, "ignore_eos": not is_held(i)}
+            params = SamplingParams(0.7, seed=seed + i, **free)
+            schema = schema_of(OBJECTS[subjects[i % 5]])
+            grammar = grammars.compile("json", schema) if is_held(i) else None
+            engine.add_request(i, prompts[i % 5], params, grammar=grammar)
+        times = [[] for _ in range(128)]
+        started = perf_counter()
+        while engine.has_work:
+            outputs = engine.step()
+            now = perf_counter()
+            for output in outputs:
+                times[output.id].append(now)
+        return times, perf_counter() - started
+
+    def gaps(times: list) -> list[float]:
+        """Between the tokens of each request, in ms, in order."""
+        pairs = chain.from_iterable(map(pairwise, times))
+        return sorted(1e3 * (after - before) for before, after in pairs)
+
+    rows = defaultdict(list)
+    serve(lambda i: True, 0)  # warm-up
+    for seed in range(1000, 1000 * (repeats + 1), 1000):
+        engine.num_checked = engine.num_refused = 0
+        held, seconds = serve(lambda i: True, seed)
+        rows["refused"].append(engine.num_refused / engine.num_checked)
+        lengths = [len(times) for times in held]
+        free, free_seconds = serve(lambda i: False, seed, lengths)
+        mixed, _ = serve(lambda i: i % 32 > 0, seed, lengths)
+        rows["held, tok/s"].append(sum(lengths) / seconds)
+        rows["free, tok/s"].append(sum(lengths) / free_seconds)
+        rows["held / free"].append(free_seconds / seconds)
+        rows["free beside held / beside free"].append(
+            mean(gaps(free[::32])) / mean(gaps(mixed[::32]))
+        )
+        for name, times in ("held", held), ("free", free), ("free beside held", mixed[::32]):
+            own = gaps(times)
+            rows[f"gap {name}, p99, ms"].append(own[int(0.99 * len(own))])
+    return {name: round(median(values), 3) for name, values in rows.items()}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -36,8 +36,9 @@ LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_error
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 
-# they release the GIL
-threads = ThreadPoolExecutor(4, "grammar")
+# the library releases the GIL; a grammar that takes long holds up other new ones, but no masks
+compilers = ThreadPoolExecutor(1, "grammar")
+maskers = ThreadPoolExecutor(2, "mask")
 
 
 class Vocabulary:
@@ -131,7 +132,7 @@ class Compiler:
         """
         for link, message in arrived:
             if message.get("grammar"):
-                message["grammar"] = threads.submit(self.compile, **message["grammar"])
+                message["grammar"] = compilers.submit(self.compile, **message["grammar"])
                 self.waiting.append((link, message))
                 continue
             if message["op"] in ("abort", "gone"):
@@ -203,6 +204,6 @@ def begin_masks(grammars: list[Grammar]):
     new = [grammar for grammar in grammars if grammar.mask is None]
     if new:
         matchers = [grammar.matcher for grammar in new]
-        job = threads.submit(new[0].grammars.compute_masks, matchers)
+        job = maskers.submit(new[0].grammars.compute_masks, matchers)
         for i, grammar in enumerate(new):
             grammar.mask = Mask(job, i)
