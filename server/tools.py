@@ -17,6 +17,7 @@ Qwen's templates, so its parts are found by what stands between them; without a 
 
 import json
 import secrets
+from copy import deepcopy
 
 MAX_CALLS = 16  # in one answer
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -96,9 +97,10 @@ class CallReader:
             self.content += piece
             return {"content": piece}
         if self.place == 1:
-            call = {"id": f"call_{secrets.token_hex(12)}", "type": "function"}
-            new = call | {"function": {"name": piece.rpartition('"')[2], "arguments": ""}}
-            self.calls.append(call | {"function": new["function"].copy()})
+            function = {"name": piece.rpartition('"')[2], "arguments": ""}
+            id = f"call_{secrets.token_hex(12)}"
+            new = {"id": id, "type": "function", "function": function}
+            self.calls.append(deepcopy(new))
         else:
             new = {"function": {"arguments": piece}}
             self.calls[-1]["function"]["arguments"] += piece
