@@ -97,6 +97,7 @@ class SamplingParams:
     min_tokens: int = 0  # no stop token before so many tokens
     # how many log-probabilities are wanted besides the chosen token's; None: not even that
     logprobs: int | None = None
+    grammar: object = None  # what the answer is held to: engine/grammar.py compiles it
 
     def __post_init__(self):
         for name, limits in RANGES.items():

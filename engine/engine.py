@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from common import plural
 from engine.events import Recorder
-from engine.grammar import MASK_SECONDS, Grammar, begin_masks
+from engine.grammar import MASK_SECONDS, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -123,14 +123,12 @@ class Engine:
         prompt_logprobs: int | None = None,
         cache_salt: str = "",
         name: str = "",
-        grammar: Grammar | None = None,
     ) -> Request:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
         fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
-        candidates for each token. `name`: what a record calls it. `grammar`: what the answer is
-        held to. Returns the queued request.
+        candidates for each token. `name`: what a record calls it. Returns the queued request.
         Raises ValueError at once, with the numbers, for what can never be served, and for an id
         that is in use.
         """
@@ -148,7 +146,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self.seeds.getrandbits(63))
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        if grammar and not eos:
+        if params.grammar and not eos:
             raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
         choice = partial(
             Request,
@@ -166,14 +164,12 @@ class Engine:
         self.requests[id] = request
         if n > 1:
             self.promised[id] = [choice(f"{id}.{i}", choice=i) for i in range(1, n)]
-        if grammar:
-            for other in self.promised.get(id, ()):
-                other.grammar = grammar.copy()
-            self._hold_to(request, grammar)
+        if params.grammar:
+            self._hold_to_grammar(request)
         return request
 
-    def _hold_to(self, request: Request, grammar: Grammar):
-        request.grammar = grammar
+    def _hold_to_grammar(self, request: Request):
+        request.grammar = request.params.grammar.copy()
         self.constrained.append(request)
 
     def _check_ids(self, id: int | str, n: int):
@@ -218,14 +214,12 @@ class Engine:
         has_left = scheduler.block_allocator.sink in seen
         is_partial = first.num_committed * scheduler.block_size < P
         can_share = first.status == "active" and is_partial and not has_left
-        for promised in self.promised.pop(first.id):
-            choice = promised
+        for choice in self.promised.pop(first.id):
             if can_share and scheduler.free_rows:
                 choice = scheduler.fork(
                     first,
                     choice.id,
                     choice=choice.choice,
-                    grammar=promised.grammar,
                     prompt_logprobs=None,
                     generated_tokens=[],
                     num_filled_slots=P - 1,
@@ -235,8 +229,8 @@ class Engine:
             else:
                 scheduler.add_request(choice)
             self.requests[choice.id] = choice
-            if choice.grammar:
-                self._hold_to(choice, choice.grammar)
+            if choice.params.grammar:
+                self._hold_to_grammar(choice)
 
     def abort(self, id: int | str):
         """

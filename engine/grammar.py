@@ -3,7 +3,7 @@ Answers held to a grammar: a JSON schema, a regular expression, a choice, or rul
 
     grammars = Grammars(load_tokenizer("out/stdlib"), model.config)
     grammar = grammars.compile("json", '{"type": "object"}')       # milliseconds, up to a second
-    engine.add_request("a", prompt, params, grammar=grammar)
+    engine.add_request("a", prompt, SamplingParams(max_tokens=99, grammar=grammar))
 
 Check first, mask on a miss. A token is sampled as the argmax of scores plus noise, where the noise
 is a function of the request's seed and the position. So if the grammar allows the winner among all
@@ -72,7 +72,7 @@ class Grammars:
         wrapped = llguidance.TokenizerWrapper(vocabulary)
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=list(self.eos))
         self.limits = llguidance.LLParserLimits(**LIMITS)
-        self.grammar = lru_cache(MAX_GRAMMARS)(self.new_grammar)  # at its beginning, to be copied
+        self.compile = lru_cache(MAX_GRAMMARS)(self.compile)
 
     def compile(self, kind: str, text: str) -> "Grammar":
         """
@@ -80,9 +80,6 @@ class Grammars:
         notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). Raises
         ValueError with the library's reason.
         """
-        return self.grammar(kind, text).copy()
-
-    def new_grammar(self, kind: str, text: str) -> "Grammar":
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)

@@ -135,7 +135,7 @@ def add_request(engine: Engine, link: Link, message: dict):
     id = f"{link.number}:{message['id']}"
     options = message.get("options", {})
     if "grammar" in message:
-        options["grammar"] = message["grammar"].result()
+        params["grammar"] = message["grammar"].result()
     engine.add_request(id, message["prompt"], SamplingParams(**params), **options)
 
 

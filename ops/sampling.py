@@ -159,9 +159,11 @@ def masked(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """
     if allowed is None:
         return scores
-    bits = allowed[:, :, None] >> torch.arange(32, device=scores.device)
-    forbidden = (bits.flatten(1)[:, : scores.shape[1]] & 1) == 0
-    return scores.masked_fill(forbidden, -torch.inf)
+    _, V = scores.shape
+    places = torch.arange(32, device=scores.device)
+    bits = allowed[:, :, None] >> places
+    bits = bits.flatten(1)[:, :V] & 1
+    return scores.masked_fill(bits == 0, -torch.inf)
 
 
 def choose(
@@ -219,8 +221,9 @@ def sample_torch(
         temperature = floats.temperature[rows]
     if "filters" in used:  # top_k, top_p, min_p
         scores = masked(scores, allowed)
-        scaled = scores / torch.where(temperature == 0, 1.0, temperature)[:, None]
-        lowest = threshold(scaled, ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
+        divisor = torch.where(temperature == 0, 1.0, temperature)
+        filters = (ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
+        lowest = threshold(scores / divisor[:, None], *filters)
     key = (ints.seed[rows], positions, ints.choice[rows])
     tokens = choose(scores, temperature, lowest, allowed, *key)
     last = tokens.clamp(min=0)

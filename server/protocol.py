@@ -408,7 +408,8 @@ class SamplingRequest(Body):
 
     def sampling_params(self, prompt_length: int, max_model_len: int) -> dict:
         """The fields of SamplingParams, as plain data for the engine's process."""
-        params = {field.name: getattr(self, field.name) for field in fields(SamplingParams)}
+        names = {field.name for field in fields(SamplingParams)} - {"grammar"}
+        params = {name: getattr(self, name) for name in names}
         params["max_tokens"] = max(1, self.most_tokens(prompt_length, max_model_len))
         params["logprobs"] = self.num_logprobs
         params["top_k"] = max(self.top_k, 0)

@@ -111,6 +111,7 @@ def finish(engine: Engine, answers: dict) -> dict:
 def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice=0):
     """Each token of an answer is what a sampler that always masks may give."""
     tokens, *_ = answer
+    grammar = grammar.copy()
     ends = model.config.eos_token_ids
     for i, token in enumerate(tokens):
         text = torch.tensor([prompt + tokens[:i]], device=DEVICE)
@@ -163,7 +164,8 @@ def play(model: GPT, grammars: Grammars, seed: int, **settings) -> Engine:
         prompt = start + [choose.randrange(V) for _ in range(choose.randrange(1, 14))]
         n = choose.choice([1, 1, 1, 3])
         grammar = grammars.compile(*kind) if kind else None
-        engine.add_request(f"r{i}", prompt, params, n=n, grammar=grammar)
+        params = replace(params, grammar=grammar)
+        engine.add_request(f"r{i}", prompt, params, n=n)
         for choice in range(n):
             id = f"r{i}.{choice}" if choice else f"r{i}"
             asked[id] = (kind, prompt, params, choice)
