@@ -314,7 +314,8 @@ class Runner:
         for r, i in refused.items():
             result.tokens[i] = tokens[places[r]]
         scores = self.score_sampled(places, flight.sampled, flight.logits)
-        result.logprobs.update(scores_by_request(*scores))
+        scores = scores_by_request(*scores)
+        result.logprobs.update(scores)
 
     def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
         """

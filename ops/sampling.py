@@ -189,7 +189,8 @@ def choose(
         noise = gumbel_noise(*key, scores.shape[1])
         scores = torch.where(is_greedy, scores, scores + noise)
     best, tokens = scores.max(-1)
-    return torch.where(best.isfinite(), tokens, NO_TOKEN)
+    is_valid = best.isfinite()
+    return torch.where(is_valid, tokens, NO_TOKEN)
 
 
 def sample_torch(
@@ -228,8 +229,10 @@ def sample_torch(
     tokens = choose(scores, temperature, lowest, allowed, *key)
     last = tokens.clamp(min=0)
     if "penalises" in used:
-        counted = (tokens != NO_TOKEN) * ints.penalised[rows]
-        per_row.marks.index_put_((rows, last), 4 * counted.int(), accumulate=True)
+        is_valid = tokens != NO_TOKEN
+        counted = is_valid * ints.penalised[rows]
+        new = 4 * counted.int()
+        per_row.marks.index_put_((rows, last), new, accumulate=True)
     per_row.last_token[rows] = last
     return tokens
 

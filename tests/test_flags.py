@@ -179,7 +179,7 @@ def test_the_engines_process_hands_the_queues_length_to_the_loop(
     engine = Mock()
     engine.statement.return_value = "what was built"
     serve_engine, _ = run_engine(lambda args: engine, "--max-queue", "5")
-    ((ran, links, max_queue), _) = serve_engine.call_args
+    ((ran, links, max_queue, _), _) = serve_engine.call_args
     assert ran is engine
     assert max_queue == 5
     assert len(links.links) == 1
