@@ -33,7 +33,7 @@ import paged
 from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import flex, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
 from ops.choice import choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
 
