@@ -16,6 +16,7 @@ llguidance reads the grammars. A `Compiler` stands before the server's loop, and
 its messages.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -32,6 +33,8 @@ MAX_GRAMMARS = 64  # compiled ones that are kept
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
 # sizes at which the slowest grammar that was found takes less than a second, and 64 MB
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")  # by which JSON may spell any character
 
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
@@ -86,7 +89,7 @@ class Grammars:
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         else:
-            if kind == "grammar" and "x-guidance" in text:
+            if kind == "grammar" and "x-guidance" in ESCAPE.sub(unescaped, text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.library.grammar_from(kind, text)
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
@@ -196,6 +199,10 @@ class Grammar:
     def failure(self) -> str:
         """Why no token may come next."""
         return self.matcher.get_error() or NOTHING_ALLOWED
+
+
+def unescaped(escape: re.Match) -> str:
+    return chr(int(escape[1], 16))
 
 
 def begin_masks(grammars: list[Grammar]):

@@ -9,8 +9,10 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 import json
 import random
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from threading import Event, Thread
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Grammar, Grammars
+from engine.grammar import Grammar, Grammars, begin_masks
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -204,3 +206,118 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
     """
     for seed in range(3):
         play(model, grammars, seed, overlap=overlap)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a client must not do
+
+
+def nested(depth: int) -> dict:
+    if depth == 0:
+        return {"type": "string"}
+    return {"anyOf": [nested(depth - 1), {"type": "integer"}]}
+
+
+def of_properties(count: int) -> dict:
+    return {"type": "object", "properties": {str(i): {} for i in range(count)}}
+
+
+LENIENT = {"lenient": True, "whitespace_pattern": "[ \\n]*"}
+CHECKS_OFF = json.dumps({"x-guidance": LENIENT, "not": {}})
+LARK_NOT = 'start: %json {"not": {}}'
+LONG_WORDS = r"(\w{1,50} ?){1,500}"  # grows too complex in the middle
+# kind, text, and what the reason of its refusal says; None: it is served
+HOSTILE = {
+    "12 nested anyOf": ("json", json.dumps(nested(12)), None),
+    "2,000 properties": ("json", json.dumps(of_properties(2000)), None),
+    "4,500 properties": ("json", json.dumps(of_properties(4500)), "too big"),
+    "wide choice": ("choice", json.dumps([f"w{i}" for i in range(8000)]), None),
+    "a million": ("regex", "(a{1,1000}){1,1000}", None),
+    "a million thousand": ("regex", "((a{0,1000}){0,1000}){0,1000}", None),
+    "long words": ("regex", LONG_WORDS, None),
+    "three runs": ("regex", r"\w{0,3000}\d{0,3000}\w{0,3000}", None),
+    "backtracking": ("regex", "(x+x+)+y", None),
+    "ambiguous rules": ("grammar", 'start: a\na: a a | "x" | ""', None),
+    "deep parentheses": ("regex", "(" * 500 + "a" + ")" * 500, "invalid regex"),
+    "open parenthesis": ("regex", "(", "unclosed group"),
+    "look-around": ("regex", "(?=a)b", "look-around"),
+    "look-around in JSON": ("json", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    "not": ("json", '{"not": {"type": "string"}}', '"not"'),
+    "uniqueItems": ("json", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
+    "itself": ("json", '{"$ref": "#"}', "cannot be served"),
+    "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
+    "no type": ("json", '{"type": "foo"}', "Invalid type"),
+    "no JSON": ("json", '{"type": ', "EOF"),
+    "no schema": ("json", "[1]", "object"),
+    "options": ("json", CHECKS_OFF, '"not"'),
+    "options of a part": ("json", f'{{"allOf": [{CHECKS_OFF}]}}', '"not"'),
+    "options in Lark": ("grammar", f"start: %json {CHECKS_OFF}", "x-guidance"),
+    "options, spelled": (
+        "grammar",
+        f"start: %json {CHECKS_OFF}".replace("x-", r"\u0078\u002D"),
+        "x-guidance",
+    ),
+    "not in Lark": ("grammar", LARK_NOT, '"not"'),
+}
+
+
+@contextmanager
+def longest_pause():
+    """Yields a list, whose last number is the longest time that another thread stood still."""
+    pauses = [0.0]
+    is_over = Event()
+
+    def run():
+        before = time.perf_counter()
+        while not is_over.wait(0.0005):
+            now = time.perf_counter()
+            pauses.append(max(pauses[-1], now - before))
+            before = now
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield pauses
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def allowed_tokens(grammar: Grammar) -> list[int]:
+    begin_masks([grammar])
+    bits = grammar.mask.allowed().view(np.uint8)
+    return np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
+
+
+def walk(grammar: Grammar, choose: random.Random, count: int) -> list[int]:
+    """So many random tokens that the grammar allows, or up to where no more is allowed."""
+    tokens = []
+    while len(tokens) < count and (allowed := allowed_tokens(grammar)):
+        tokens.append(choose.choice(allowed))
+        assert grammar.accept(tokens[-1])
+        if tokens[-1] in grammar.grammars.eos:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_grammar_holds_up_the_others(grammars, name):
+    """
+    Would catch: a keyword that is passed over; options of a client that switch checks off; a
+    compiler or a mask without a limit, or that keeps the GIL, so that the server's loop stands
+    still. Alone on a core the slowest takes half a second, and no pause is longer than 20 ms.
+    """
+    kind, text, reason = HOSTILE[name]
+    started = time.perf_counter()
+    with longest_pause() as pauses:
+        if reason:
+            with pytest.raises(ValueError) as refusal:
+                grammars.compile(kind, text)
+            assert reason in str(refusal.value)
+            assert len(str(refusal.value)) < 600
+        else:
+            grammar = grammars.compile(kind, text)
+            assert walk(grammar, random.Random(0), 20)
+    assert time.perf_counter() - started < 3
+    assert pauses[-1] < 0.1
