@@ -17,6 +17,7 @@ its messages.
 """
 
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -39,8 +40,9 @@ ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")  # by which JSON may spell any chara
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 
-# they release the GIL
-threads = ThreadPoolExecutor(4, "grammar")
+# llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
+STACK = 128 * 2**20
+threads = ThreadPoolExecutor(4, "grammar")  # they release the GIL
 
 
 class Vocabulary:
@@ -134,7 +136,7 @@ class Compiler:
         """
         for link, message in arrived:
             if message.get("grammar"):
-                message["grammar"] = threads.submit(self.compile, **message["grammar"])
+                message["grammar"] = submit(self.compile, **message["grammar"])
                 self.waiting.append((link, message))
                 continue
             if message["op"] in ("abort", "gone"):
@@ -201,6 +203,15 @@ class Grammar:
         return self.matcher.get_error() or NOTHING_ALLOWED
 
 
+def submit(function: Callable, *args, **options) -> Future:
+    """To the threads, each of which is started by the first call that finds none idle."""
+    before = threading.stack_size(STACK)
+    try:
+        return threads.submit(function, *args, **options)
+    finally:
+        threading.stack_size(before)
+
+
 def unescaped(escape: re.Match) -> str:
     return chr(int(escape[1], 16))
 
@@ -210,6 +221,6 @@ def begin_masks(grammars: list[Grammar]):
     new = [grammar for grammar in grammars if grammar.mask is None]
     if new:
         matchers = [grammar.matcher for grammar in new]
-        job = threads.submit(new[0].grammars.compute_masks, matchers)
+        job = submit(new[0].grammars.compute_masks, matchers)
         for i, grammar in enumerate(new):
             grammar.mask = Mask(job, i)
