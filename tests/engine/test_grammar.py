@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from threading import Event, Thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Grammar, Grammars, begin_masks
+from engine.grammar import Compiler, Grammar, Grammars, begin_masks
+from engine.process import handle_message
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -321,3 +323,154 @@ def test_no_grammar_holds_up_the_others(grammars, name):
             assert walk(grammar, random.Random(0), 20)
     assert time.perf_counter() - started < 3
     assert pauses[-1] < 0.1
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages to the engine's loop
+
+
+def ask(id: str, kind: str | None = None, text: str = "") -> dict:
+    grammar = {"grammar": {"kind": kind, "text": text}} if kind else {}
+    return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
+
+
+def passed_on(compiler: Compiler) -> list[dict]:
+    """All that wait, once they are compiled."""
+    messages = []
+    while compiler.waiting:
+        messages += [message for _, message in compiler.pass_on([])]
+        time.sleep(0.001)
+    return messages
+
+
+def chain(count: int) -> str:
+    """Rules, each of which is the next one."""
+    rules = [f"a{i}: a{i + 1}" for i in range(count)]
+    return "\n".join(["start: a0", *rules, f'a{count}: "x"'])
+
+
+def references(count: int) -> str:
+    parts = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)}
+    return json.dumps({"$defs": parts | {str(count): {}}, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("kind, text", [("grammar", chain(5000)), ("json", references(1600))])
+def test_a_long_chain_of_rules_does_not_overflow_the_stack(grammars, kind, text):
+    """Would catch: 60 KB from a client that end the server's process (a segmentation fault)."""
+    compiler = Compiler(lambda: grammars)
+    assert not list(compiler.pass_on([(None, ask("a", kind, text))]))
+    [message] = passed_on(compiler)
+    assert allowed_tokens(message["grammar"].result())
+
+
+def test_messages_go_by_one_whose_grammar_is_compiled(grammars):
+    """
+    Would catch: a loop that waits for a compiler; a request that is added after its abort, or after
+    its link has closed, or that is dropped with another's.
+    """
+    may_go_on = Event()
+
+    def compile_late(kind: str, text: str) -> Grammar:
+        may_go_on.wait(10)
+        return grammars.compile(kind, text)
+
+    compiler = Compiler(lambda: SimpleNamespace(compile=compile_late))
+    closed, other = object(), object()
+    first = [(closed, ask("a", "regex", "a")), (other, ask("a", "regex", "b"))]
+    first += [(other, ask("b", "regex", "c")), (other, ask("c"))]
+    assert [message["id"] for _, message in compiler.pass_on(first)] == ["c"]
+    left = [(closed, {"op": "gone"}), (other, {"op": "abort", "id": "b"})]
+    assert list(compiler.pass_on(left)) == left
+    assert not list(compiler.pass_on([]))
+    may_go_on.set()
+    [message] = passed_on(compiler)
+    assert message["id"] == "a"
+    assert allowed_tokens(message["grammar"].result())
+
+
+def test_a_refused_grammar_is_the_clients_to_change(model):
+    """Would catch: the library's reason as an internal error; a server without the library."""
+
+    def open_grammars():
+        raise ImportError("llguidance is not installed")
+
+    refusals = []
+    link = SimpleNamespace(number=0, queue=refusals.append)
+    compiler = Compiler(open_grammars)
+    list(compiler.pass_on([(link, ask("a", "regex", "("))]))
+    [message] = passed_on(compiler)
+    engine = new_engine(model)
+    handle_message(engine, link, message, None)
+    assert refusals == [
+        {"op": "error", "id": "a", "message": "llguidance is not installed", "kind": "invalid"}
+    ]
+    assert_idle(engine)
+
+
+# --------------------------------------------------------------------------------------------------
+# What an answer is, and what stands beside it
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap):
+    """Would catch: the score of the token that was refused, or of what a mask has left."""
+    engine = new_engine(model, overlap=overlap)
+    outputs = []
+    params = SamplingParams(seed=3, max_tokens=12, logprobs=3)
+    engine.add_request("a", [5, 6], params, grammar=grammars.compile("regex", "[a-z]{30}"))
+    while engine.has_work:
+        outputs += engine.step()
+    assert engine.num_refused > 5
+    text = [5, 6]
+    for output in outputs:
+        logits = model(torch.tensor([text], device=DEVICE))[0][0, -1]
+        wanted = logits.log_softmax(-1)
+        [token], (score, _, scores) = output.tokens, output.logprobs
+        assert score == pytest.approx(wanted[token].item(), abs=1e-3)
+        assert scores == pytest.approx(wanted.topk(3).values.tolist(), abs=1e-3)
+        text += output.tokens
+    assert len(text) == 14 and outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
+    """
+    Beside a free request, which gets what it gets alone. Would catch: a dead end that ends a step,
+    or its neighbours; a token that no grammar allows; an answer without an end.
+    """
+    lacking = load_tokenizer(save("smollm2", tmp_path))  # has no token for a tab
+    with_lacking = Grammars(lacking, model.config)
+    params = SamplingParams(seed=1, max_tokens=30)
+    alone = new_engine(model, overlap=overlap)
+    [free] = alone.generate([[7, 8]], params, progress=False)
+    engine = new_engine(model, overlap=overlap)
+    engine.add_request("free", [7, 8], params)
+    engine.add_request("byte", [7], params, grammar=with_lacking.compile("regex", "a\tb"))
+    late = replace(params, min_tokens=9)
+    engine.add_request("short", [7], late, grammar=grammars.compile("regex", "a|b"))
+    engine.add_request("complex", [7], params, grammar=grammars.compile("regex", LONG_WORDS))
+    with pytest.raises(ValueError, match="end-of-text"):
+        forever = replace(params, ignore_eos=True)
+        engine.add_request("forever", [7], forever, grammar=grammars.compile("regex", "a"))
+    answers = finish(engine, {})
+    assert answers["free"][0] == free
+    for id, words in {"byte": "no token is left", "short": "min_tokens"}.items():
+        _, reason, error = answers[id]
+        assert reason == "error" and words in error
+    _, reason, error = answers["complex"]
+    assert (reason, error) == ("length", None) or "too many expressions" in error
+    assert_idle(engine)
+
+
+def test_json_has_an_end(tokenizer, grammars):
+    """
+    Would catch: newlines for ever; an end-of-text token, of the model's two, that is not one; two
+    blanks between parts.
+    """
+    for end in tokenizer.control.values():
+        grammar = grammars.compile("json", "{}")
+        assert all(grammar.accept(token) for token in tokenizer.encode("[1, 2]"))
+        assert grammar.accept(end)
+    for space in ["  ", "\n", "\t"]:
+        grammar = grammars.compile("json", "{}")
+        assert not all(grammar.accept(token) for token in tokenizer.encode(f"[1,{space}2]"))
