@@ -11,9 +11,10 @@ import random
 import time
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from threading import Event, Thread
 from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -28,6 +29,13 @@ from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
+from tests.simulated_runner import (
+    VOCABULARY,
+    SimulatedRunner,
+    noise_key,
+    seen,
+    simulated_engine,
+)
 from tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -474,3 +482,99 @@ def test_json_has_an_end(tokenizer, grammars):
     for space in ["  ", "\n", "\t"]:
         grammar = grammars.compile("json", "{}")
         assert not all(grammar.accept(token) for token in tokenizer.encode(f"[1,{space}2]"))
+
+
+# --------------------------------------------------------------------------------------------------
+# On the simulated engine: right answers are known beforehand
+
+
+def allowed_after(tokens: list[int]) -> int:
+    """The bits of those that may follow: a third of all, or a single one."""
+    crc = crc32(bytes(tokens))
+    bits = sum(1 << t for t in range(VOCABULARY) if crc32(bytes([t]), crc) % 3 == 0)
+    return bits or 1 << crc % VOCABULARY
+
+
+class FakeMatcher:
+    """What `Grammar` asks of the library's, for `allowed_after`."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def deep_copy(self) -> "FakeMatcher":
+        return FakeMatcher(list(self.tokens))
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        [token] = tokens
+        is_allowed = allowed_after(self.tokens) >> token & 1
+        self.tokens += tokens[:is_allowed]
+        return is_allowed
+
+
+class FakeGrammars:
+    """Its masks take their time."""
+
+    eos = (0,)
+
+    def __init__(self, choose: random.Random):
+        self.choose = choose
+
+    def compute_masks(self, matchers: list[FakeMatcher]) -> np.ndarray:
+        time.sleep(self.choose.choice([0, 0, 0.0005]))
+        return np.array([[allowed_after(matcher.tokens)] for matcher in matchers], np.int32)
+
+
+def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_free: bool):
+    """The right tokens of an answer that ends with a 0."""
+    tokens = []
+    while len(tokens) < max_tokens and 0 not in tokens:
+        token = crc32(seen(bytes(prompt + tokens), window), key) % VOCABULARY
+        while not is_free and not allowed_after(tokens) >> token & 1:
+            token = (token + 1) % VOCABULARY
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_simulated_lives(seed, monkeypatch):
+    """
+    With preemptions, forks, aborts, windows, padding, late masks, overlap and filters. Would catch:
+    a slot, a block or a row that keeps what was refused; a step under way that counts for a request
+    that has gone back; a request that sits out for ever; another's mask.
+    """
+    choose = random.Random(seed)
+    overlap = seed % 2 == 0
+    window = choose.choice([0, 0, 6])
+    monkeypatch.setattr("engine.engine.MASK_SECONDS", choose.choice([0, 0.1]))
+    build = partial(SimulatedRunner, padded=choose.random() < 0.5)
+    sizes = {"num_blocks": 12, "max_num_seqs": 4, "overlap": overlap}
+    engine = simulated_engine((0,), 40, build, window, **sizes)
+    library = FakeGrammars(random.Random(seed))
+    answers = {}
+    wanted = {}
+    for i in range(12):
+        prompt = [choose.randrange(1, VOCABULARY) for _ in range(choose.randrange(1, 12))]
+        params = SamplingParams(
+            max_tokens=choose.randrange(1, 20), seed=i, top_k=choose.choice([0, 0, 3])
+        )
+        is_free = choose.random() < 0.3
+        grammar = None if is_free else Grammar(library, FakeMatcher([]))
+        n = choose.choice([1, 1, 3])
+        engine.add_request(f"r{i}", prompt, params, n=n, grammar=grammar)
+        for choice in range(n):
+            id = f"r{i}.{choice}" if choice else f"r{i}"
+            key = noise_key(i, choice)
+            wanted[id] = masked_answer(prompt, params.max_tokens, key, window, is_free)
+        for _ in range(choose.randrange(4)):
+            step(engine, answers)
+        if choose.random() < 0.2:
+            engine.abort(f"r{choose.randrange(i + 1)}")
+    finish(engine, answers)
+    for id, (tokens, reason, error) in answers.items():
+        assert error is None
+        assert tokens == wanted[id][: len(tokens)], f"{id} is wrong"
+        assert reason is None or tokens == wanted[id]
+    assert_idle(engine)
