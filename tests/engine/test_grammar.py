@@ -342,13 +342,13 @@ def ask(id: str, kind: str | None = None, text: str = "") -> dict:
     return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
 
 
-def passed_on(compiler: Compiler) -> list[dict]:
-    """All that wait, once they are compiled."""
-    messages = []
+def passed_on(compiler: Compiler) -> list[tuple]:
+    """All that wait, once they are compiled: (link, message)."""
+    pairs = []
     while compiler.waiting:
-        messages += [message for _, message in compiler.pass_on([])]
+        pairs += compiler.pass_on([])
         time.sleep(0.001)
-    return messages
+    return pairs
 
 
 def chain(count: int) -> str:
@@ -367,7 +367,7 @@ def test_a_long_chain_of_rules_does_not_overflow_the_stack(grammars, kind, text)
     """Would catch: 60 KB from a client that end the server's process (a segmentation fault)."""
     compiler = Compiler(lambda: grammars)
     assert not list(compiler.pass_on([(None, ask("a", kind, text))]))
-    [message] = passed_on(compiler)
+    [(_, message)] = passed_on(compiler)
     assert allowed_tokens(message["grammar"].result())
 
 
@@ -391,7 +391,8 @@ def test_messages_go_by_one_whose_grammar_is_compiled(grammars):
     assert list(compiler.pass_on(left)) == left
     assert not list(compiler.pass_on([]))
     may_go_on.set()
-    [message] = passed_on(compiler)
+    [(link, message)] = passed_on(compiler)
+    assert link is other
     assert message["id"] == "a"
     assert allowed_tokens(message["grammar"].result())
 
@@ -406,7 +407,7 @@ def test_a_refused_grammar_is_the_clients_to_change(model):
     link = SimpleNamespace(number=0, queue=refusals.append)
     compiler = Compiler(open_grammars)
     list(compiler.pass_on([(link, ask("a", "regex", "("))]))
-    [message] = passed_on(compiler)
+    [(_, message)] = passed_on(compiler)
     engine = new_engine(model)
     handle_message(engine, link, message, None)
     assert refusals == [
@@ -478,6 +479,9 @@ def test_json_has_an_end(tokenizer, grammars):
     for end in tokenizer.control.values():
         grammar = grammars.compile("json", "{}")
         assert all(grammar.accept(token) for token in tokenizer.encode("[1, 2]"))
+        assert grammar.accept(end)
+        grammar = grammars.compile("regex", "a+")  # can end, and go on
+        assert grammar.accept(tokenizer.encode("a")[0])
         assert grammar.accept(end)
     for space in ["  ", "\n", "\t"]:
         grammar = grammars.compile("json", "{}")
