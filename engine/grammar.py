@@ -16,6 +16,8 @@ llguidance reads the grammars. A `Compiler` stands before the server's loop, and
 its messages.
 """
 
+import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -33,9 +35,13 @@ JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "leni
 # sizes at which the slowest grammar that was found takes less than a second, and 64 MB
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 
+ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")  # by which JSON may spell any character
+
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 
+# llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
+STACK = 128 * 2**20
 # the library releases the GIL; a grammar that takes long holds up other new ones, but no masks
 compilers = ThreadPoolExecutor(1, "grammar")
 maskers = ThreadPoolExecutor(2, "mask")
@@ -77,14 +83,14 @@ class Grammars:
     def compile(self, kind: str, text: str) -> "Grammar":
         """
         `kind`: "json", a schema; "regex"; "choice", a JSON list of texts; "grammar", in Lark's
-        notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). Raises
-        ValueError with the library's reason.
+        notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). It stands at the
+        beginning, and is kept to be copied. Raises ValueError with the library's reason.
         """
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.library.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
         else:
-            if kind == "grammar" and "x-guidance" in text:
+            if kind == "grammar" and "x-guidance" in ESCAPE.sub(unescaped, text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.library.grammar_from(kind, text)
         matcher = self.library.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
@@ -129,7 +135,7 @@ class Compiler:
         """
         for link, message in arrived:
             if message.get("grammar"):
-                message["grammar"] = compilers.submit(self.compile, **message["grammar"])
+                message["grammar"] = submit(compilers, self.compile, **message["grammar"])
                 self.waiting.append((link, message))
                 continue
             if message["op"] in ("abort", "gone"):
@@ -196,11 +202,24 @@ class Grammar:
         return self.matcher.get_error() or NOTHING_ALLOWED
 
 
+def submit(threads: ThreadPoolExecutor, function: Callable, *args, **options) -> Future:
+    """To the threads, of which a call that finds none idle may start one more."""
+    before = threading.stack_size(STACK)
+    try:
+        return threads.submit(function, *args, **options)
+    finally:
+        threading.stack_size(before)
+
+
+def unescaped(escape: re.Match) -> str:
+    return chr(int(escape[1], 16))
+
+
 def begin_masks(grammars: list[Grammar]):
     """Of these grammars, by a thread: all are done at once."""
     new = [grammar for grammar in grammars if grammar.mask is None]
     if new:
         matchers = [grammar.matcher for grammar in new]
-        job = maskers.submit(new[0].grammars.compute_masks, matchers)
+        job = submit(maskers, new[0].grammars.compute_masks, matchers)
         for i, grammar in enumerate(new):
             grammar.mask = Mask(job, i)

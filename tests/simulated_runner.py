@@ -197,6 +197,15 @@ class SimulatedRunner(Runner):
             self.break_logits(plan, shape.n, tokens)
         return tokens, texts, None
 
+    def sample_masked(self, requests: dict[Request, int], tokens: list[int], texts: list[bytes]):
+        """The next token that is allowed, from the one that is not on: after the last the first."""
+        for r, i in requests.items():
+            [bits] = r.grammar.mask.allowed().tolist()
+            token = crc32(texts[i], self.key[r.row]) % self.V
+            while not bits >> token & 1:
+                token = (token + 1) % self.V
+            tokens[i] = self.last_token[r.row] = token
+
     def write_decodes(self, step: StepInputs):
         """The last token of each row, in the slot after its text."""
         blocks = self.pool.blocks

@@ -9,8 +9,12 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 import json
 import random
 import time
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from threading import Event, Thread
+from types import SimpleNamespace
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -19,11 +23,19 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Grammar, Grammars
+from engine.grammar import Compiler, Grammar, Grammars, begin_masks
+from engine.process import handle_message
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
+from tests.simulated_runner import (
+    VOCABULARY,
+    SimulatedRunner,
+    noise_key,
+    seen,
+    simulated_engine,
+)
 from tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -206,3 +218,371 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
     """
     for seed in range(3):
         play(model, grammars, seed, overlap=overlap)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a client must not do
+
+
+def nested(depth: int) -> dict:
+    if depth == 0:
+        return {"type": "string"}
+    return {"anyOf": [nested(depth - 1), {"type": "integer"}]}
+
+
+def of_properties(count: int) -> dict:
+    return {"type": "object", "properties": {str(i): {} for i in range(count)}}
+
+
+LENIENT = {"lenient": True, "whitespace_pattern": "[ \\n]*"}
+CHECKS_OFF = json.dumps({"x-guidance": LENIENT, "not": {}})
+LARK_NOT = 'start: %json {"not": {}}'
+LONG_WORDS = r"(\w{1,50} ?){1,500}"  # grows too complex in the middle
+# kind, text, and what the reason of its refusal says; None: it is served
+HOSTILE = {
+    "12 nested anyOf": ("json", json.dumps(nested(12)), None),
+    "2,000 properties": ("json", json.dumps(of_properties(2000)), None),
+    "4,500 properties": ("json", json.dumps(of_properties(4500)), "too big"),
+    "wide choice": ("choice", json.dumps([f"w{i}" for i in range(8000)]), None),
+    "a million": ("regex", "(a{1,1000}){1,1000}", None),
+    "a million thousand": ("regex", "((a{0,1000}){0,1000}){0,1000}", None),
+    "long words": ("regex", LONG_WORDS, None),
+    "three runs": ("regex", r"\w{0,3000}\d{0,3000}\w{0,3000}", None),
+    "backtracking": ("regex", "(x+x+)+y", None),
+    "ambiguous rules": ("grammar", 'start: a\na: a a | "x" | ""', None),
+    "deep parentheses": ("regex", "(" * 500 + "a" + ")" * 500, "invalid regex"),
+    "open parenthesis": ("regex", "(", "unclosed group"),
+    "look-around": ("regex", "(?=a)b", "look-around"),
+    "look-around in JSON": ("json", '{"type": "string", "pattern": "(?=a)b"}', "look-around"),
+    "not": ("json", '{"not": {"type": "string"}}', '"not"'),
+    "uniqueItems": ("json", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
+    "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
+    "itself": ("json", '{"$ref": "#"}', "cannot be served"),
+    "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
+    "no type": ("json", '{"type": "foo"}', "Invalid type"),
+    "no JSON": ("json", '{"type": ', "EOF"),
+    "no schema": ("json", "[1]", "object"),
+    "options": ("json", CHECKS_OFF, '"not"'),
+    "options of a part": ("json", f'{{"allOf": [{CHECKS_OFF}]}}', '"not"'),
+    "options in Lark": ("grammar", f"start: %json {CHECKS_OFF}", "x-guidance"),
+    "options, spelled": (
+        "grammar",
+        f"start: %json {CHECKS_OFF}".replace("x-", r"\u0078\u002D"),
+        "x-guidance",
+    ),
+    "not in Lark": ("grammar", LARK_NOT, '"not"'),
+}
+
+
+@contextmanager
+def longest_pause():
+    """Yields a list, whose last number is the longest time that another thread stood still."""
+    pauses = [0.0]
+    is_over = Event()
+
+    def run():
+        before = time.perf_counter()
+        while not is_over.wait(0.0005):
+            now = time.perf_counter()
+            pauses.append(max(pauses[-1], now - before))
+            before = now
+
+    thread = Thread(target=run)
+    thread.start()
+    try:
+        yield pauses
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def allowed_tokens(grammar: Grammar) -> list[int]:
+    begin_masks([grammar])
+    bits = grammar.mask.allowed().view(np.uint8)
+    return np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
+
+
+def walk(grammar: Grammar, choose: random.Random, count: int) -> list[int]:
+    """So many random tokens that the grammar allows, or up to where no more is allowed."""
+    tokens = []
+    while len(tokens) < count and (allowed := allowed_tokens(grammar)):
+        tokens.append(choose.choice(allowed))
+        assert grammar.accept(tokens[-1])
+        if tokens[-1] in grammar.grammars.eos:
+            break
+    return tokens
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_grammar_holds_up_the_others(grammars, name):
+    """
+    Would catch: a keyword that is passed over; options of a client that switch checks off; a
+    compiler or a mask without a limit, or that keeps the GIL, so that the server's loop stands
+    still. Alone on a core the slowest takes half a second, and no pause is longer than 20 ms.
+    """
+    kind, text, reason = HOSTILE[name]
+    started = time.perf_counter()
+    with longest_pause() as pauses:
+        if reason:
+            with pytest.raises(ValueError) as refusal:
+                grammars.compile(kind, text)
+            assert reason in str(refusal.value)
+            assert len(str(refusal.value)) < 600
+        else:
+            grammar = grammars.compile(kind, text).copy()
+            assert walk(grammar, random.Random(0), 20)
+    assert time.perf_counter() - started < 3
+    assert pauses[-1] < 0.1
+
+
+# --------------------------------------------------------------------------------------------------
+# Messages to the engine's loop
+
+
+def ask(id: str, kind: str | None = None, text: str = "") -> dict:
+    grammar = {"grammar": {"kind": kind, "text": text}} if kind else {}
+    return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
+
+
+def passed_on(compiler: Compiler) -> list[tuple]:
+    """All that wait, once they are compiled: (link, message)."""
+    pairs = []
+    while compiler.waiting:
+        pairs += compiler.pass_on([])
+        time.sleep(0.001)
+    return pairs
+
+
+def chain(count: int) -> str:
+    """Rules, each of which is the next one."""
+    rules = [f"a{i}: a{i + 1}" for i in range(count)]
+    return "\n".join(["start: a0", *rules, f'a{count}: "x"'])
+
+
+def references(count: int) -> str:
+    parts = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)}
+    return json.dumps({"$defs": parts | {str(count): {}}, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("kind, text", [("grammar", chain(5000)), ("json", references(1600))])
+def test_a_long_chain_of_rules_does_not_overflow_the_stack(grammars, kind, text):
+    """Would catch: 60 KB from a client that end the server's process (a segmentation fault)."""
+    compiler = Compiler(lambda: grammars)
+    assert not list(compiler.pass_on([(None, ask("a", kind, text))]))
+    [(_, message)] = passed_on(compiler)
+    assert allowed_tokens(message["grammar"].result())
+
+
+def test_messages_go_by_one_whose_grammar_is_compiled(grammars):
+    """
+    Would catch: a loop that waits for a compiler; a request that is added after its abort, or after
+    its link has closed, or that is dropped with another's.
+    """
+    may_go_on = Event()
+
+    def compile_late(kind: str, text: str) -> Grammar:
+        may_go_on.wait(10)
+        return grammars.compile(kind, text)
+
+    compiler = Compiler(lambda: SimpleNamespace(compile=compile_late))
+    closed, other = object(), object()
+    first = [(closed, ask("a", "regex", "a")), (other, ask("a", "regex", "b"))]
+    first += [(other, ask("b", "regex", "c")), (other, ask("c"))]
+    assert [message["id"] for _, message in compiler.pass_on(first)] == ["c"]
+    left = [(closed, {"op": "gone"}), (other, {"op": "abort", "id": "b"})]
+    assert list(compiler.pass_on(left)) == left
+    assert not list(compiler.pass_on([]))
+    may_go_on.set()
+    [(link, message)] = passed_on(compiler)
+    assert link is other
+    assert message["id"] == "a"
+    assert allowed_tokens(message["grammar"].result())
+
+
+def test_a_refused_grammar_is_the_clients_to_change(model):
+    """Would catch: the library's reason as an internal error; a server without the library."""
+
+    def open_grammars():
+        raise ImportError("llguidance is not installed")
+
+    refusals = []
+    link = SimpleNamespace(number=0, queue=refusals.append)
+    compiler = Compiler(open_grammars)
+    list(compiler.pass_on([(link, ask("a", "regex", "("))]))
+    [(_, message)] = passed_on(compiler)
+    engine = new_engine(model)
+    handle_message(engine, link, message, None)
+    assert refusals == [
+        {"op": "error", "id": "a", "message": "llguidance is not installed", "kind": "invalid"}
+    ]
+    assert_idle(engine)
+
+
+# --------------------------------------------------------------------------------------------------
+# What an answer is, and what stands beside it
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap):
+    """Would catch: the score of the token that was refused, or of what a mask has left."""
+    engine = new_engine(model, overlap=overlap)
+    outputs = []
+    params = SamplingParams(seed=3, max_tokens=12, logprobs=3)
+    engine.add_request("a", [5, 6], replace(params, grammar=grammars.compile("regex", "[a-z]{30}")))
+    while engine.has_work:
+        outputs += engine.step()
+    assert engine.num_refused > 5
+    text = [5, 6]
+    for output in outputs:
+        logits = model(torch.tensor([text], device=DEVICE))[0][0, -1]
+        wanted = logits.log_softmax(-1)
+        [token], (score, _, scores) = output.tokens, output.logprobs
+        assert score == pytest.approx(wanted[token].item(), abs=1e-3)
+        assert scores == pytest.approx(wanted.topk(3).values.tolist(), abs=1e-3)
+        text += output.tokens
+    assert len(text) == 14 and outputs[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
+    """
+    Beside a free request, which gets what it gets alone. Would catch: a dead end that ends a step,
+    or its neighbours; a token that no grammar allows; an answer without an end.
+    """
+    lacking = load_tokenizer(save("smollm2", tmp_path))  # has no token for a tab
+    with_lacking = Grammars(lacking, model.config)
+    params = SamplingParams(seed=1, max_tokens=30)
+    alone = new_engine(model, overlap=overlap)
+    [free] = alone.generate([[7, 8]], params, progress=False)
+    engine = new_engine(model, overlap=overlap)
+    engine.add_request("free", [7, 8], params)
+    engine.add_request("byte", [7], replace(params, grammar=with_lacking.compile("regex", "a\tb")))
+    late = replace(params, min_tokens=9)
+    engine.add_request("short", [7], replace(late, grammar=grammars.compile("regex", "a|b")))
+    engine.add_request(
+        "complex", [7], replace(params, grammar=grammars.compile("regex", LONG_WORDS))
+    )
+    with pytest.raises(ValueError, match="end-of-text"):
+        forever = replace(params, ignore_eos=True)
+        engine.add_request("forever", [7], replace(forever, grammar=grammars.compile("regex", "a")))
+    answers = finish(engine, {})
+    assert answers["free"][0] == free
+    for id, words in {"byte": "no token is left", "short": "min_tokens"}.items():
+        _, reason, error = answers[id]
+        assert reason == "error" and words in error
+    _, reason, error = answers["complex"]
+    assert (reason, error) == ("length", None) or "too many expressions" in error
+    assert_idle(engine)
+
+
+def test_json_has_an_end(tokenizer, grammars):
+    """
+    Would catch: newlines for ever; an end-of-text token, of the model's two, that is not one; two
+    blanks between parts.
+    """
+    for end in tokenizer.control.values():
+        grammar = grammars.compile("json", "{}").copy()
+        assert all(grammar.accept(token) for token in tokenizer.encode("[1, 2]"))
+        assert grammar.accept(end)
+        grammar = grammars.compile("regex", "a+").copy()  # can end, and go on
+        assert grammar.accept(tokenizer.encode("a")[0])
+        assert grammar.accept(end)
+    for space in ["  ", "\n", "\t"]:
+        grammar = grammars.compile("json", "{}").copy()
+        assert not all(grammar.accept(token) for token in tokenizer.encode(f"[1,{space}2]"))
+
+
+# --------------------------------------------------------------------------------------------------
+# On the simulated engine: right answers are known beforehand
+
+
+def allowed_after(tokens: list[int]) -> int:
+    """The bits of those that may follow: a third of all, or a single one."""
+    crc = crc32(bytes(tokens))
+    bits = sum(1 << t for t in range(VOCABULARY) if crc32(bytes([t]), crc) % 3 == 0)
+    return bits or 1 << crc % VOCABULARY
+
+
+class FakeMatcher:
+    """What `Grammar` asks of the library's, for `allowed_after`."""
+
+    def __init__(self, tokens: list[int]):
+        self.tokens = tokens
+
+    def deep_copy(self) -> "FakeMatcher":
+        return FakeMatcher(list(self.tokens))
+
+    def is_stopped(self) -> bool:
+        return False
+
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        [token] = tokens
+        is_allowed = allowed_after(self.tokens) >> token & 1
+        self.tokens += tokens[:is_allowed]
+        return is_allowed
+
+
+class FakeGrammars:
+    """Its masks take their time."""
+
+    eos = (0,)
+
+    def __init__(self, choose: random.Random):
+        self.choose = choose
+
+    def compute_masks(self, matchers: list[FakeMatcher]) -> np.ndarray:
+        time.sleep(self.choose.choice([0, 0, 0.0005]))
+        return np.array([[allowed_after(matcher.tokens)] for matcher in matchers], np.int32)
+
+
+def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_free: bool):
+    """The right tokens of an answer that ends with a 0."""
+    tokens = []
+    while len(tokens) < max_tokens and 0 not in tokens:
+        token = crc32(seen(bytes(prompt + tokens), window), key) % VOCABULARY
+        while not is_free and not allowed_after(tokens) >> token & 1:
+            token = (token + 1) % VOCABULARY
+        tokens.append(token)
+    return tokens
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_simulated_lives(seed, monkeypatch):
+    """
+    With preemptions, forks, aborts, windows, padding, late masks, overlap and filters. Would catch:
+    a slot, a block or a row that keeps what was refused; a step under way that counts for a request
+    that has gone back; a request that sits out for ever; another's mask.
+    """
+    choose = random.Random(seed)
+    overlap = seed % 2 == 0
+    window = choose.choice([0, 0, 6])
+    monkeypatch.setattr("engine.engine.MASK_SECONDS", choose.choice([0, 0.1]))
+    build = partial(SimulatedRunner, padded=choose.random() < 0.5)
+    sizes = {"num_blocks": 12, "max_num_seqs": 4, "overlap": overlap}
+    engine = simulated_engine((0,), 40, build, window, **sizes)
+    library = FakeGrammars(random.Random(seed))
+    answers = {}
+    wanted = {}
+    for i in range(12):
+        prompt = [choose.randrange(1, VOCABULARY) for _ in range(choose.randrange(1, 12))]
+        params = SamplingParams(
+            max_tokens=choose.randrange(1, 20), seed=i, top_k=choose.choice([0, 0, 3])
+        )
+        is_free = choose.random() < 0.3
+        grammar = None if is_free else Grammar(library, FakeMatcher([]))
+        n = choose.choice([1, 1, 3])
+        engine.add_request(f"r{i}", prompt, replace(params, grammar=grammar), n=n)
+        for choice in range(n):
+            id = f"r{i}.{choice}" if choice else f"r{i}"
+            key = noise_key(i, choice)
+            wanted[id] = masked_answer(prompt, params.max_tokens, key, window, is_free)
+        for _ in range(choose.randrange(4)):
+            step(engine, answers)
+        if choose.random() < 0.2:
+            engine.abort(f"r{choose.randrange(i + 1)}")
+    finish(engine, answers)
+    for id, (tokens, reason, error) in answers.items():
+        assert error is None
+        assert tokens == wanted[id][: len(tokens)], f"{id} is wrong"
+        assert reason is None or tokens == wanted[id]
+    assert_idle(engine)
