@@ -206,3 +206,39 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
     """
     for seed in range(3):
         play(model, grammars, seed, overlap=overlap)
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("json", '{"type": "integer", "multipleOf": 4294967291}'),
+        ("json", '{"type": "integer", "multipleOf": 4e9}'),
+        ("json", '{"type": "integer", "multipleOf": -1000003}'),
+        ("json", '{"type": "integer", "\\u006dultipleOf": 4294967291}'),
+        ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}], "type": "integer"}'),
+        ("json", '{"allOf": [{"multipleOf": 0.1}, {"multipleOf": 99991}], "type": "number"}'),
+        ("json", '{"type": "number", "multipleOf": 1e-300}'),
+        ("grammar", 'start: %json {"type": "integer", "multipleOf": 4294967291}'),
+    ],
+)
+def test_large_multiples_are_refused(grammars, kind, text):
+    """
+    Would catch a schema of 46 bytes that the library compiles for ever, in all of the memory: then
+    nobody's new grammar is compiled any more.
+    """
+    with pytest.raises(ValueError, match="common multiple is above 50,000"):
+        grammars.compile(kind, text)
+
+
+def test_usual_multiples_are_served(grammars):
+    """Would catch fields that are multiplied with each other, or cents that are taken for 100."""
+    price = {"type": "number", "multipleOf": 0.01}
+    each = {f"price{i}": price for i in range(9)} | {"weight": {"multipleOf": 100}}
+    grammars.compile("json", json.dumps({"type": "object", "properties": each}))
+
+
+def test_options_spelled_with_escapes_are_refused(grammars):
+    """Would catch a grammar that switches checks off by a name that only a JSON parser can read."""
+    text = 'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}'
+    with pytest.raises(ValueError, match="x-guidance"):
+        grammars.compile("grammar", text)
