@@ -171,12 +171,13 @@ class Compiler:
                 self.waiting.append((link, message))
 
     def forget(self, link, id: str | None):
-        """A request was aborted; without an id, all of a link."""
-        self.waiting = [
-            (other, message)
-            for other, message in self.waiting
-            if other is not link or id not in (None, message["id"])
-        ]
+        """A request was aborted; without an id, all of a link. Nobody waits for its grammar."""
+        waiting, self.waiting = self.waiting, []
+        for other, message in waiting:
+            if other is link and id in (None, message["id"]):
+                message["grammar"].cancel()
+            else:
+                self.waiting.append((other, message))
 
 
 class Mask(NamedTuple):

@@ -11,6 +11,7 @@ import random
 import time
 from dataclasses import replace
 from functools import cache
+from threading import Event
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Grammar, Grammars
+from engine.grammar import Compiler, Grammar, Grammars
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -242,3 +243,25 @@ def test_options_spelled_with_escapes_are_refused(grammars):
     text = 'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}'
     with pytest.raises(ValueError, match="x-guidance"):
         grammars.compile("grammar", text)
+
+
+def test_grammars_of_aborted_requests_are_not_compiled(grammars, monkeypatch):
+    """Would catch clients that hang up and leave the others behind grammars that nobody wants."""
+    begun, go_on = [], Event()
+
+    def compile(kind, text):
+        begun.append(text)
+        go_on.wait(10)
+
+    monkeypatch.setattr(grammars, "compile", compile)
+    compiler = Compiler(lambda: grammars)
+    link = object()
+    texts = [{"kind": "regex", "text": text} for text in "abcd"]
+    adds = [{"op": "add", "id": text["text"], "grammar": text} for text in texts]
+    assert not list(compiler.pass_on((link, add) for add in adds))
+    ends = [{"op": "abort", "id": "b"}, {"op": "abort", "id": "c"}]
+    list(compiler.pass_on((link, end) for end in ends))
+    go_on.set()
+    adds[3]["grammar"].result(10)
+    assert [message["id"] for _, message in compiler.pass_on([])] == ["a", "d"]
+    assert begun == ["a", "d"]
