@@ -42,6 +42,7 @@ MAX_MULTIPLE = 50_000
 
 MULTIPLE = r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,4})?)'
 
+STUCK = "the answer cannot go on: "  # begins what is not the server's fault
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 
@@ -222,7 +223,7 @@ class Grammar:
 
     def failure(self) -> str:
         """Why no token may come next."""
-        return self.matcher.get_error() or NOTHING_ALLOWED
+        return STUCK + (self.matcher.get_error() or NOTHING_ALLOWED)
 
 
 def begin_masks(grammars: list[Grammar]):

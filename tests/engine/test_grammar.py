@@ -21,6 +21,7 @@ from tokenizer_kinds import save
 
 from engine.engine import Engine
 from engine.grammar import Compiler, Grammar, Grammars
+from engine.process import send_output
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -265,3 +266,33 @@ def test_grammars_of_aborted_requests_are_not_compiled(grammars, monkeypatch):
     adds[3]["grammar"].result(10)
     assert [message["id"] for _, message in compiler.pass_on([])] == ["a", "d"]
     assert begun == ["a", "d"]
+
+
+class Wire:
+    """A link that keeps what it is to send."""
+
+    def __init__(self):
+        self.queued = []
+        self.links = {0: self}
+
+    def queue(self, message: dict):
+        self.queued.append(message)
+
+
+def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):
+    """
+    Would catch a 500, which clients send again and again, for a grammar whose text has ended before
+    min_tokens.
+    """
+    engine = new_engine(model)
+    grammar = grammars.compile("choice", '["a"]')
+    engine.add_request("0:x", [1, 2], SamplingParams(min_tokens=9, grammar=grammar))
+    wire = Wire()
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    send_output(wire, outputs[-1])
+    assert_idle(engine)
+    [message] = wire.queued
+    assert message["kind"] == "invalid"
+    assert "min_tokens and logit_bias forbid them" in message["message"]
