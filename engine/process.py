@@ -24,7 +24,7 @@ from collections.abc import Callable
 from common import plural
 from engine.engine import Engine, Output
 from engine.events import Subscribers
-from engine.grammar import Compiler, Grammars
+from engine.grammar import STUCK, Compiler, Grammars
 from engine.links import Link, Links
 from params import SamplingParams
 
@@ -146,7 +146,8 @@ def send_output(links: Links, output: Output):
     if link is None:  # its process is gone, and this was on its way
         return
     if output.error:
-        link.queue({"op": "error", "id": id, "message": output.error, "kind": "internal"})
+        kind = "invalid" if output.error.startswith(STUCK) else "internal"
+        link.queue({"op": "error", "id": id, "message": output.error, "kind": kind})
         return
     scores = [output.logprobs] if output.logprobs else None
     row = [id, output.tokens, output.finish_reason, output.cached_tokens]

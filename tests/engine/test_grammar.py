@@ -24,7 +24,7 @@ from tokenizer_kinds import save
 
 from engine.engine import Engine
 from engine.grammar import Compiler, Grammar, Grammars, begin_masks
-from engine.process import handle_message
+from engine.process import handle_message, send_output
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -257,7 +257,7 @@ HOSTILE = {
     "not": ("json", '{"not": {"type": "string"}}', '"not"'),
     "uniqueItems": ("json", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
     "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
-    "itself": ("json", '{"$ref": "#"}', "cannot be served"),
+    "itself": ("json", '{"$ref": "#"}', "no text fits it"),
     "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
     "no type": ("json", '{"type": "foo"}', "Invalid type"),
     "no JSON": ("json", '{"type": ', "EOF"),
@@ -586,3 +586,91 @@ def test_simulated_lives(seed, monkeypatch):
         assert tokens == wanted[id][: len(tokens)], f"{id} is wrong"
         assert reason is None or tokens == wanted[id]
     assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "kind, text",
+    [
+        ("json", '{"type": "integer", "multipleOf": 4294967291}'),
+        ("json", '{"type": "integer", "multipleOf": 4e9}'),
+        ("json", '{"type": "integer", "multipleOf": -1000003}'),
+        ("json", '{"type": "integer", "\\u006dultipleOf": 4294967291}'),
+        ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}], "type": "integer"}'),
+        ("json", '{"allOf": [{"multipleOf": 0.1}, {"multipleOf": 99991}], "type": "number"}'),
+        ("json", '{"type": "number", "multipleOf": 1e-300}'),
+        ("grammar", 'start: %json {"type": "integer", "multipleOf": 4294967291}'),
+    ],
+)
+def test_large_multiples_are_refused(grammars, kind, text):
+    """
+    Would catch a schema of 46 bytes that the library compiles for ever, in all of the memory: then
+    nobody's new grammar is compiled any more.
+    """
+    with pytest.raises(ValueError, match="common multiple is above 50,000"):
+        grammars.compile(kind, text)
+
+
+def test_usual_multiples_are_served(grammars):
+    """Would catch fields that are multiplied with each other, or cents that are taken for 100."""
+    price = {"type": "number", "multipleOf": 0.01}
+    each = {f"price{i}": price for i in range(9)} | {"weight": {"multipleOf": 100}}
+    grammars.compile("json", json.dumps({"type": "object", "properties": each}))
+
+
+def test_options_spelled_with_escapes_are_refused(grammars):
+    """Would catch a grammar that switches checks off by a name that only a JSON parser can read."""
+    text = 'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}'
+    with pytest.raises(ValueError, match="x-guidance"):
+        grammars.compile("grammar", text)
+
+
+def test_grammars_of_aborted_requests_are_not_compiled(grammars, monkeypatch):
+    """Would catch clients that hang up and leave the others behind grammars that nobody wants."""
+    begun, go_on = [], Event()
+
+    def compile(kind, text):
+        begun.append(text)
+        go_on.wait(10)
+
+    monkeypatch.setattr(grammars, "compile", compile)
+    compiler = Compiler(lambda: grammars)
+    link = object()
+    texts = [{"kind": "regex", "text": text} for text in "abcd"]
+    adds = [{"op": "add", "id": text["text"], "grammar": text} for text in texts]
+    assert not list(compiler.pass_on((link, add) for add in adds))
+    ends = [{"op": "abort", "id": "b"}, {"op": "abort", "id": "c"}]
+    list(compiler.pass_on((link, end) for end in ends))
+    go_on.set()
+    adds[3]["grammar"].result(10)
+    assert [message["id"] for _, message in compiler.pass_on([])] == ["a", "d"]
+    assert begun == ["a", "d"]
+
+
+class Wire:
+    """A link that keeps what it is to send."""
+
+    def __init__(self):
+        self.queued = []
+        self.links = {0: self}
+
+    def queue(self, message: dict):
+        self.queued.append(message)
+
+
+def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):
+    """
+    Would catch a 500, which clients send again and again, for a grammar whose text has ended before
+    min_tokens.
+    """
+    engine = new_engine(model)
+    grammar = grammars.compile("choice", '["a"]')
+    engine.add_request("0:x", [1, 2], SamplingParams(min_tokens=9, grammar=grammar))
+    wire = Wire()
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    send_output(wire, outputs[-1])
+    assert_idle(engine)
+    [message] = wire.queued
+    assert message["kind"] == "invalid"
+    assert "min_tokens and logit_bias forbid them" in message["message"]
