@@ -511,12 +511,33 @@ def schema_of(fields: dict) -> str:
     return json.dumps(schema | {"additionalProperties": False})
 
 
+def token_times(engine: Engine, asked: list[tuple]) -> list[list[float]]:
+    """When the tokens of each request, a prompt and its SamplingParams, came, in ms."""
+    for i, (prompt, params) in enumerate(asked):
+        engine.add_request(i, prompt, params)
+    times = [[] for _ in asked]
+    started = perf_counter()
+    while engine.has_work:
+        outputs = engine.step()
+        now = perf_counter() - started
+        for output in outputs:
+            times[output.id].append(1e3 * now)
+    return times
+
+
+def p99_gap(times: list[list[float]]) -> float:
+    """Between two tokens of a request."""
+    pairs = chain.from_iterable(map(pairwise, times))
+    gaps = sorted(after - before for before, after in pairs)
+    return gaps[len(gaps) * 99 // 100]
+
+
 def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     """
     128 answers at temperature 0.7, 32 at once, each held to one of five flat JSON schemas; then as
-    many free ones of the same lengths, by turns; then 1 in 32 free. Output tokens per second, the
-    gaps between a request's tokens in ms (p99), the time of free requests beside free and beside
-    held ones, and the share of tokens that grammars refused.
+    many free ones of the same lengths, by turns; then one free among held ones. Output tokens per
+    second; the gaps between a request's tokens in ms (p99); the time of a free request among free
+    and among held ones; and the share of tokens that grammars refused.
     """
     from server.text import load_chat
 
@@ -525,56 +546,44 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     chat = load_chat(model, tokenizer)
     engine = Engine(gpt, Settings(max_num_seqs=32))
     grammars = Grammars(tokenizer, gpt.config)
-    schemas = list(map(schema_of, OBJECTS.values()))
     prompts = []
     for subject, fields in OBJECTS.items():
         names = ", ".join(fields)
         text = f"Describe {subject} in JSON with the fields {names}."
         messages = [{"role": "user", "content": text}]
         prompts.append(chat.encode(messages) if chat else tokenizer.encode(text))
+    schemas = list(map(schema_of, OBJECTS.values()))
 
-    def serve(seed: int, lengths: list, is_held: Callable = bool) -> list:
-        """When each request's tokens came, in ms."""
+    def serve(seed: int, lengths: list[int], num_free: int) -> list[list[float]]:
+        """The first `num_free` requests are free."""
+        asked = []
         for i, length in enumerate(lengths):
-            grammar = grammars.compile("json", schemas[i % 5]) if is_held(i) else None
-            params = SamplingParams(0.7, max_tokens=length, seed=seed + i, grammar=grammar)
-            params = replace(params, ignore_eos=grammar is None)
-            engine.add_request(i, prompts[i % 5], params)
-        times = [[] for _ in lengths]
-        started = perf_counter()
-        while engine.has_work:
-            outputs = engine.step()
-            now = perf_counter() - started
-            for output in outputs:
-                times[output.id].append(1e3 * now)
-        return times
-
-    def gaps(times: list) -> list[float]:
-        """Between the tokens of each request, in order."""
-        pairs = chain.from_iterable(map(pairwise, times))
-        return sorted(after - before for before, after in pairs)
+            params = SamplingParams(0.7, max_tokens=length, seed=seed + i, ignore_eos=True)
+            if i >= num_free:
+                grammar = grammars.compile("json", schemas[i % 5])
+                params = replace(params, grammar=grammar, ignore_eos=False)
+            asked.append((prompts[i % 5], params))
+        return token_times(engine, asked)
 
     rows = defaultdict(list)
-    most = min(200, engine.max_model_len // 2)
-    serve(0, [most] * 128)  # warm-up
+    longest = [min(200, engine.max_model_len // 2)] * 128
+    serve(0, longest, 1)  # warm-up
     for seed in range(1000, 1000 * (repeats + 1), 1000):
         engine.num_checked = 0
         engine.num_refused = 0
-        held = serve(seed, [most] * 128, lambda i: True)
+        held = serve(seed, longest, 0)
         refused = engine.num_refused / engine.num_checked
         rows["refused"].append(refused)
         lengths = list(map(len, held))
-        free = serve(seed, lengths, lambda i: False)
-        mixed = serve(seed, lengths)  # of which 0 is free
+        free = serve(seed, lengths, 128)
+        mixed = serve(seed, lengths, 1)
         for name, times in ("held", held), ("free", free):
-            own = gaps(times)
-            p99 = len(own) * 99 // 100
             seconds = max(chain(*times)) / 1e3
             rate = sum(lengths) / seconds
             rows[f"{name}, tok/s"].append(rate)
-            rows[f"{name}, p99 gap"].append(own[p99])
-        rows["free beside free, ms"].append(free[0][-1])
-        rows["free beside held, ms"].append(mixed[0][-1])
+            rows[f"{name}, p99 gap"].append(p99_gap(times))
+        rows["free among free, ms"].append(free[0][-1])
+        rows["free among held, ms"].append(mixed[0][-1])
     return {name: round(median(values), 3) for name, values in rows.items()}
 
 

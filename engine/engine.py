@@ -355,16 +355,13 @@ class Engine:
     def _output(self, r: Request, token: int, result: StepResult) -> Output:
         """The result of a step for a request. One that has failed is aborted."""
         if r in result.failed:
-            return self._end_with(r, result.failed[r])
+            self.abort(r.id)
+            r.finish_reason = "error"
+            return Output(r.id, [], "error", error=result.failed[r])
         logprobs = result.logprobs.get(r)
         prompt_logprobs = self.prompt_scores.pop(r.id, None)
         hits = r.num_hit_tokens
         return Output(r.id, [token], r.finish_reason, hits, None, logprobs, prompt_logprobs)
-
-    def _end_with(self, r: Request, error: str) -> Output:
-        self.abort(r.id)
-        r.finish_reason = "error"
-        return Output(r.id, [], "error", error=error)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
