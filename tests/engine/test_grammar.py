@@ -589,6 +589,10 @@ def test_simulated_lives(seed, monkeypatch):
     assert_idle(engine)
 
 
+# --------------------------------------------------------------------------------------------------
+# What attackers have found
+
+
 @pytest.mark.parametrize(
     "kind, text",
     [
