@@ -116,6 +116,8 @@ class Choice:
                 self.entries.append(self.entry(token, scores[number], self.stream.num_characters))
             if self.num_tokens == self.body.min_tokens + 1:
                 self.stream.stop_at(self.body.stop)  # not before: no stop string ends fewer tokens
+            if self.calls and self.calls.has_call(self.text + self.stream.held):
+                self.stream.stop_at([])  # stop strings end text, but no calls
             if number < num_shown:
                 self.text += self.stream.push(token)
             if self.stream.matched is not None:

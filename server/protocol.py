@@ -589,6 +589,8 @@ class ChatRequest(SamplingRequest):
             raise Refused("needs tools, and names one of them if any", "tool_choice")
         elif self.tools:
             grammar_text([function.parameters for function in self.functions], "tools")
+            if self.tool_choice != "auto":
+                self.stop = []  # strings end text, and all of this answer is calls
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise Refused("has two functions of the same name", "tools")
         return self

@@ -71,6 +71,10 @@ class CallReader:
         self.content = ""
         self.calls = []
 
+    def has_call(self, text: str) -> bool:
+        """Whether a call has begun, where this text comes next."""
+        return bool(self.place or self.calls or self.markers[0] in self.text + text)
+
     def read(self, text: str, is_end: bool) -> list[dict]:
         """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
         self.text += text

@@ -373,6 +373,38 @@ def test_arguments_come_as_they_are_written(house):
     assert caller.events[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
+@pytest.mark.parametrize("size", [1, 7, 200])
+@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED])
+@pytest.mark.parametrize("stop", ['"name"', "weather", "<", ">\n{", "}\n</tool_call>"])
+def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
+    """
+    As OpenAI has it: smolagents send some with each call. Would catch an empty message, arguments
+    that are no JSON, and an end that depends on how many tokens a step brings.
+    """
+    if (stop, tool_choice) == ("<", "auto"):
+        return  # it ends the text, before there is a call
+    caller = call(house, tool_choice=tool_choice, stop=stop)
+    tokens = [*ONE.encode(), 256]
+    for start in range(0, len(tokens), size):
+        new = tokens[start : start + size]
+        house.engine.step({added(house)["id"]: new}, "stop" if 256 in new else None)
+    [choice] = caller.answer().json["choices"]
+    expected = [["weather", '{"city": "x"}']]
+    assert names_and_arguments(choice["message"]["tool_calls"]) == expected
+    assert choice["stop_reason"] is None
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_stop_strings_end_the_text_before_calls(house, size):
+    caller = call(house, stop=" now")
+    text = f"I call now {ONE}".encode()
+    for start in range(0, len(text), size):
+        house.engine.step({added(house)["id"]: text[start : start + size]})
+    [choice] = caller.answer().json["choices"]
+    assert choice["message"] == {"role": "assistant", "content": "I call"}
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " now")
+
+
 # tool_choice, the text, how the engine ends it -> what the client is told
 REASONS = r"""
 "auto" ONE stop -> tool_calls
