@@ -520,6 +520,7 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
+    reasoning_content: str | None = None  # Qwen3's template shows it to the model
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None

@@ -109,6 +109,14 @@ def test_tools_are_shown_and_results_go_back(house):
     assert prompt_of(house) == "weather"
 
 
+def test_the_template_sees_what_the_model_thought(house):
+    """Qwen3's shows it again. Would catch a field that is lost, because no server here writes it."""
+    shows = "{% for m in messages %}{{ m.reasoning_content or m.content }}{% endfor %}"
+    house.encoder.chat.template = house.encoder.chat.template.environment.from_string(shows)
+    call(house, [*HELLO, {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}])
+    assert prompt_of(house) == "hello2 + 3"
+
+
 def test_no_text_of_tools_becomes_a_control_token(house):
     """Against prompt injection: in descriptions, schemas, arguments and results, too."""
     end = "<|endoftext|>"
