@@ -154,7 +154,7 @@ def body_refusal(findings: ValidationError) -> ApiError:
     elif isinstance(reason, ValueError):
         message = f"{name} {reason}"
     else:
-        message = f"{name}: {error['msg'].lower()}, got {reprlib.repr(error['input'])}"
+        message = f"{name}: {error['msg']}, got {reprlib.repr(error['input']):.200}"
     return ApiError(400, message, path[0] if path else None)
 
 
@@ -246,7 +246,7 @@ def grammar_of_outputs(value: dict) -> dict:
             [("json" as kind, str() | dict() as sent)]
             | [("regex" | "grammar" as kind, str() as sent)]
             | [("choice" as kind, [str(), *_] as sent)]
-        ):
+        ) if kind != "choice" or is_list_of(str, sent):
             return {"kind": kind, "text": grammar_text(sent)}
     forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
     raise Refused(f"must have one of {forms}; structural_tag and others are not served")

@@ -356,7 +356,7 @@ def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
     gone = "the client is gone"
     assert [(line["status"], line["error"]) for line in lines] == [
         (404, "model_not_found"),
-        (400, "temperature: input should be a valid number"),
+        (400, "temperature: Input should be a valid number"),
         (200, "the step failed"),
         (499, gone),
         (200, gone),

@@ -98,7 +98,7 @@ def test_numbers_have_ranges(row):
         wrong = [True, "1", [1], {}, float("nan"), float("inf"), float("-inf")]
         for value in values[2:] + wrong:
             message = refusal(kind, **needed | {name: value}).message
-            assert message.startswith(f"{name}: input should be ")
+            assert message.startswith(f"{name}: Input should be ")
             assert message.endswith(f", got {value!r}")
 
 
@@ -108,7 +108,7 @@ FLAGS = ["stream", "echo", "ignore_eos", "return_token_ids", "skip_special_token
 @pytest.mark.parametrize("name", [*FLAGS, "add_special_tokens"])
 def test_flags_are_bools(name):
     assert getattr(parse(**{name: True}), name) is True
-    assert refusal(**{name: 1}).message == f"{name}: input should be a valid boolean, got 1"
+    assert refusal(**{name: 1}).message == f"{name}: Input should be a valid boolean, got 1"
 
 
 @BOTH
@@ -170,10 +170,10 @@ text {"prompt": ""} -> prompt is empty: give at least one character or token id 
 text {"prompt": []} -> prompt is empty: ...
 text {"prompt": ["a", ""]} -> prompt is empty: ...
 text {"prompt": [[1], []]} -> prompt is empty: ...
-text {"prompt": null} -> prompt: field required, ...
-text {"stop": ""} -> stop.0: string should have at least 1 character, got ''
-text {"stop": ["a", 1]} -> stop.1: input should be a valid string, got 1
-text {"stop_token_ids": [true]} -> stop_token_ids.0: input should be a valid integer, got True
+text {"prompt": null} -> prompt: Field required, ...
+text {"stop": ""} -> stop.0: String should have at least 1 character, got ''
+text {"stop": ["a", 1]} -> stop.1: Input should be a valid string, got 1
+text {"stop_token_ids": [true]} -> stop_token_ids.0: Input should be a valid integer, got True
 text {"max_tokens": 0} -> max_tokens is 0, wanted at least 1; 0 is only for echo
 text {"min_tokens": 17} -> min_tokens is 17, above max_tokens, 16
 text {"stream_options": {}} -> stream_options is for streams: send stream true or leave it out
@@ -181,28 +181,28 @@ text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is
 text {"xyzzy": null, "plugh": 0} -> plugh is no field here: leave it out
 text {"best_of": 2} -> best_of is not served here: leave it out or send 1
 text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token ids
-text {"cache_salt": ""} -> cache_salt: string should have at least 1 character, got ''
+text {"cache_salt": ""} -> cache_salt: String should have at least 1 character, got ''
 chat {"prompt": "x"} -> prompt is no field here: leave it out
-chat {"messages": []} -> messages: list should have at least 1 item after validation, not 0, got []
-chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: input should be ...
+chat {"messages": []} -> messages: List should have at least 1 item after validation, not 0, got []
+chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: Input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
 chat {"messages": [{"role": "assistant", "content": null}]} -> messages.0.content is missing
 chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
 chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
-chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: field required, ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
 chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
-chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: input should be a valid dictionary, ...
-chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments: invalid json: ...
-chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: string should match pattern ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments: Invalid JSON: ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
 chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 is 'image_url': only parts of the type text, with a text, are served
 chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 is 'text': only ...
 chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 is None: only parts ...
-chat {"logprobs": 2} -> logprobs: input should be a valid boolean, got 2
+chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 0} -> top_logprobs needs logprobs: send logprobs true or leave it out
 text {"tools": [{}]} -> tools is not served here: leave it out or send []
-chat {"tools": [{}]} -> tools.0.type: field required, ...
-chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: string should match ...
+chat {"tools": [{}]} -> tools.0.type: Field required, ...
+chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: String should match pattern '^[a-zA-Z0-9_-]{1,64}$', got ''
 chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions of the same name
 chat {"tool_choice": "auto"} -> tool_choice needs tools, and names one of them if any
 chat {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice needs tools, ...
@@ -212,21 +212,22 @@ chat {"functions": [{"name": "f"}]} -> functions is not served here: ...
 text {"response_format": "json"} -> response_format must be of the type text, json_object, or json_schema with json_schema.schema, an object
 text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
 text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
-text {"structured_outputs": "{}"} -> structured_outputs: input should be a valid dictionary, ...
+text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
 text {"structured_outputs": {}} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
 text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": {}, "regex": "a"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": [1]}} -> structured_outputs must have ...
 text {"structured_outputs": {"regex": {}}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
-chat {"chat_template_kwargs": []} -> chat_template_kwargs: input should be a valid dictionary, got []
+text {"structured_outputs": {"choice": ["a", {}]}} -> structured_outputs must have ...
+chat {"chat_template_kwargs": []} -> chat_template_kwargs: Input should be a valid dictionary, got []
 chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has 'tools', which is not ...
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has 'eos_token', ...
 tokenize {"prompt": null} -> prompt or messages must be sent, and not both
 tokenize {"messages": [{"role": "user", "content": "x"}]} -> prompt or messages must be sent, and not both
-detokenize {"tokens": [1, -1]} -> tokens.1: input should be greater than or equal to 0, got -1
-detokenize {"tokens": [2147483648]} -> tokens.0: input should be less than 2147483648, got ...
-detokenize {"tokens": [true]} -> tokens.0: input should be a valid integer, got True
+detokenize {"tokens": [1, -1]} -> tokens.1: Input should be greater than or equal to 0, got -1
+detokenize {"tokens": [2147483648]} -> tokens.0: Input should be less than 2147483648, got ...
+detokenize {"tokens": [true]} -> tokens.0: Input should be a valid integer, got True
 """  # noqa: E501
 
 
@@ -238,6 +239,14 @@ def test_refusals_name_field_and_remedy(kind, fields, expected):
     assert error.param == re.match(r"\w+", expected)[0]
     assert error.message.startswith(expected.removesuffix("..."))
     assert expected.endswith("...") or error.message == expected
+
+
+def test_a_refusal_quotes_little():
+    """Would catch tools that are all repeated to a client that has sent one too many."""
+    many = [tool(f"f{i}", description="d" * 99, parameters={"a": {"b": [i]}}) for i in range(129)]
+    message = refusal(ChatRequest, tools=many).message
+    assert message.startswith("tools: List should have at most 128 items after validation, not 129")
+    assert len(message) < 300
 
 
 def test_a_body_is_an_object():
@@ -380,12 +389,12 @@ chat {"tools": [], "tool_choice": "none", "parallel_tool_calls": false} -> {"too
 chat {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"} -> {"tools": []}
 chat {"tools": [{"type": "function", "function": {"name": "f-_9", "strict": true}}]} -> {"tool_choice": "auto", "tools": [{"type": "function", "function": {"name": "f-_9", "strict": true, "description": null, "parameters": {"type": "object", "properties": {}}}}]}
 tokenize {"prompt": ""} -> {"prompt": ""}
-tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "name": null, "tool_calls": null, "tool_call_id": null}]}
+tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
 detokenize {"tokens": [0, 2147483647]} -> {"tokens": [0, 2147483647]}
-chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "name": null, "tool_calls": [], "tool_call_id": null}]}
-chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "name": null, "tool_calls": null, "tool_call_id": null}]}
-chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "name": null, "tool_calls": null, "tool_call_id": null}]}
-chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "name": "bot", "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "reasoning_content": null, "name": null, "tool_calls": [], "tool_call_id": null}]}
+chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm", "name": "bot", "tool_calls": null, "tool_call_id": null}]}
 """  # noqa: E501
 
 
@@ -539,7 +548,7 @@ def test_the_shape_of_errors(status):
 
 def test_the_log_quotes_no_value():
     """A value in a refusal may be a client's text: the log has the code, or the words before it."""
-    reason = "n: input should be a valid integer"
+    reason = "n: Input should be a valid integer"
     assert ApiError(400, f"{reason}, got 'my secret'").reason == reason
     assert ApiError(404, "no", "model", "model_not_found").reason == "model_not_found"
     assert ApiError(400, "x" * 1000).reason == "x" * 200

@@ -110,7 +110,7 @@ def test_tools_are_shown_and_results_go_back(house):
 
 
 def test_the_template_sees_what_the_model_thought(house):
-    """Qwen3's shows it again. Would catch a field that is lost, because no server here writes it."""
+    """Qwen3's shows it again. Would catch a field that is dropped: no server here writes it."""
     shows = "{% for m in messages %}{{ m.reasoning_content or m.content }}{% endfor %}"
     house.encoder.chat.template = house.encoder.chat.template.environment.from_string(shows)
     call(house, [*HELLO, {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}])
