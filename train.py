@@ -5,6 +5,7 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
+    python train.py --compare out/stdlib out/b   # their losses in one picture
 
 It prepares the corpus if that is missing. Ctrl-C saves and stops. Everything random is a function
 of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, recipe,
@@ -50,6 +51,7 @@ from training.fast import Muon, maps_of
 from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
 from training.report import (
     SAMPLE_TOKENS,
+    compare,
     exit_if_unwritable,
     generate_texts,
     introduce,
@@ -110,6 +112,9 @@ def build_parser() -> Parser:
     flag("--out", "directory of the checkpoint; default: out/PRESET")
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
+    flag(
+        "--compare", "only draw the losses of these runs, in compare.png", nargs="+", metavar="DIR"
+    )
     flag("--data", "corpus: a recipe's name under data/, or a folder that one has made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
@@ -513,6 +518,8 @@ def train(run: Run, caught: list[int], started: float) -> bool:
 def main(argv: list[str] | None = None):
     began = time.perf_counter()
     args = parse_args(argv)
+    if args.compare:
+        return compare(args.compare)
     caught = catch_signals()
     state = open_out(args)
     if state:  # the settings of the interrupted run, but for the machine's

@@ -1,13 +1,15 @@
 """
 The output of a training run: its settings, its progress, samples of its model, and at the end how
-good the model is, or why it cannot go on.
+good the model is, or why it cannot go on. Of several runs: their curves in one picture.
 
     print(introduce(run))
     print_progress(run, loss, step_seconds)         # after some steps
     generate_texts(run, count=1, length=64)
     report_result(run, nats, count)
+    compare(["out/a", "out/b"])                     # -> compare.png
 """
 
+import json
 import sys
 import textwrap
 from contextlib import contextmanager
@@ -52,12 +54,25 @@ def introduce(run) -> str:
 
 
 def print_progress(run, loss: float, step_seconds: float):
-    """On a terminal: a line that the next one, which is longer, overwrites."""
-    if run.process.is_main and sys.stderr.isatty():
-        done = f"step {run.step}, {run.share:.0%}"
-        rate = run.args.batch_size * run.args.context_length / step_seconds / 1e3
-        line = f"{done}: loss {loss:.3f}, {rate:.1f}k tokens/s\x1b[K"
-        print(line, end="\r", file=sys.stderr, flush=True)
+    """
+    On a terminal: a line that the next one overwrites. MFU is the share of the machine's arithmetic
+    as PaLM's appendix B counts it: 6 operations a step for each weight and token, and 12 L H D T a
+    token for attention, as if each saw its whole window.
+    """
+    process = run.process
+    if not (process.is_main and sys.stderr.isatty()):
+        return
+    args = run.args
+    rate = args.batch_size * args.context_length / step_seconds
+    line = f"step {run.step}, {run.share:.0%}: loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s"
+    if process.peak:
+        c = run.model.config
+        weights = sum(p.numel() for p in run.model.parameters())
+        operations = 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * run.window()
+        line += f", MFU {rate * operations / process.peak / process.world:.0%}"
+    seconds = args.steps * step_seconds if args.steps else 60 * args.minutes
+    line += f", {seconds * (1 - run.share) / 60:.1f} min left\x1b[K"
+    print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def generate_texts(run, count: int, length: int) -> list[str]:
@@ -109,21 +124,44 @@ def report_result(run, nats: float, count: int):
     for i, text in enumerate(generate_texts(run, LAST_SAMPLES, 2 * SAMPLE_TOKENS), 1):
         print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
     print(f"bits per byte: {bits:.3f}")
-    draw(run.log, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
+    curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
+    draw(curves, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
 
 
-def draw(log: list[dict], path: Path):
-    """The loss curve of the run as a picture."""
+def compare(directories: list[str]):
+    """Print how far each of these runs is, and draw compare.png. Exits where one has no loss."""
+    curves = {}
+    for directory in directories:
+        path = Path(directory, "log.jsonl")
+        lines = path.read_text().splitlines() if path.exists() else []
+        log = [*map(json.loads, lines)]
+        curves[directory] = points = curve(log, "val_loss")
+        if not points:
+            sys.exit(f"{path} has no held-out loss: name directories of runs that were evaluated")
+        print(
+            f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
+            f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
+        )
+    draw(curves, Path("compare.png"))
+
+
+def curve(log: list[dict], name: str) -> list[tuple]:
+    """(step, value) of each line that has this field."""
+    return [(line["step"], line[name]) for line in log if name in line]
+
+
+def draw(curves: dict[str, list[tuple]], path: Path):
+    """Losses by step, each curve under its name, as a picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("no loss.png: matplotlib is not installed")
+        print(f"no {path.name}: matplotlib is not installed")
         return
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
-    for name, style, label in (("loss", "-", "training"), ("val_loss", "o-", "held out")):
-        points = [(line["step"], line[name]) for line in log if name in line]
-        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
+    for name, points in curves.items():
+        style = "-" if name == "training" else "o-"
+        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=name)
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")

@@ -3,7 +3,10 @@ The clock of machine.py: a run of so many minutes ends in time and well, whateve
 down, and warns if the minutes are too few.
 """
 
+from unittest.mock import patch
+
 import pytest
+import torch
 from runs import after_update, assert_loads, new_run, read_log, stop_after
 
 import train
@@ -174,7 +177,10 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
 def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     tiny, out, monkeypatch, seconds, capsys
 ):
-    """Its loss and the norm of its gradient; on a terminal, how many tokens a second that was."""
+    """
+    Its loss and the norm of its gradient; on a terminal, how many tokens a second that was, how
+    much of the machine's arithmetic (7,792 weights, a window of 16), and how long the rest takes.
+    """
     results = []
     after_update(monkeypatch, lambda run, result: results.append(result.tolist()))
     with monkeypatch.context() as patch:
@@ -184,6 +190,21 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     logged = [[line["loss"], line["norm"]] for line in read_log(out, "loss")]
     assert logged == [pytest.approx(result, abs=1e-4) for result in results]
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    train.main([*tiny, "--steps=6", "--overwrite"])
-    shown = f"step 3, 50%: loss {results[2][0]:.3f}, 0.1k tokens/s\x1b[K\r"
-    assert shown in capsys.readouterr().err
+    monkeypatch.setattr(train.Process, "peak", 2 * 128 * (6 * 7792 + 12 * 16 * 16))
+    train.main([*tiny, "--steps=60", "--overwrite"])
+    shown = f"step 24, 40%: loss {results[6 + 23][0]:.3f}, 0.1k tokens/s, MFU 50%, 0.6 min left"
+    assert f"{shown}\x1b[K\r" in capsys.readouterr().err
+    monkeypatch.setattr(train.Process, "peak", None)  # of another GPU
+    train.main([*tiny, "--minutes=1", "--overwrite"])
+    shown = capsys.readouterr().err
+    assert "0.1k tokens/s, 1.0 min left" in shown
+    assert shown.endswith("0.1k tokens/s, 0.0 min left\x1b[K\r")
+
+
+def test_what_a_device_can_do():
+    """Would catch: another GPU's figure; a product that is timed before it is computed."""
+    for name, peak in {"NVIDIA H200": 989e12, "NVIDIA H100 PCIe": None}.items():
+        with patch("torch.cuda.get_device_name", lambda device, name=name: name):
+            assert train.Process(torch.device("cuda:0"), torch.bfloat16, True).peak == peak
+    process = train.Process(torch.device("cpu"), torch.float32, False)
+    assert 1e8 < process.peak < 1e14

@@ -85,6 +85,47 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     assert "val loss:" in capsys.readouterr().out
 
 
+def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
+    """
+    Would catch: a run that is begun, or a model that is overwritten; a run that was stopped taken
+    for one without a log; another field, or another run's.
+    """
+    ended = tmp_path / "ended"
+    stop_after(monkeypatch, [7])
+    train.main([*tiny, "--steps=20"])
+    train.main([*tiny, "--steps=6", f"--out={ended}"])
+    monkeypatch.chdir(tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    capsys.readouterr()
+    curves = []
+    draw = report.draw
+    monkeypatch.setattr(report, "draw", lambda *args: curves.append(args[0]) or draw(*args))
+    train.main(["--compare", "out", "ended"])
+    first, second = capsys.readouterr().out.splitlines()
+    [five] = read_log(out, "val_loss")
+    log = read_log(ended, "val_loss")
+    loss, bits = log[-1]["val_loss"], log[-1]["bits_per_byte"]
+    assert first == f"out: step 7, held-out loss {five['val_loss']}, bits per byte (at the end)"
+    assert second == f"ended: step 6, held-out loss {loss}, bits per byte {bits}"
+    points = [(line["step"], line["val_loss"]) for line in log]
+    assert curves == [{"out": [(5, five["val_loss"])], "ended": points}]
+    picture = tmp_path / "compare.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    now = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    assert now == files | {picture: now[picture]}
+
+
+def test_a_directory_without_losses_is_not_compared(tiny, out, tmp_path, monkeypatch):
+    """Be it no run's, or a run's that was stopped before it was evaluated."""
+    monkeypatch.chdir(tmp_path)
+    stop_after(monkeypatch, [2])
+    train.main([*tiny, "--steps=20"])
+    for name in ("out", "nowhere"):
+        with pytest.raises(SystemExit, match=f"^{name}/log.jsonl has no held-out loss: name dir"):
+            train.main(["--compare", name])
+    assert not (tmp_path / "compare.png").exists()
+
+
 def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, capsys):
     """A step has as many tokens in both; an evaluation on the way is in windows of that length."""
     shapes = []
