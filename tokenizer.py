@@ -213,7 +213,9 @@ class Tokenizer:
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
-        write_atomically(directory / "tokenizer.json", lambda path: self.backend.save(str(path)))
+        text = self.backend.to_str(pretty=True)
+        path = directory / "tokenizer.json"
+        write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
         write_json(directory / "tokenizer_config.json", config)
 
 

@@ -11,6 +11,10 @@ train.py reads it, calls the recipe first if need be, and cuts its batches:
     corpus = load_corpus("stdlib", process)
     rows = batch_rows(corpus.train, B=16, T=128, seed=1, step=0)    # (B, T + 1) int64
 
+A token that is read but not predicted, such as a user's in a dialogue, is stored as ~id, which is
+negative. Documents are packed: they stand one behind another, windows cut across them, and
+attention sees what stands before a document in its window.
+
 `gpt2_tokenizer` alone needs tiktoken, which has GPT-2's vocabulary.
 """
 
@@ -39,6 +43,7 @@ from tokenizer import (
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+VOCAB_SIZE = 4096  # of a BPE that a corpus learns; small ones have fewer words
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -116,17 +121,58 @@ def gpt2_tokenizer() -> Tokenizer:
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write the tokenizer, train.bin and val.bin (token ids alone, two bytes each, four where the
-    vocabulary needs them), and last meta.json, which says how many: a folder without it counts as
-    not prepared.
+    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
+    bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
+    they are stored: a folder without it counts as not prepared. Exits where there are no tokens,
+    and where a file cannot be written.
     """
+    if not (train and val):
+        sys.exit(
+            f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out, wanted some "
+            "of both: add texts or choose others"
+        )
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    (directory / "meta.json").unlink(missing_ok=True)
-    tokenizer.save(directory)
-    for split, ids in ("train", train), ("val", val):
-        tokens = np.array(ids, dtype)
-        write_atomically(directory / f"{split}.bin", tokens.tofile)
-    write_json(directory / "meta.json", {"dtype": dtype})
+    if min(train) < 0:
+        dtype = "int32"
+    try:
+        (directory / "meta.json").unlink(missing_ok=True)
+        tokenizer.save(directory)
+        for split, ids in ("train", train), ("val", val):
+            tokens = np.array(ids, dtype)
+            write_atomically(directory / f"{split}.bin", tokens.tofile)
+        write_json(directory / "meta.json", {"dtype": dtype})
+        print(f"{directory}: {len(train):,} tokens to train on, {len(val):,} held out")
+    except OSError as error:
+        sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
+
+
+def hold_out(documents: list) -> tuple[list, list]:
+    """What to train on and what to hold out: every tenth document, or the last tenth of one."""
+    if len(documents) == 1:
+        [document] = documents
+        cut = int(len(document) * 0.9)
+        return [document[:cut]], [document[cut:]]
+    train = documents[:]
+    del train[::10]
+    return train, documents[::10]
+
+
+def write_documents(
+    directory: Path, train: list[str], val: list[str], tokenizer: Tokenizer | None = None
+):
+    """
+    Write a corpus of documents, each closed by the end-of-text token where there is one. Without a
+    tokenizer, a byte-level BPE is learnt from those to train on.
+    """
+    # held-out text must not shape the vocabulary that it is measured with
+    tokenizer = tokenizer or train_bpe(train, VOCAB_SIZE)
+    eos = tokenizer.eos_token_id
+    ends = [] if eos is None else [eos]
+    ids = [
+        [token for document in part for token in tokenizer.encode(document) + ends]
+        for part in (train, val)
+    ]
+    write_corpus(directory, tokenizer, *ids)
 
 
 def read_corpus(directory: Path, split: str) -> np.ndarray:
@@ -145,11 +191,12 @@ class Corpus:
 
     def bits_per_byte(self, nats: float, count: int) -> float:
         """
-        The loss of the last `count` held-out tokens, `nats` together, by the bytes of their text.
-        Without an end-of-text token to precede it, the first token has no score, and its bytes are
-        not in the text.
+        The loss of the last `count` held-out tokens that are predicted, `nats` together, by the
+        bytes of their text. Without an end-of-text token to precede it, the first token has no
+        score, and its bytes are not in the text.
         """
-        text = self.tokenizer.decode_bytes(self.val[-count:].tolist())
+        predicted = self.val[self.val >= 0]
+        text = self.tokenizer.decode_bytes(predicted[-count:].tolist())
         return nats / math.log(2) / len(text)
 
 
@@ -162,16 +209,18 @@ def load_corpus(name: str, process) -> Corpus:
     folder = ROOT / "data" / name
     if not (folder / "meta.json").is_file():
         recipe = ROOT / "data" / name.removesuffix("_gpt2") / "prepare.py"
-        if not recipe.is_file():
+        prepare = recipe.is_file() and runpy.run_path(str(recipe)).get("prepare")
+        if not prepare:
             names = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
             sys.exit(
-                f"--data {name}: neither {folder / 'meta.json'} nor {recipe} exists; there is "
-                f"{', '.join(names)}"
+                f"--data {name}: {folder / 'meta.json'} does not exist, and no recipe makes it by "
+                f"itself; there is {', '.join(names)}, of which chat and text are commands that "
+                "take your files"
             )
         if process.is_main:
             tokenizer = gpt2_tokenizer() if name.endswith("_gpt2") else None
             folder.mkdir(exist_ok=True)
-            runpy.run_path(str(recipe))["prepare"](folder, tokenizer)
+            prepare(folder, tokenizer)
     process.wait()  # until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
 
