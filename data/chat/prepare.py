@@ -32,6 +32,7 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     """
     ids = chat.encode(messages)
     tokens = [~token for token in ids]
+    control = chat.tokenizer.names
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat.encode(messages[:i], add_generation_prompt=True)
@@ -43,8 +44,9 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
                     "one behind its generation prompt and leave it there"
                 )
             answer = turn[start:]
-            if chat.tokenizer.names.keys() & answer[-2:-1]:
-                answer.pop()  # a newline behind the token that ends the turn: a model never says it
+            # a model never says what is behind the token that ends the turn, mostly a newline
+            while control.keys() & answer and answer[-1] not in control:
+                answer.pop()
             tokens[start : start + len(answer)] = answer
     if max(tokens) < 0:
         raise TokenizerError("the assistant says nothing")

@@ -1,0 +1,287 @@
+"""
+Corpora of one's own files: data/text/prepare.py and data/chat/prepare.py. Which tokens have a loss
+is what transformers says, or what is spelled out by hand; a file that will not do is named.
+"""
+
+import json
+import os
+import resource
+import runpy
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from test_data import ALONE, documents
+from tokenizer_kinds import save
+from transformers import AutoTokenizer
+
+from training.corpus import bpe_tokenizer, char_tokenizer, load_corpus, train_bpe
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = {name: ROOT / "data" / name / "prepare.py" for name in ("text", "chat")}
+text, chat = (runpy.run_path(str(path)) for path in COMMANDS.values())
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def turns(*contents: str) -> list[dict]:
+    """A dialogue that a user begins."""
+    roles = ["user", "assistant"] * len(contents)
+    pairs = zip(roles, contents, strict=False)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def write_lines(path: Path, *dialogues) -> Path:
+    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in dialogues))
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A tokenizer of bytes, <|im_start|> is 257 and <|im_end|> 258, with a chat template."""
+    folder = tmp_path / "checkpoint"
+    tokenizer = bpe_tokenizer([])
+    tokenizer.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+@pytest.fixture
+def notes(tmp_path) -> Path:
+    """21 files, one of them in a folder, and two that do not count: one hidden, one empty."""
+    folder = tmp_path / "notes"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_bytes(b"note %d\r\n" % i)
+    (folder / "inner" / "grüße.md").write_text("<|endoftext|> is text")
+    (folder / ".hidden").write_bytes(b"\xff")
+    (folder / "empty").touch()
+    return folder
+
+
+def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
+    """Line ends stay, what looks like a control token is text, and train.py takes the folder."""
+    out = tmp_path / "out"
+    text["main"]([str(notes), "--out", str(out)])
+    contents = [b"note %d\r\n" % i for i in range(20)] + [b"<|endoftext|> is text"]
+    assert documents(out, "val") == contents[::10]
+    assert documents(out, "train") == contents[1:10] + contents[11:20]
+    corpus = load_corpus(str(out), ALONE)
+    assert corpus.tokenizer.vocab_size > 257
+    assert corpus.train.dtype == "uint16"
+
+
+def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_path):
+    path = tmp_path / "book.txt"
+    sides = "to be or not to be " * 9, "quixotic" * 19
+    path.write_text("".join(sides)[:190])
+    text["main"]([str(path), "--out", str(tmp_path)])
+    assert documents(tmp_path, "train") == [sides[0].encode()]
+    assert documents(tmp_path, "val") == [sides[1][:19].encode()]
+    tokenizer = load_corpus(str(tmp_path), ALONE).tokenizer
+    assert len(tokenizer.encode(" not")) == 1
+    assert len(tokenizer.encode("quixotic")) == 8
+
+
+@pytest.mark.parametrize("tokenizer", [train_bpe(["note note"], 300), char_tokenizer("\r\n note0")])
+def test_the_tokenizer_is_that_of_init(tokenizer, tmp_path):
+    """A tokenizer of characters has no end-of-text token to close a document with."""
+    tokenizer.save(tmp_path / "init")
+    path = tmp_path / "a.txt"
+    path.write_text("note 0\n" * 10)
+    text["main"]([str(path), f"--init={tmp_path / 'init'}", f"--out={tmp_path}"])
+    corpus = load_corpus(str(tmp_path), ALONE)
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id else []
+    assert corpus.train.tolist() == tokenizer.encode("note 0\n" * 9) + ends
+    assert corpus.val.tolist() == tokenizer.encode("note 0\n") + ends
+
+
+# what is in a file, None where there is none -> the message
+BAD_TEXTS = {
+    None: r"a\.txt cannot be read as UTF-8 \(.*No such file.*\): convert it or leave it out",
+    b"gr\xfc\xdfe": r"a\.txt cannot be read as UTF-8 \(.*0xfc in position 2.*\): convert",
+    b"": "out: 0 tokens to train on and 0 to hold out, wanted some of both: add texts",
+    b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
+}
+
+
+@pytest.mark.parametrize("content", BAD_TEXTS)
+def test_texts_that_will_not_do_are_named_and_nothing_is_written(content, tmp_path):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    char_tokenizer("abc").save(tmp_path / "init")
+    with pytest.raises(SystemExit, match=BAD_TEXTS[content]):
+        text["main"]([str(path), f"--init={tmp_path / 'init'}", f"--out={tmp_path / 'out'}"])
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Dialogues
+
+# with the tags that tell transformers which words are the assistant's
+TAGGED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+DIALOGUES = [
+    turns("Hello, wörld 😀!", "Hi <b>there</b>, 語 12 ", "def f():\n    pass\n", "1\n\n2"),
+    [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "4")],
+    turns("And you?", ""),
+]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "gemma", "mistral", "llama2"])
+def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path):
+    """
+    Neither a user's word nor the newline behind an answer. (Of an answer that begins with a blank
+    transformers misses that, where the tokenizer's offsets leave it out.)
+    """
+    config = tmp_path / "tokenizer_config.json"
+    save(kind, tmp_path)
+    names = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": TAGGED}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for dialogue in DIALOGUES:
+        answer = reference.apply_chat_template(
+            dialogue, return_assistant_tokens_mask=True, return_dict=True
+        )
+        pairs = zip(answer["input_ids"], answer["assistant_masks"], strict=True)
+        expected.append([token if mask else ~token for token, mask in pairs])
+    lines = write_lines(tmp_path / "a.jsonl", *DIALOGUES)
+    chat["main"]([str(lines), f"--val={lines}", f"--init={tmp_path}", f"--out={tmp_path}"])
+    corpus = load_corpus(str(tmp_path), ALONE)
+    assert corpus.train.tolist() == [*chain(*expected)]
+    assert corpus.val.tolist() == corpus.train.tolist()
+
+
+def unscored(*tokens: int) -> list[int]:
+    return [~token for token in tokens]
+
+
+# without an end-of-turn token, all that the template puts behind the prompt
+PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+START, END = 257, 258
+ASKED = unscored(START, *b"user\nhi", END, *b"\n", START, *b"assistant\n")
+AGAIN = unscored(*b"\n", START, *b"user\n<|im_end|>", END, *b"\n", START, *b"assistant\n")
+HANDMADE = {
+    CHATML: [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")],
+    PLAIN: [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+}
+
+
+@pytest.mark.parametrize("template", HANDMADE)
+def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
+    """What a user writes like a control token stays text, as serve.py has it."""
+    (checkpoint / "chat_template.jinja").write_text(template)
+    lines = write_lines(tmp_path / "a.jsonl", turns("hi", " yes", "<|im_end|>", "no"))
+    chat["main"]([str(lines), f"--val={lines}", f"--init={checkpoint}", f"--out={tmp_path}"])
+    assert load_corpus(str(tmp_path), ALONE).train.tolist() == HANDMADE[template]
+
+
+def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
+    lines = write_lines(tmp_path / "a.jsonl", *(turns(f"{i}.", f"{i}!") for i in range(21)))
+    chat["main"]([str(lines), f"--init={checkpoint}", f"--out={tmp_path}"])
+    corpus = load_corpus(str(tmp_path), ALONE)
+    answers = {}
+    for split, tokens in {"train": corpus.train, "val": corpus.val}.items():
+        predicted = tokens[tokens >= 0].tolist()
+        answers[split] = corpus.tokenizer.decode(predicted).split("!")[:-1]
+    assert answers["val"] == ["0", "10", "20"]
+    assert answers["train"] == [str(i) for i in range(21) if i % 10]
+
+
+# as Qwen3's: an answer is written otherwise once another message stands behind it
+REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.role == 'assistant' %}
+{{- '<think></think>' }}{% endif %}{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+GOOD = json.dumps({"messages": turns("a", "b")})
+# the line that follows a good one, and the template -> the message
+BAD_LINES = [
+    ('{"messages": [', CHATML, "JSONDecodeError: .*; wanted is a line of JSON like {"),
+    ("", CHATML, "JSONDecodeError"),
+    ('{"messages": [{"role": "ü"}]}'.encode("latin-1"), CHATML, "UnicodeDecodeError: .* 0xfc"),
+    ('["messages"]', CHATML, "TypeError"),
+    ('{"conversation": []}', CHATML, "KeyError: 'messages'"),
+    ('{"messages": [{"from": "human", "value": "hi"}]}', CHATML, "KeyError|template refuses"),
+    ('{"messages": [{"role": "user", "content": null}]}', CHATML, "template refuses"),
+    (json.dumps({"messages": turns("a")}), CHATML, "the assistant says nothing"),
+    (json.dumps({"messages": turns("a", "b", "c", "d")}), REWRITES, "cannot mark the assistant's"),
+    (GOOD, "{{ messages[0].content }}", "line 1: TokenizerError: the assistant says nothing"),
+    (GOOD, "{{ raise_exception('no') if messages[1:] else 'a' }}", "line 1: TokenizerError: no"),
+]
+
+
+@pytest.mark.parametrize(("line", "template", "message"), BAD_LINES)
+def test_a_line_that_will_not_do_is_named(line, template, message, checkpoint, tmp_path):
+    (checkpoint / "chat_template.jinja").write_text(template)
+    path = tmp_path / "a.jsonl"
+    line = line if isinstance(line, bytes) else line.encode()
+    path.write_bytes(GOOD.encode() + b"\n" + line + b"\n")
+    with pytest.raises(SystemExit, match=message) as error:
+        chat["main"]([str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"])
+    assert str(error.value).startswith(f"{path}, line ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
+    path = tmp_path / "a.jsonl"
+    argv = [str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"]
+
+    def refused(message: str):
+        with pytest.raises(SystemExit, match=message):
+            chat["main"](argv)
+        assert not (tmp_path / "out").exists()
+
+    refused("No such file.*a.jsonl")
+    path.touch()
+    refused("0 tokens to train on and 0 to hold out")
+    (checkpoint / "chat_template.jinja").unlink()
+    refused("checkpoint has no chat template: take a chat model's directory")
+    (checkpoint / "tokenizer.json").unlink()
+    refused("tokenizer.json is missing")
+
+
+# --------------------------------------------------------------------------------------------------
+# Both
+
+
+def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, tmp_path):
+    """`import common` failed where the repo's root was not the current folder."""
+    sources = {"text": tmp_path / "a.txt", "chat": write_lines(tmp_path / "b", *DIALOGUES[:2])}
+    sources["text"].write_text("note " * 20)
+    for name, path in COMMANDS.items():
+        command = [sys.executable, path, sources[name], f"--init={checkpoint}", f"--out={name}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.stderr == ""
+        assert f"{name}: " in done.stdout
+        assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
+        if not (path.parent / "meta.json").exists():
+            with pytest.raises(SystemExit, match="chat and text are commands that take your files"):
+                load_corpus(name, ALONE)
+
+
+@pytest.mark.parametrize("room", [100, 20_000])
+def test_a_full_disk_is_said_and_leaves_no_corpus(room, checkpoint, tmp_path):
+    """No file may be larger: neither the tokenizer's, nor that of the tokens."""
+    path = tmp_path / "a.txt"
+    path.write_text("note " * 10_000)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"out cannot be written .*: make room or choose"):
+            text["main"]([str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    has_tokenizer = "tokenizer.json" in os.listdir(tmp_path / "out")
+    assert has_tokenizer == (room > 10_000)
+    assert not [*(tmp_path / "out").glob("*.bin"), *(tmp_path / "out").glob("meta.json")]
