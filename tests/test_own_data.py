@@ -5,6 +5,7 @@ is what transformers says, or what is spelled out by hand; a file that will not 
 
 import json
 import os
+import re
 import resource
 import runpy
 import subprocess
@@ -285,3 +286,21 @@ def test_a_full_disk_is_said_and_leaves_no_corpus(room, checkpoint, tmp_path):
     has_tokenizer = "tokenizer.json" in os.listdir(tmp_path / "out")
     assert has_tokenizer == (room > 10_000)
     assert not [*(tmp_path / "out").glob("*.bin"), *(tmp_path / "out").glob("meta.json")]
+
+
+@pytest.mark.parametrize(("name", "count"), [("dialogues", 200), ("held_out", 40)])
+def test_our_dialogues_have_one_style(name, count):
+    """A sentence that answers, an example and a closing line: a small model can learn that."""
+    path = COMMANDS["chat"].with_name(f"{name}.jsonl")
+    dialogues = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert len({dialogue[0]["content"] for dialogue in dialogues}) == count
+    style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^.!?]+)\.")
+    for dialogue in dialogues:
+        contents = [message["content"] for message in dialogue]
+        assert dialogue == turns(*contents)
+        for answer in contents[1::2]:
+            closing = style.fullmatch(answer)
+            assert closing, answer
+            assert len(closing[1].split()) <= 8
+            assert 30 <= len(answer.split()) <= 70
+    assert {len(dialogue) for dialogue in dialogues} <= {2, 4, 6}
