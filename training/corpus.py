@@ -22,7 +22,7 @@ import json
 import math
 import runpy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from common import write_atomically, write_json
+from common import Parser, add_flag, write_atomically, write_json
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
@@ -141,9 +141,26 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
             tokens = np.array(ids, dtype)
             write_atomically(directory / f"{split}.bin", tokens.tofile)
         write_json(directory / "meta.json", {"dtype": dtype})
-        print(f"{directory}: {len(train):,} tokens to train on, {len(val):,} held out")
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
+    print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
+
+
+def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenizer | None):
+    """
+    Write a corpus of documents: token ids, or texts, which get the end-of-text token behind them if
+    there is one. Without a tokenizer, a byte-level BPE is learnt from the texts to train on.
+    """
+    # held-out text must not shape the vocabulary that it is measured with
+    tokenizer = tokenizer or train_bpe(train, VOCAB_SIZE)
+    eos = tokenizer.eos_token_id
+    ends = [] if eos is None else [eos]
+
+    def encode(document: str | list[int]) -> list[int]:
+        return tokenizer.encode(document) + ends if isinstance(document, str) else document
+
+    ids = [[token for document in part for token in encode(document)] for part in (train, val)]
+    write_corpus(directory, tokenizer, *ids)
 
 
 def hold_out(documents: list) -> tuple[list, list]:
@@ -157,22 +174,31 @@ def hold_out(documents: list) -> tuple[list, list]:
     return train, documents[::10]
 
 
-def write_documents(
-    directory: Path, train: list[str], val: list[str], tokenizer: Tokenizer | None = None
-):
+def run_recipe(read: Callable, folder: Path, argv: list[str] | None = None):
     """
-    Write a corpus of documents, each closed by the end-of-text token where there is one. Without a
-    tokenizer, a byte-level BPE is learnt from those to train on.
+    The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
+    init, tokenizer)` gives the documents of a file or folder.
     """
-    # held-out text must not shape the vocabulary that it is measured with
-    tokenizer = tokenizer or train_bpe(train, VOCAB_SIZE)
-    eos = tokenizer.eos_token_id
-    ends = [] if eos is None else [eos]
-    ids = [
-        [token for document in part for token in tokenizer.encode(document) + ends]
-        for part in (train, val)
-    ]
-    write_corpus(directory, tokenizer, *ids)
+    parser = Parser(description="Make a corpus of your own files, for train.py --data.")
+    parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
+    about = "documents to hold out; default: every tenth, or the last tenth of the only one"
+    add_flag(parser, "--val", about, kind=Path)
+    about = "checkpoint whose tokenizer to use; default: one learnt from the texts"
+    add_flag(parser, "--init", about)
+    add_flag(parser, "--out", "folder of the corpus", folder, Path)
+    args = parser.parse_args(argv)
+    try:
+        tokenizer = load_tokenizer(args.init) if args.init else None
+        train = []
+        for source in args.sources:
+            train += read(source, args.init, tokenizer)
+        if args.val:
+            val = read(args.val, args.init, tokenizer)
+        else:
+            train, val = hold_out(train)
+        write_documents(args.out, train, val, tokenizer)
+    except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
+        sys.exit(str(error))
 
 
 def read_corpus(directory: Path, split: str) -> np.ndarray:

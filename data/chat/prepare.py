@@ -13,16 +13,15 @@ dialogues before in the same window.
 
 import json
 import sys
-from itertools import chain
 from pathlib import Path
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/../.."
 
-from common import MALFORMED, Parser, add_flag
+from common import MALFORMED
 from server.text import Chat, Messages, load_chat
-from tokenizer import TokenizerError, load_tokenizer
-from training.corpus import hold_out, write_corpus
+from tokenizer import Tokenizer, TokenizerError
+from training.corpus import run_recipe
 
 
 def encode(chat: Chat, messages: Messages) -> list[int]:
@@ -38,12 +37,12 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
             prompt = chat.encode(messages[:i], add_generation_prompt=True)
             turn = chat.encode(messages[: i + 1])
             start = len(prompt)
-            if turn[:start] != prompt or ids[: len(turn)] != turn:
+            answer = turn[start:]
+            if prompt + answer + ids[len(turn) :] != ids:
                 raise TokenizerError(
                     "the chat template cannot mark the assistant's answers, as it does not write "
                     "one behind its generation prompt and leave it there"
                 )
-            answer = turn[start:]
             # a model never says what is behind the token that ends the turn, mostly a newline
             while control.keys() & answer and answer[-1] not in control:
                 answer.pop()
@@ -53,39 +52,25 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     return tokens
 
 
-def read_dialogues(path: str, chat: Chat) -> list[list[int]]:
-    """The tokens of each dialogue of a file. Exits with the number of a line that is none."""
+def read(path: Path, init: str | None, tokenizer: Tokenizer) -> list[list[int]]:
+    """
+    The tokens of each dialogue of a file, in the chat template of the checkpoint `init`. Raises
+    ValueError with the number of a line that is none, and OSError.
+    """
+    chat = init and load_chat(init, tokenizer)
+    if not chat:
+        raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
     dialogues = []
-    for number, line in enumerate(Path(path).read_bytes().splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            messages = json.loads(line)["messages"]
-            dialogues.append(encode(chat, messages))
+            dialogues.append(encode(chat, json.loads(line)["messages"]))
         except MALFORMED as error:
-            sys.exit(
+            raise ValueError(
                 f"{path}, line {number}: {type(error).__name__}: {error}; wanted is a line of JSON "
                 'like {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}]}'
-            )
+            ) from None
     return dialogues
 
 
-def main(argv: list[str] | None = None):
-    parser = Parser(description="Make a corpus of dialogues, for train.py --data.")
-    parser.add_argument("file", help="dialogues to train on, one a line")
-    add_flag(parser, "--val", "dialogues to hold out; default: every tenth of the file's")
-    add_flag(parser, "--init", "checkpoint whose chat template and tokenizer to use", required=True)
-    add_flag(parser, "--out", "folder of the corpus", Path(__file__).parent, Path)
-    args = parser.parse_args(argv)
-    try:
-        tokenizer = load_tokenizer(args.init)
-        chat = load_chat(args.init, tokenizer)
-        if chat is None:
-            raise TokenizerError(f"{args.init} has no chat template: take a chat model's directory")
-        train = read_dialogues(args.file, chat)
-        train, val = (train, read_dialogues(args.val, chat)) if args.val else hold_out(train)
-    except (OSError, ValueError) as error:
-        sys.exit(str(error))
-    write_corpus(args.out, tokenizer, [*chain(*train)], [*chain(*val)])
-
-
 if __name__ == "__main__":
-    main()
+    run_recipe(read, Path(__file__).parent)

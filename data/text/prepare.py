@@ -7,7 +7,7 @@ A corpus of your own texts, in UTF-8. Each file is a document, closed by the end
     python train.py --data text                                     # or notes
 
 Of a folder all files are read, those in its folders, too, but no hidden ones. Without --init a
-byte-level BPE is learnt from the texts to train on.
+byte-level BPE is learnt from the texts to train on. Documents are packed: training/corpus.py.
 """
 
 import sys
@@ -17,40 +17,25 @@ from pathlib import Path
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/../.."
 
-from common import Parser, add_flag
-from tokenizer import load_tokenizer
-from training.corpus import hold_out, write_documents
+from training.corpus import run_recipe
 
 
-def read_texts(sources: list[Path]) -> list[str]:
-    """The texts of all files that are not empty, sorted by name. Exits if one cannot be read."""
+def read(source: Path, *_) -> list[str]:
+    """
+    The texts of a file or folder, sorted by name, without empty ones. Raises ValueError if one is
+    not UTF-8, and OSError.
+    """
     texts = []
-    for source in sources:
-        for name in sorted(glob("**", root_dir=source, recursive=True)) or [""]:
-            path = source / name
-            if path.is_dir():
-                continue
-            try:
-                texts.append(path.read_bytes().decode())
-            except (OSError, ValueError) as error:
-                sys.exit(f"{path} cannot be read as UTF-8 ({error}): convert it or leave it out")
+    for name in sorted(glob("**", root_dir=source, recursive=True)) or [""]:
+        path = source / name
+        if path.is_dir():
+            continue
+        try:
+            texts.append(path.read_bytes().decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8 ({error}): convert it or leave it out") from None
     return [text for text in texts if text]
 
 
-def main(argv: list[str] | None = None):
-    parser = Parser(description="Make a corpus of your own texts, for train.py --data.")
-    about = "texts in UTF-8; of a folder all files, but no hidden ones"
-    parser.add_argument("sources", nargs="+", type=Path, metavar="FILE-OR-FOLDER", help=about)
-    add_flag(parser, "--init", "checkpoint whose tokenizer to use; default: one learnt from them")
-    add_flag(parser, "--out", "folder of the corpus", Path(__file__).parent, Path)
-    args = parser.parse_args(argv)
-    train, val = hold_out(read_texts(args.sources))
-    try:
-        tokenizer = load_tokenizer(args.init) if args.init else None
-        write_documents(args.out, train, val, tokenizer)
-    except ValueError as error:  # of the tokenizer, and written to be read
-        sys.exit(str(error))
-
-
 if __name__ == "__main__":
-    main()
+    run_recipe(read, Path(__file__).parent)
