@@ -112,7 +112,7 @@ def test_the_tokenizer_is_that_of_init(tokenizer, tmp_path):
 BAD_TEXTS = {
     None: "No such file .*a.txt",
     b"gr\xfc\xdfe": r"a\.txt is not UTF-8 \(.*0xfc in position 2.*\): convert",
-    b"": "out: 0 tokens to train on and 0 to hold out, wanted some of both: add texts",
+    b"": "out: 0 tokens to train on and 0 to hold out are too few: add texts",
     b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
 }
 

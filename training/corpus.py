@@ -43,7 +43,6 @@ from tokenizer import (
 
 ROOT = Path(__file__).resolve().parents[1]
 GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
-VOCAB_SIZE = 4096  # of a BPE that a corpus learns; small ones have fewer words
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
@@ -84,7 +83,7 @@ def numbered(pieces: Iterable[str]) -> dict[str, int]:
     return {piece: i for i, piece in enumerate(pieces)}
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included."""
     learner = Backend(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -123,13 +122,13 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     """
     Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
     bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
-    they are stored: a folder without it counts as not prepared. Exits where there are no tokens,
-    and where a file cannot be written.
+    they are stored: a folder without it counts as not prepared. Exits where there is nothing to
+    predict, and where a file cannot be written.
     """
-    if not (train and val):
+    if not train or max(val, default=-1) < 0:
         sys.exit(
-            f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out, wanted some "
-            "of both: add texts or choose others"
+            f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
+            "add texts or choose others"
         )
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
     if min(train) < 0:
@@ -152,7 +151,7 @@ def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenize
     there is one. Without a tokenizer, a byte-level BPE is learnt from the texts to train on.
     """
     # held-out text must not shape the vocabulary that it is measured with
-    tokenizer = tokenizer or train_bpe(train, VOCAB_SIZE)
+    tokenizer = tokenizer or train_bpe(train)
     eos = tokenizer.eos_token_id
     ends = [] if eos is None else [eos]
 
@@ -181,10 +180,8 @@ def run_recipe(read: Callable, folder: Path, argv: list[str] | None = None):
     """
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
     parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
-    about = "documents to hold out; default: every tenth, or the last tenth of the only one"
-    add_flag(parser, "--val", about, kind=Path)
-    about = "checkpoint whose tokenizer to use; default: one learnt from the texts"
-    add_flag(parser, "--init", about)
+    add_flag(parser, "--val", "what to hold out; default: every tenth document", kind=Path)
+    add_flag(parser, "--init", "checkpoint whose tokenizer to use; default: one that is learnt")
     add_flag(parser, "--out", "folder of the corpus", folder, Path)
     args = parser.parse_args(argv)
     try:
