@@ -271,7 +271,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, tmp_
         assert f"{name}: " in done.stdout
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
         if not (path.parent / "meta.json").exists():
-            with pytest.raises(SystemExit, match="chat and text are commands that take your files"):
+            with pytest.raises(SystemExit, match=f"data/{name}/prepare.py .*of your files"):
                 load_corpus(name, ALONE)
 
 

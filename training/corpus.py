@@ -50,7 +50,7 @@ GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/v
 
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
-    vocab = numbered(sorted(set(text)))
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     # this unknown token is longer than a character and so never found: unknown stays an error
     backend = Backend(models.WordLevel(vocab, unk_token="<unknown>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -67,7 +67,8 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     """
     pieces = [*alphabet]
     pieces += [first + second for first, second in merges]
-    vocab = numbered(dict.fromkeys(pieces))  # two merges may make the same piece
+    pieces = dict.fromkeys(pieces)  # two merges may make the same piece
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, merges))
     # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
     # contractions; words, numbers and punctuation, each with at most one space before it; and runs
@@ -76,11 +77,6 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     backend.decoder = decoders.ByteLevel(add_prefix_space=False)
     backend.add_special_tokens([END_OF_TEXT])
     return Tokenizer(backend)
-
-
-def numbered(pieces: Iterable[str]) -> dict[str, int]:
-    """Ids from 0, in order."""
-    return {piece: i for i, piece in enumerate(pieces)}
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
@@ -173,10 +169,10 @@ def hold_out(documents: list) -> tuple[list, list]:
     return train, documents[::10]
 
 
-def run_recipe(read: Callable, folder: Path, argv: list[str] | None = None):
+def run_recipe(read: Callable, folder: Path, argv=None):
     """
     The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
-    init, tokenizer)` gives the documents of a file or folder.
+    init)` gives the documents of a file or folder.
     """
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
     parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
@@ -185,12 +181,12 @@ def run_recipe(read: Callable, folder: Path, argv: list[str] | None = None):
     add_flag(parser, "--out", "folder of the corpus", folder, Path)
     args = parser.parse_args(argv)
     try:
-        tokenizer = load_tokenizer(args.init) if args.init else None
+        tokenizer = args.init and load_tokenizer(args.init)
         train = []
         for source in args.sources:
-            train += read(source, args.init, tokenizer)
+            train += read(source, args.init)
         if args.val:
-            val = read(args.val, args.init, tokenizer)
+            val = read(args.val, args.init)
         else:
             train, val = hold_out(train)
         write_documents(args.out, train, val, tokenizer)
@@ -234,11 +230,10 @@ def load_corpus(name: str, process) -> Corpus:
         recipe = ROOT / "data" / name.removesuffix("_gpt2") / "prepare.py"
         prepare = recipe.is_file() and runpy.run_path(str(recipe)).get("prepare")
         if not prepare:
-            names = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
             sys.exit(
-                f"--data {name}: {folder / 'meta.json'} does not exist, and no recipe makes it by "
-                f"itself; there is {', '.join(names)}, of which chat and text are commands that "
-                "take your files"
+                f"--data {name}: {folder / 'meta.json'} does not exist; there is stdlib and "
+                "shakespeare_char, and data/text/prepare.py and data/chat/prepare.py make a corpus "
+                "of your files"
             )
         if process.is_main:
             tokenizer = gpt2_tokenizer() if name.endswith("_gpt2") else None

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # as a command, from any folder
 
 from common import MALFORMED
 from server.text import Chat, Messages, load_chat
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import TokenizerError, load_tokenizer
 from training.corpus import run_recipe
 
 
@@ -52,12 +52,12 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     return tokens
 
 
-def read(path: Path, init: str | None, tokenizer: Tokenizer) -> list[list[int]]:
+def read(path: Path, init: str | None) -> list[list[int]]:
     """
     The tokens of each dialogue of a file, in the chat template of the checkpoint `init`. Raises
     ValueError with the number of a line that is none, and OSError.
     """
-    chat = init and load_chat(init, tokenizer)
+    chat = init and load_chat(init, load_tokenizer(init))
     if not chat:
         raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
     dialogues = []

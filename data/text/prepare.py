@@ -20,7 +20,7 @@ if __name__ == "__main__":  # as a command, from any folder
 from training.corpus import run_recipe
 
 
-def read(source: Path, *_) -> list[str]:
+def read(source: Path, _) -> list[str]:
     """
     The texts of a file or folder, sorted by name, without empty ones. Raises ValueError if one is
     not UTF-8, and OSError.
