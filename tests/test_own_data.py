@@ -18,7 +18,14 @@ from test_data import ALONE, documents
 from tokenizer_kinds import save
 from transformers import AutoTokenizer
 
-from training.corpus import bpe_tokenizer, char_tokenizer, load_corpus, run_recipe, train_bpe
+from training.corpus import (
+    Corpus,
+    bpe_tokenizer,
+    char_tokenizer,
+    load_corpus,
+    run_recipe,
+    train_bpe,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = {name: ROOT / "data" / name / "prepare.py" for name in ("text", "chat")}
@@ -27,8 +34,11 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-def prepare(name: str, argv: list[str]):
-    run_recipe(RECIPES[name]["read"], ROOT, argv)
+def prepare(name: str, source: Path, out: Path, *flags: str) -> Corpus:
+    """What train.py finds in `out` after the command."""
+    argv = [str(source), f"--out={out}", *flags]
+    run_recipe(RECIPES[name]["read"], out, argv)
+    return load_corpus(str(out), ALONE)
 
 
 def turns(*contents: str) -> list[dict]:
@@ -38,8 +48,9 @@ def turns(*contents: str) -> list[dict]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def write_lines(path: Path, *dialogues) -> Path:
-    path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in dialogues))
+def write_lines(path: Path, *dialogues: list[dict]) -> Path:
+    lines = [json.dumps({"messages": messages}) for messages in dialogues]
+    path.write_text("\n".join(lines))
     return path
 
 
@@ -74,11 +85,10 @@ def notes(tmp_path) -> Path:
 def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
     """Line ends stay, what looks like a control token is text, and train.py takes the folder."""
     out = tmp_path / "out"
-    prepare("text", [str(notes), "--out", str(out)])
+    corpus = prepare("text", notes, out)
     contents = [b"note %d\r\n" % i for i in range(20)] + [b"<|endoftext|> is text"]
     assert documents(out, "val") == contents[::10]
     assert documents(out, "train") == contents[1:10] + contents[11:20]
-    corpus = load_corpus(str(out), ALONE)
     assert corpus.tokenizer.vocab_size > 257
     assert corpus.train.dtype == "uint16"
 
@@ -87,22 +97,23 @@ def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_pat
     path = tmp_path / "book.txt"
     sides = "to be or not to be " * 9, "quixotic" * 19
     path.write_text("".join(sides)[:190])
-    prepare("text", [str(path), "--out", str(tmp_path)])
+    tokenizer = prepare("text", path, tmp_path).tokenizer
     assert documents(tmp_path, "train") == [sides[0].encode()]
     assert documents(tmp_path, "val") == [sides[1][:19].encode()]
-    tokenizer = load_corpus(str(tmp_path), ALONE).tokenizer
     assert len(tokenizer.encode(" not")) == 1
     assert len(tokenizer.encode("quixotic")) == 8
 
 
-@pytest.mark.parametrize("tokenizer", [train_bpe(["note note"], 300), char_tokenizer("\r\n note0")])
+TOKENIZERS = [train_bpe(["note note"], 300), char_tokenizer("\n note0")]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
 def test_the_tokenizer_is_that_of_init(tokenizer, tmp_path):
     """A tokenizer of characters has no end-of-text token to close a document with."""
     tokenizer.save(tmp_path / "init")
     path = tmp_path / "a.txt"
     path.write_text("note 0\n" * 10)
-    prepare("text", [str(path), f"--init={tmp_path / 'init'}", f"--out={tmp_path}"])
-    corpus = load_corpus(str(tmp_path), ALONE)
+    corpus = prepare("text", path, tmp_path, f"--init={tmp_path / 'init'}")
     ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id else []
     assert corpus.train.tolist() == tokenizer.encode("note 0\n" * 9) + ends
     assert corpus.val.tolist() == tokenizer.encode("note 0\n") + ends
@@ -124,7 +135,7 @@ def test_texts_that_will_not_do_are_named_and_nothing_is_written(content, tmp_pa
         path.write_bytes(content)
     char_tokenizer("abc").save(tmp_path / "init")
     with pytest.raises(SystemExit, match=BAD_TEXTS[content]):
-        prepare("text", [str(path), f"--init={tmp_path / 'init'}", f"--out={tmp_path / 'out'}"])
+        prepare("text", path, tmp_path / "out", f"--init={tmp_path / 'init'}")
     assert not (tmp_path / "out").exists()
 
 
@@ -162,8 +173,7 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
         pairs = zip(answer["input_ids"], answer["assistant_masks"], strict=True)
         expected.append([token if mask else ~token for token, mask in pairs])
     lines = write_lines(tmp_path / "a.jsonl", *DIALOGUES)
-    prepare("chat", [str(lines), f"--val={lines}", f"--init={tmp_path}", f"--out={tmp_path}"])
-    corpus = load_corpus(str(tmp_path), ALONE)
+    corpus = prepare("chat", lines, tmp_path, f"--init={tmp_path}", f"--val={lines}")
     assert corpus.train.tolist() == [*chain(*expected)]
     assert corpus.val.tolist() == corpus.train.tolist()
 
@@ -189,62 +199,67 @@ def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
     """What a user writes like a control token stays text, as serve.py has it."""
     (checkpoint / "chat_template.jinja").write_text(template)
     lines = write_lines(tmp_path / "a.jsonl", turns("hi", " yes", "<|im_end|>", "no"))
-    prepare("chat", [str(lines), f"--val={lines}", f"--init={checkpoint}", f"--out={tmp_path}"])
-    assert load_corpus(str(tmp_path), ALONE).train.tolist() == HANDMADE[template]
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", f"--val={lines}")
+    assert corpus.train.tolist() == HANDMADE[template]
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
-    lines = write_lines(tmp_path / "a.jsonl", *(turns(f"{i}.", f"{i}!") for i in range(21)))
-    prepare("chat", [str(lines), f"--init={checkpoint}", f"--out={tmp_path}"])
-    corpus = load_corpus(str(tmp_path), ALONE)
-    answers = {}
-    for split, tokens in {"train": corpus.train, "val": corpus.val}.items():
-        predicted = tokens[tokens >= 0].tolist()
-        answers[split] = corpus.tokenizer.decode(predicted).split("!")[:-1]
-    assert answers["val"] == ["0", "10", "20"]
-    assert answers["train"] == [str(i) for i in range(21) if i % 10]
+    dialogues = [turns("?", f"{i}!") for i in range(21)]
+    lines = write_lines(tmp_path / "a.jsonl", *dialogues)
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}")
+
+    def answers(tokens) -> list[str]:
+        text = corpus.tokenizer.decode(tokens[tokens >= 0])
+        return text.split("!")[:-1]
+
+    assert answers(corpus.val) == ["0", "10", "20"]
+    assert answers(corpus.train) == [str(i) for i in range(21) if i % 10]
 
 
 # as Qwen3's: an answer is written otherwise once another message stands behind it
 REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.role == 'assistant' %}
 {{- '<think></think>' }}{% endif %}{{ m.content }}{% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
-GOOD = json.dumps({"messages": turns("a", "b")})
-# the line that follows a good one, and the template -> the message
-BAD_LINES = [
-    ('{"messages": [', CHATML, "JSONDecodeError: .*; wanted is a line of JSON like {"),
-    ("", CHATML, "JSONDecodeError"),
-    ('{"messages": [{"role": "ü"}]}'.encode("latin-1"), CHATML, "UnicodeDecodeError: .* 0xfc"),
-    ('["messages"]', CHATML, "TypeError"),
-    ('{"conversation": []}', CHATML, "KeyError: 'messages'"),
-    ('{"messages": [{"from": "human", "value": "hi"}]}', CHATML, "KeyError|template refuses"),
-    ('{"messages": [{"role": "user", "content": null}]}', CHATML, "template refuses"),
-    (json.dumps({"messages": turns("a")}), CHATML, "the assistant says nothing"),
-    (json.dumps({"messages": turns("a", "b", "c", "d")}), REWRITES, "cannot mark the assistant's"),
-    (GOOD, "{{ messages[0].content }}", "line 1: TokenizerError: the assistant says nothing"),
-    (GOOD, "{{ raise_exception('no') if messages[1:] else 'a' }}", "line 1: TokenizerError: no"),
-]
+TEMPLATES = {"chatml": CHATML, "rewrites": REWRITES, "first": "{{ messages[0].content }}"}
+TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
+SAY_A = '{"role": "user", "content": "a"}'
+SAY_B = '{"role": "assistant", "content": "b"}'
+# the template, the line that stands behind a good one, the message
+BAD_LINES = """
+chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
+chatml   |                                    | JSONDecodeError
+chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
+chatml   | ["messages"]                       | TypeError
+chatml   | {"conversation": []}               | KeyError: 'messages'
+chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
+chatml   | {"messages": [{"role": "user"}]}   | template refuses
+chatml   | {"messages": [A]}                  | the assistant says nothing
+rewrites | {"messages": [A, B, A, B]}         | cannot mark the assistant's answers
+first    | {"messages": [A, B]}               | line 1: TokenizerError: the assistant says nothing
+fails    | {"messages": [A, B]}               | line 1: TokenizerError: no
+"""
 
 
-@pytest.mark.parametrize(("line", "template", "message"), BAD_LINES)
-def test_a_line_that_will_not_do_is_named(line, template, message, checkpoint, tmp_path):
-    (checkpoint / "chat_template.jinja").write_text(template)
-    path = tmp_path / "a.jsonl"
-    line = line if isinstance(line, bytes) else line.encode()
-    path.write_bytes(GOOD.encode() + b"\n" + line + b"\n")
+@pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
+def test_a_line_that_will_not_do_is_named(row, checkpoint, tmp_path):
+    template, line, message = re.split(r" +\| ", row, maxsplit=2)
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[template])
+    path = write_lines(tmp_path / "a.jsonl", turns("a", "b"))
+    line = line.replace("A", SAY_A).replace("B", SAY_B)
+    with open(path, "ab") as file:
+        file.write(f"\n{line}\n".encode("latin-1"))  # whose ü is not UTF-8
     with pytest.raises(SystemExit, match=message) as error:
-        prepare("chat", [str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"])
+        prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
     assert str(error.value).startswith(f"{path}, line ")
     assert not (tmp_path / "out").exists()
 
 
 def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     path = tmp_path / "a.jsonl"
-    argv = [str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"]
 
     def refused(message: str):
         with pytest.raises(SystemExit, match=message):
-            prepare("chat", argv)
+            prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
         assert not (tmp_path / "out").exists()
 
     refused("No such file.*a.jsonl")
@@ -280,16 +295,17 @@ def test_a_full_disk_is_said_and_leaves_no_corpus(room, checkpoint, tmp_path):
     """No file may be larger: neither the tokenizer's, nor that of the tokens."""
     path = tmp_path / "a.txt"
     path.write_text("note " * 10_000)
+    out = tmp_path / "out"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
         with pytest.raises(SystemExit, match=r"out cannot be written .*: make room or choose"):
-            prepare("text", [str(path), f"--init={checkpoint}", f"--out={tmp_path / 'out'}"])
+            prepare("text", path, out, f"--init={checkpoint}")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    has_tokenizer = "tokenizer.json" in os.listdir(tmp_path / "out")
-    assert has_tokenizer == (room > 10_000)
-    assert not [*(tmp_path / "out").glob("*.bin"), *(tmp_path / "out").glob("meta.json")]
+    files = os.listdir(out)
+    written = ["tokenizer.json", "tokenizer_config.json"] if room > 10_000 else []
+    assert sorted(files) == written
 
 
 @pytest.mark.parametrize(("name", "count"), [("dialogues", 200), ("held_out", 40)])

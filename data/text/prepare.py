@@ -31,7 +31,7 @@ def read(source: Path, _) -> list[str]:
         if path.is_dir():
             continue
         try:
-            texts.append(path.read_bytes().decode())
+            texts.append(path.read_bytes().decode("utf-8-sig"))
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}): convert it or leave it out") from None
     return [text for text in texts if text]
