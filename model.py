@@ -244,7 +244,9 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> 
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
     if softcap:
         logits = soft_cap(logits, softcap)
-    return F.cross_entropy(logits, targets.flatten())
+    targets = targets.flatten()
+    total = F.cross_entropy(logits, targets, reduction="sum")
+    return total / (targets >= 0).sum().clamp(min=1)  # with no target at all: 0, not NaN
 
 
 TORCH = Ops(

@@ -23,7 +23,7 @@ from pathlib import Path
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from common import MALFORMED, missing_file, read_json, write_atomically, write_json
+from common import MALFORMED, missing_file, read_json, write_json
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -213,7 +213,8 @@ class Tokenizer:
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
-        write_atomically(directory / "tokenizer.json", lambda path: self.backend.save(str(path)))
+        # the library's own `save` raises no OSError where a disk is full
+        write_json(directory / "tokenizer.json", json.loads(self.backend.to_str()))
         write_json(directory / "tokenizer_config.json", config)
 
 

@@ -244,6 +244,16 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
     return warmup * decay
 
 
+def tokens_and_targets(rows):
+    """
+    rows (B, T + 1) int64 of a corpus -> tokens (B, T), and targets (B, T), the token behind each:
+    -100, no target, where that is stored as ~id.
+    """
+    tokens = torch.maximum(rows, ~rows)
+    targets = rows.masked_fill(rows < 0, -100)
+    return tokens[:, :-1], targets[:, 1:]
+
+
 @torch.no_grad()
 def evaluate(
     model: GPT, corpus: Corpus, process: Process, T: int | None = None, limit: int | None = None
@@ -261,8 +271,9 @@ def evaluate(
     if eos is not None:
         tokens = F.pad(tokens, (1, 0), value=eos)
     missing = -(len(tokens) - 1) % T
-    tokens = F.pad(tokens, (0, missing), value=-100)  # -100: nothing to be scored
+    tokens = F.pad(tokens, (0, missing), value=-1)  # negative: not to be predicted
     windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1): each begins with the last one's end
+    windows = windows[(windows[:, 1:] >= 0).any(-1)]
     if limit is not None:
         count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
@@ -272,9 +283,9 @@ def evaluate(
     own = windows[process.rank :: process.world]  # none, where processes are more than windows
     for start in range(0, len(own), 32):
         rows = own[start : start + 32].to(process.device)  # (32, T + 1)
-        targets = rows[:, 1:]
+        tokens, targets = tokens_and_targets(rows)
         with process.autocast():
-            _, loss = model(rows[:, :-1].clamp(min=0), targets, process.ops)
+            _, loss = model(tokens, targets, process.ops)
         scored = (targets >= 0).sum()
         total += torch.stack([loss.double() * scored, scored.double()])
     model.train()
@@ -337,7 +348,7 @@ class Run:
         if process.device.type == "cuda":
             # from pinned memory the copy overlaps with what the GPU still computes
             rows = rows.pin_memory().to(process.device, non_blocking=True)
-        return rows[:, :-1], rows[:, 1:]  # the target of a token is the one behind it
+        return tokens_and_targets(rows)
 
     def update(self, module, x, y) -> torch.Tensor:
         """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
@@ -347,6 +358,7 @@ class Run:
         torch.manual_seed(args.seed + self.step * process.world + process.rank)
         with process.autocast():
             _, loss = module(x, y, process.ops)
+        # DDP averages over processes, each of which has the mean of its own targets, many or few
         loss.backward()
         # a rare batch with a huge gradient would undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)

@@ -11,6 +11,10 @@ train.py reads it, calls the recipe first if need be, and cuts its batches:
     corpus = load_corpus("stdlib", process)
     rows = batch_rows(corpus.train, B=16, T=128, seed=1, step=0)    # (B, T + 1) int64
 
+A token that is read but not predicted, such as a user's in a dialogue, is stored as ~id, which is
+negative. Documents are packed: they stand one behind another, windows cut across them, and
+attention sees what stands before a document in its window.
+
 `gpt2_tokenizer` alone needs tiktoken, which has GPT-2's vocabulary.
 """
 
@@ -18,7 +22,7 @@ import json
 import math
 import runpy
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -27,7 +31,7 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from common import write_atomically, write_json
+from common import Parser, add_flag, write_atomically, write_json
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
@@ -46,7 +50,7 @@ GPT2_MERGES = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/v
 
 def char_tokenizer(text: str) -> CharTokenizer:
     """The character tokenizer of a text: its distinct characters, sorted, numbered from 0."""
-    vocab = numbered(sorted(set(text)))
+    vocab = {character: i for i, character in enumerate(sorted(set(text)))}
     # this unknown token is longer than a character and so never found: unknown stays an error
     backend = Backend(models.WordLevel(vocab, unk_token="<unknown>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -63,7 +67,8 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     """
     pieces = [*alphabet]
     pieces += [first + second for first, second in merges]
-    vocab = numbered(dict.fromkeys(pieces))  # two merges may make the same piece
+    pieces = dict.fromkeys(pieces)  # two merges may make the same piece
+    vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, merges))
     # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
     # contractions; words, numbers and punctuation, each with at most one space before it; and runs
@@ -74,12 +79,7 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     return Tokenizer(backend)
 
 
-def numbered(pieces: Iterable[str]) -> dict[str, int]:
-    """Ids from 0, in order."""
-    return {piece: i for i, piece in enumerate(pieces)}
-
-
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included."""
     learner = Backend(models.BPE())
     learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -116,17 +116,82 @@ def gpt2_tokenizer() -> Tokenizer:
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write the tokenizer, train.bin and val.bin (token ids alone, two bytes each, four where the
-    vocabulary needs them), and last meta.json, which says how many: a folder without it counts as
-    not prepared.
+    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
+    bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
+    they are stored: a folder without it counts as not prepared. Exits where there is nothing to
+    predict, and where a file cannot be written.
     """
+    if not train or max(val, default=-1) < 0:
+        sys.exit(
+            f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
+            "add texts or choose others"
+        )
     dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    (directory / "meta.json").unlink(missing_ok=True)
-    tokenizer.save(directory)
-    for split, ids in ("train", train), ("val", val):
-        tokens = np.array(ids, dtype)
-        write_atomically(directory / f"{split}.bin", tokens.tofile)
-    write_json(directory / "meta.json", {"dtype": dtype})
+    if min(train) < 0:
+        dtype = "int32"
+    try:
+        (directory / "meta.json").unlink(missing_ok=True)
+        tokenizer.save(directory)
+        for split, ids in ("train", train), ("val", val):
+            tokens = np.array(ids, dtype)
+            write_atomically(directory / f"{split}.bin", tokens.tofile)
+        write_json(directory / "meta.json", {"dtype": dtype})
+    except OSError as error:
+        sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
+    print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
+
+
+def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenizer | None):
+    """
+    Write a corpus of documents: token ids, or texts, which get the end-of-text token behind them if
+    there is one. Without a tokenizer, a byte-level BPE is learnt from the texts to train on.
+    """
+    # held-out text must not shape the vocabulary that it is measured with
+    tokenizer = tokenizer or train_bpe(train)
+    eos = tokenizer.eos_token_id
+    ends = [] if eos is None else [eos]
+
+    def encode(document: str | list[int]) -> list[int]:
+        return tokenizer.encode(document) + ends if isinstance(document, str) else document
+
+    ids = [[token for document in part for token in encode(document)] for part in (train, val)]
+    write_corpus(directory, tokenizer, *ids)
+
+
+def hold_out(documents: list) -> tuple[list, list]:
+    """What to train on and what to hold out: every tenth document, or the last tenth of one."""
+    if len(documents) == 1:
+        [document] = documents
+        cut = int(len(document) * 0.9)
+        return [document[:cut]], [document[cut:]]
+    train = documents[:]
+    del train[::10]
+    return train, documents[::10]
+
+
+def run_recipe(read: Callable, folder: Path, argv=None):
+    """
+    The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
+    init)` gives the documents of a file or folder.
+    """
+    parser = Parser(description="Make a corpus of your own files, for train.py --data.")
+    parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
+    add_flag(parser, "--val", "what to hold out; default: every tenth document", kind=Path)
+    add_flag(parser, "--init", "checkpoint whose tokenizer to use; default: one that is learnt")
+    add_flag(parser, "--out", "folder of the corpus", folder, Path)
+    args = parser.parse_args(argv)
+    try:
+        tokenizer = args.init and load_tokenizer(args.init)
+        train = []
+        for source in args.sources:
+            train += read(source, args.init)
+        if args.val:
+            val = read(args.val, args.init)
+        else:
+            train, val = hold_out(train)
+        write_documents(args.out, train, val, tokenizer)
+    except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
+        sys.exit(str(error))
 
 
 def read_corpus(directory: Path, split: str) -> np.ndarray:
@@ -145,11 +210,12 @@ class Corpus:
 
     def bits_per_byte(self, nats: float, count: int) -> float:
         """
-        The loss of the last `count` held-out tokens, `nats` together, by the bytes of their text.
-        Without an end-of-text token to precede it, the first token has no score, and its bytes are
-        not in the text.
+        The loss of the last `count` held-out tokens that are predicted, `nats` together, by the
+        bytes of their text. Without an end-of-text token to precede it, the first token has no
+        score, and its bytes are not in the text.
         """
-        text = self.tokenizer.decode_bytes(self.val[-count:].tolist())
+        predicted = self.val[self.val >= 0]
+        text = self.tokenizer.decode_bytes(predicted[-count:].tolist())
         return nats / math.log(2) / len(text)
 
 
@@ -162,16 +228,17 @@ def load_corpus(name: str, process) -> Corpus:
     folder = ROOT / "data" / name
     if not (folder / "meta.json").is_file():
         recipe = ROOT / "data" / name.removesuffix("_gpt2") / "prepare.py"
-        if not recipe.is_file():
-            names = sorted(path.parent.name for path in ROOT.glob("data/*/prepare.py"))
+        prepare = recipe.is_file() and runpy.run_path(str(recipe)).get("prepare")
+        if not prepare:
             sys.exit(
-                f"--data {name}: neither {folder / 'meta.json'} nor {recipe} exists; there is "
-                f"{', '.join(names)}"
+                f"--data {name}: {folder / 'meta.json'} does not exist; there is stdlib and "
+                "shakespeare_char, and data/text/prepare.py and data/chat/prepare.py make a corpus "
+                "of your files"
             )
         if process.is_main:
             tokenizer = gpt2_tokenizer() if name.endswith("_gpt2") else None
             folder.mkdir(exist_ok=True)
-            runpy.run_path(str(recipe))["prepare"](folder, tokenizer)
+            prepare(folder, tokenizer)
     process.wait()  # until the first process has prepared it
     return Corpus(load_tokenizer(folder), read_corpus(folder, "train"), read_corpus(folder, "val"))
 

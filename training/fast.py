@@ -86,7 +86,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
         `dtype`.
         """
         w = head.to(dtype)
-        count = (targets >= 0).sum()
+        count = (targets >= 0).sum().clamp(min=1)
         total = x.new_zeros(())
         dx = torch.empty_like(x)
         dw = torch.zeros_like(head)

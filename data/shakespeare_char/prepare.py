@@ -12,7 +12,7 @@ from pathlib import Path
 
 from common import write_atomically
 from tokenizer import Tokenizer
-from training.corpus import char_tokenizer, write_corpus
+from training.corpus import char_tokenizer, hold_out, write_documents
 
 ADDRESS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -38,7 +38,5 @@ def fetch(path: Path) -> str:
 def prepare(folder: Path, tokenizer: Tokenizer | None = None):
     """Write the corpus to a folder, by default with a tokenizer of the text's characters."""
     text = fetch(folder / "input.txt")
-    tokenizer = tokenizer or char_tokenizer(text)
-    cut = int(len(text) * 0.9)  # nanoGPT's split: the last tenth of the text is held out
-    write_corpus(folder, tokenizer, tokenizer.encode(text[:cut]), tokenizer.encode(text[cut:]))
-    print(f"{folder.name}: {cut:,} training characters, {len(text) - cut:,} held out")
+    # nanoGPT's split: the last tenth of the text is held out
+    write_documents(folder, *hold_out([text]), tokenizer or char_tokenizer(text))

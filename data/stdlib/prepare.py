@@ -8,14 +8,12 @@ With `--data stdlib_gpt2`, as for `--preset gpt2-124M`, the tokens are GPT-2's.
 """
 
 import hashlib
-import sys
 import sysconfig
 from pathlib import Path
 
 from tokenizer import Tokenizer
-from training.corpus import train_bpe, write_corpus
+from training.corpus import write_documents
 
-VOCAB_SIZE = 4096
 # Folders that are left out: packages from elsewhere, tests with their data, tables.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 LEFT_OUT |= {"encodings", "pydoc_data"}
@@ -37,33 +35,18 @@ def is_held_out(name: str) -> bool:
     return int(digest[:8], 16) < HELD_OUT * 16**8
 
 
-def read_library(root: Path) -> tuple[list[bytes], list[bytes]]:
+def read_library(root: Path) -> tuple[list[str], list[str]]:
     """
     The files to train on and those held out, each in the order of their names. Exits if there are
     none.
     """
-    train: list[bytes] = []
-    val: list[bytes] = []
+    train: list[str] = []
+    val: list[str] = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
         if is_included(name):
             side = val if is_held_out(name.as_posix()) else train
-            side.append((root / name).read_bytes())
-    if not train or not val:
-        sys.exit(
-            f"{len(train)} files to train on and {len(val)} to hold out under {root}, at least one "
-            "of each is wanted: run an interpreter that has its library as .py files, or choose "
-            "another corpus with --preset"
-        )
+            side.append((root / name).read_bytes().decode("utf-8", "replace"))
     return train, val
-
-
-def tokenize(tokenizer: Tokenizer, documents: list[bytes]) -> list[int]:
-    """All documents behind each other, each closed by the end-of-text token."""
-    ids: list[int] = []
-    for document in documents:
-        ids += tokenizer.encode(document.decode("utf-8", "replace"))
-        ids.append(tokenizer.eos_token_id)
-    return ids
 
 
 def prepare(folder: Path, tokenizer: Tokenizer | None = None):
@@ -72,13 +55,4 @@ def prepare(folder: Path, tokenizer: Tokenizer | None = None):
     given.
     """
     train, val = read_library(Path(sysconfig.get_path("stdlib")))
-    if tokenizer is None:  # held-out text must not shape the vocabulary that it is measured with
-        texts = (document.decode("utf-8", "replace") for document in train)
-        tokenizer = train_bpe(texts, VOCAB_SIZE)
-    train_ids = tokenize(tokenizer, train)
-    val_ids = tokenize(tokenizer, val)
-    write_corpus(folder, tokenizer, train_ids, val_ids)
-    print(
-        f"{folder.name}: {len(train)} files, {len(train_ids):,} training tokens; {len(val)} files, "
-        f"{len(val_ids):,} tokens held out"
-    )
+    write_documents(folder, train, val, tokenizer)

@@ -56,6 +56,16 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
         train.Run(run.args, run.corpus, MACHINE)
 
 
+def test_what_is_not_predicted_is_read_and_no_target(tiny, corpus):
+    run = new_run(tiny, corpus)
+    tokens = np.arange(65, dtype=np.int32)
+    run.corpus.train = np.where(tokens % 3, tokens, ~tokens)
+    x, y = run.next_batch()
+    assert torch.equal(x[:, 1:], x[:, :-1] + 1)
+    expected = torch.where((x + 1) % 3 > 0, x + 1, -100)
+    assert torch.equal(y, expected)
+
+
 # --------------------------------------------------------------------------------------------------
 # The recipe
 
@@ -99,6 +109,46 @@ def test_evaluation_scores_every_token_once(corpus):
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
     idle = replace(MACHINE, rank=98)
     assert train.evaluate(model, loaded, idle) == (0.0, 0)
+
+
+def test_evaluation_scores_what_is_to_be_predicted(corpus):
+    """
+    By all that stands before it; and the bits are by the bytes of what was scored. A part of the
+    windows that happened to have nothing to score was divided by zero tokens.
+    """
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    ids = loaded.val.astype(np.int32)
+    is_predicted = np.arange(1001) % 2 > 0
+    is_predicted[300:] = False
+    loaded.val = np.where(is_predicted, ids, ~ids)
+    torch.manual_seed(0)
+    model = small_gpt2()
+    model.wte.weight.data *= 20
+    stream = torch.tensor([299, *ids.tolist()])
+    losses = []
+    with torch.no_grad():
+        for i in range(0, 1001, 20):
+            targets = stream[i + 1 : i + 21]
+            logits, _ = model(stream[None, i : i + len(targets)])
+            losses.append(F.cross_entropy(logits[0], targets, reduction="none"))
+    nats = torch.cat(losses)[torch.from_numpy(is_predicted)].sum().item()
+    score = train.evaluate(model, loaded, MACHINE, 20)
+    assert score == (pytest.approx(nats, rel=1e-5), 150)
+    assert train.evaluate(model, loaded, MACHINE, 20, limit=400) == score
+    text = loaded.tokenizer.decode_bytes(ids[is_predicted].tolist())
+    bits = loaded.bits_per_byte(*score)
+    assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
+    """The mean of no losses is NaN, and ended the run."""
+    run = new_run(tiny, corpus, replace(MACHINE, ops=training_ops(device)))
+    x, y = run.next_batch()
+    result = run.update(run.model, x, torch.full_like(y, -100))
+    assert result.tolist() == [0, 0]
+    assert all(w.isfinite().all() for w in run.model.parameters())
+    assert run.update(run.model, x, y)[0] > 5
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):

@@ -227,7 +227,7 @@ def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
 MISTAKES = {
     "--resume --steps=9 --seed=1": "leave out --seed, --steps",
     "--device=cuda": "--device cuda:0: the number of GPUs here is 0",
-    "--data=nowhere": "exists; there is shakespeare_char, stdlib",
+    "--data=nowhere": "does not exist; there is stdlib and shakespeare_char, and data/text",
     "--n_head=3": "n_embd 16 is not a multiple of n_head 3",
     "--bias": "--bias: Llama has no biases, leave it out or take --arch gpt2",
     "--context_length=1000000": "training tokens are too few for windows of 1000000",

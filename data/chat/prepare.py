@@ -1,0 +1,76 @@
+"""
+A corpus of dialogues for a chat model that exists: in its own chat template, with a loss on the
+assistant's tokens alone. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]}.
+
+    python data/chat/prepare.py data/chat/dialogues.jsonl --val data/chat/held_out.jsonl --init DIR
+    python train.py --init DIR --data chat
+
+An answer is what the template puts behind the prompt that serve.py would make of the messages
+before, up to the token that ends the turn. Dialogues are
+packed: they stand one behind another, windows of training cut across them, and attention sees the
+dialogues before in the same window.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/../.."
+
+from common import MALFORMED
+from server.text import Chat, Messages, load_chat
+from tokenizer import TokenizerError, load_tokenizer
+from training.corpus import run_recipe
+
+
+def encode(chat: Chat, messages: Messages) -> list[int]:
+    """
+    The tokens of a dialogue, ~id for those that are not the assistant's. Raises TokenizerError
+    where the template does not show which are.
+    """
+    ids = chat.encode(messages)
+    tokens = [~token for token in ids]
+    control = chat.tokenizer.names
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt = chat.encode(messages[:i], add_generation_prompt=True)
+            turn = chat.encode(messages[: i + 1])
+            start = len(prompt)
+            answer = turn[start:]
+            if prompt + answer + ids[len(turn) :] != ids:
+                raise TokenizerError(
+                    "the chat template cannot mark the assistant's answers, as it does not write "
+                    "one behind its generation prompt and leave it there"
+                )
+            # a model never says what is behind the token that ends the turn, mostly a newline
+            while control.keys() & answer and answer[-1] not in control:
+                answer.pop()
+            tokens[start : start + len(answer)] = answer
+    if max(tokens) < 0:
+        raise TokenizerError("the assistant says nothing")
+    return tokens
+
+
+def read(path: Path, init: str | None) -> list[list[int]]:
+    """
+    The tokens of each dialogue of a file, in the chat template of the checkpoint `init`. Raises
+    ValueError with the number of a line that is none, and OSError.
+    """
+    chat = init and load_chat(init, load_tokenizer(init))
+    if not chat:
+        raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
+    dialogues = []
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            dialogues.append(encode(chat, json.loads(line)["messages"]))
+        except MALFORMED as error:
+            raise ValueError(
+                f"{path}, line {number}: {type(error).__name__}: {error}; wanted is a line of JSON "
+                'like {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}]}'
+            ) from None
+    return dialogues
+
+
+if __name__ == "__main__":
+    run_recipe(read, Path(__file__).parent)

@@ -1,0 +1,326 @@
+"""
+Corpora of one's own files: data/text/prepare.py and data/chat/prepare.py. Which tokens have a loss
+is what transformers says, or what is spelled out by hand; a file that will not do is named.
+"""
+
+import json
+import os
+import re
+import resource
+import runpy
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+from test_data import ALONE, documents
+from tokenizer_kinds import save
+from transformers import AutoTokenizer
+
+from training.corpus import (
+    Corpus,
+    bpe_tokenizer,
+    char_tokenizer,
+    load_corpus,
+    run_recipe,
+    train_bpe,
+)
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = {name: ROOT / "data" / name / "prepare.py" for name in ("text", "chat")}
+RECIPES = {name: runpy.run_path(str(path)) for name, path in COMMANDS.items()}
+CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+
+
+def prepare(name: str, source: Path, out: Path, *flags: str) -> Corpus:
+    """What train.py finds in `out` after the command."""
+    argv = [str(source), f"--out={out}", *flags]
+    run_recipe(RECIPES[name]["read"], out, argv)
+    return load_corpus(str(out), ALONE)
+
+
+def turns(*contents: str) -> list[dict]:
+    """A dialogue that a user begins."""
+    roles = ["user", "assistant"] * len(contents)
+    pairs = zip(roles, contents, strict=False)
+    return [{"role": role, "content": content} for role, content in pairs]
+
+
+def write_lines(path: Path, *dialogues: list[dict]) -> Path:
+    lines = [json.dumps({"messages": messages}) for messages in dialogues]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """A tokenizer of bytes, <|im_start|> is 257 and <|im_end|> 258, with a chat template."""
+    folder = tmp_path / "checkpoint"
+    tokenizer = bpe_tokenizer([])
+    tokenizer.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(CHATML)
+    return folder
+
+
+# --------------------------------------------------------------------------------------------------
+# Texts
+
+
+@pytest.fixture
+def notes(tmp_path) -> Path:
+    """21 files, one of them in a folder, and two that do not count: one hidden, one empty."""
+    folder = tmp_path / "notes"
+    (folder / "inner").mkdir(parents=True)
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_bytes(b"note %d\r\n" % i)
+    (folder / "inner" / "grüße.md").write_text("<|endoftext|> is text")
+    (folder / ".hidden").write_bytes(b"\xff")
+    (folder / "empty").touch()
+    return folder
+
+
+def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
+    """Line ends stay, what looks like a control token is text, and train.py takes the folder."""
+    out = tmp_path / "out"
+    corpus = prepare("text", notes, out)
+    contents = [b"note %d\r\n" % i for i in range(20)] + [b"<|endoftext|> is text"]
+    assert documents(out, "val") == contents[::10]
+    assert documents(out, "train") == contents[1:10] + contents[11:20]
+    assert corpus.tokenizer.vocab_size > 257
+    assert corpus.train.dtype == "uint16"
+
+
+def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_path):
+    path = tmp_path / "book.txt"
+    sides = "to be or not to be " * 9, "quixotic" * 19
+    path.write_text("".join(sides)[:190])
+    tokenizer = prepare("text", path, tmp_path).tokenizer
+    assert documents(tmp_path, "train") == [sides[0].encode()]
+    assert documents(tmp_path, "val") == [sides[1][:19].encode()]
+    assert len(tokenizer.encode(" not")) == 1
+    assert len(tokenizer.encode("quixotic")) == 8
+
+
+TOKENIZERS = [train_bpe(["note note"], 300), char_tokenizer("\n note0")]
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_the_tokenizer_is_that_of_init(tokenizer, tmp_path):
+    """A tokenizer of characters has no end-of-text token to close a document with."""
+    tokenizer.save(tmp_path / "init")
+    path = tmp_path / "a.txt"
+    path.write_text("note 0\n" * 10)
+    corpus = prepare("text", path, tmp_path, f"--init={tmp_path / 'init'}")
+    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id else []
+    assert corpus.train.tolist() == tokenizer.encode("note 0\n" * 9) + ends
+    assert corpus.val.tolist() == tokenizer.encode("note 0\n") + ends
+
+
+# what is in a file, None where there is none -> the message
+BAD_TEXTS = {
+    None: "No such file .*a.txt",
+    b"gr\xfc\xdfe": r"a\.txt is not UTF-8 \(.*0xfc in position 2.*\): convert",
+    b"": "out: 0 tokens to train on and 0 to hold out are too few: add texts",
+    b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
+}
+
+
+@pytest.mark.parametrize("content", BAD_TEXTS)
+def test_texts_that_will_not_do_are_named_and_nothing_is_written(content, tmp_path):
+    path = tmp_path / "a.txt"
+    if content is not None:
+        path.write_bytes(content)
+    char_tokenizer("abc").save(tmp_path / "init")
+    with pytest.raises(SystemExit, match=BAD_TEXTS[content]):
+        prepare("text", path, tmp_path / "out", f"--init={tmp_path / 'init'}")
+    assert not (tmp_path / "out").exists()
+
+
+# --------------------------------------------------------------------------------------------------
+# Dialogues
+
+# with the tags that tell transformers which words are the assistant's
+TAGGED = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{ m.content + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
+DIALOGUES = [
+    turns("Hello, wörld 😀!", "Hi <b>there</b>, 語 12 ", "def f():\n    pass\n", "1\n\n2"),
+    [{"role": "system", "content": "Be brief."}, *turns("2 + 2?", "4")],
+    turns("And you?", ""),
+]
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "gemma", "mistral", "llama2"])
+def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path):
+    """
+    Neither a user's word nor the newline behind an answer. (Of an answer that begins with a blank
+    transformers misses that, where the tokenizer's offsets leave it out.)
+    """
+    config = tmp_path / "tokenizer_config.json"
+    save(kind, tmp_path)
+    names = {"additional_special_tokens": ["<|im_start|>", "<|im_end|>"], "chat_template": TAGGED}
+    config.write_text(json.dumps(json.loads(config.read_text()) | names))
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    expected = []
+    for dialogue in DIALOGUES:
+        answer = reference.apply_chat_template(
+            dialogue, return_assistant_tokens_mask=True, return_dict=True
+        )
+        pairs = zip(answer["input_ids"], answer["assistant_masks"], strict=True)
+        expected.append([token if mask else ~token for token, mask in pairs])
+    lines = write_lines(tmp_path / "a.jsonl", *DIALOGUES)
+    corpus = prepare("chat", lines, tmp_path, f"--init={tmp_path}", f"--val={lines}")
+    assert corpus.train.tolist() == [*chain(*expected)]
+    assert corpus.val.tolist() == corpus.train.tolist()
+
+
+def unscored(*tokens: int) -> list[int]:
+    return [~token for token in tokens]
+
+
+# without an end-of-turn token, all that the template puts behind the prompt
+PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
+START, END = 257, 258
+ASKED = unscored(START, *b"user\nhi", END, *b"\n", START, *b"assistant\n")
+AGAIN = unscored(*b"\n", START, *b"user\n<|im_end|>", END, *b"\n", START, *b"assistant\n")
+HANDMADE = {
+    CHATML: [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")],
+    PLAIN: [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+}
+
+
+@pytest.mark.parametrize("template", HANDMADE)
+def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
+    """What a user writes like a control token stays text, as serve.py has it."""
+    (checkpoint / "chat_template.jinja").write_text(template)
+    lines = write_lines(tmp_path / "a.jsonl", turns("hi", " yes", "<|im_end|>", "no"))
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", f"--val={lines}")
+    assert corpus.train.tolist() == HANDMADE[template]
+
+
+def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
+    dialogues = [turns("?", f"{i}!") for i in range(21)]
+    lines = write_lines(tmp_path / "a.jsonl", *dialogues)
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}")
+
+    def answers(tokens) -> list[str]:
+        text = corpus.tokenizer.decode(tokens[tokens >= 0])
+        return text.split("!")[:-1]
+
+    assert answers(corpus.val) == ["0", "10", "20"]
+    assert answers(corpus.train) == [str(i) for i in range(21) if i % 10]
+
+
+# as Qwen3's: an answer is written otherwise once another message stands behind it
+REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.role == 'assistant' %}
+{{- '<think></think>' }}{% endif %}{{ m.content }}{% endfor %}
+{%- if add_generation_prompt %}assistant:{% endif %}"""
+TEMPLATES = {"chatml": CHATML, "rewrites": REWRITES, "first": "{{ messages[0].content }}"}
+TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
+SAY_A = '{"role": "user", "content": "a"}'
+SAY_B = '{"role": "assistant", "content": "b"}'
+# the template, the line that stands behind a good one, the message
+BAD_LINES = """
+chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
+chatml   |                                    | JSONDecodeError
+chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
+chatml   | ["messages"]                       | TypeError
+chatml   | {"conversation": []}               | KeyError: 'messages'
+chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
+chatml   | {"messages": [{"role": "user"}]}   | template refuses
+chatml   | {"messages": [A]}                  | the assistant says nothing
+rewrites | {"messages": [A, B, A, B]}         | cannot mark the assistant's answers
+first    | {"messages": [A, B]}               | line 1: TokenizerError: the assistant says nothing
+fails    | {"messages": [A, B]}               | line 1: TokenizerError: no
+"""
+
+
+@pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
+def test_a_line_that_will_not_do_is_named(row, checkpoint, tmp_path):
+    template, line, message = re.split(r" +\| ", row, maxsplit=2)
+    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[template])
+    path = write_lines(tmp_path / "a.jsonl", turns("a", "b"))
+    line = line.replace("A", SAY_A).replace("B", SAY_B)
+    with open(path, "ab") as file:
+        file.write(f"\n{line}\n".encode("latin-1"))  # whose ü is not UTF-8
+    with pytest.raises(SystemExit, match=message) as error:
+        prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
+    assert str(error.value).startswith(f"{path}, line ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
+    path = tmp_path / "a.jsonl"
+
+    def refused(message: str):
+        with pytest.raises(SystemExit, match=message):
+            prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
+        assert not (tmp_path / "out").exists()
+
+    refused("No such file.*a.jsonl")
+    path.touch()
+    refused("0 tokens to train on and 0 to hold out")
+    (checkpoint / "chat_template.jinja").unlink()
+    refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
+    (checkpoint / "tokenizer.json").unlink()
+    refused("tokenizer.json is missing")
+
+
+# --------------------------------------------------------------------------------------------------
+# Both
+
+
+def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, tmp_path):
+    """`import common` failed where the repo's root was not the current folder."""
+    sources = {"text": tmp_path / "a.txt", "chat": write_lines(tmp_path / "b", *DIALOGUES[:2])}
+    sources["text"].write_text("note " * 20)
+    for name, path in COMMANDS.items():
+        command = [sys.executable, path, sources[name], f"--init={checkpoint}", f"--out={name}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.stderr == ""
+        assert f"{name}: " in done.stdout
+        assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
+        if not (path.parent / "meta.json").exists():
+            with pytest.raises(SystemExit, match=f"data/{name}/prepare.py .*of your files"):
+                load_corpus(name, ALONE)
+
+
+@pytest.mark.parametrize("room", [100, 20_000])
+def test_a_full_disk_is_said_and_leaves_no_corpus(room, checkpoint, tmp_path):
+    """No file may be larger: neither the tokenizer's, nor that of the tokens."""
+    path = tmp_path / "a.txt"
+    path.write_text("note " * 10_000)
+    out = tmp_path / "out"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"out cannot be written .*: make room or choose"):
+            prepare("text", path, out, f"--init={checkpoint}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    files = os.listdir(out)
+    written = ["tokenizer.json", "tokenizer_config.json"] if room > 10_000 else []
+    assert sorted(files) == written
+
+
+@pytest.mark.parametrize(("name", "count"), [("dialogues", 200), ("held_out", 40)])
+def test_our_dialogues_have_one_style(name, count):
+    """A sentence that answers, an example and a closing line: a small model can learn that."""
+    path = COMMANDS["chat"].with_name(f"{name}.jsonl")
+    dialogues = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    assert len({dialogue[0]["content"] for dialogue in dialogues}) == count
+    style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^.!?]+)\.")
+    for dialogue in dialogues:
+        contents = [message["content"] for message in dialogue]
+        assert dialogue == turns(*contents)
+        for answer in contents[1::2]:
+            closing = style.fullmatch(answer)
+            assert closing, answer
+            assert len(closing[1].split()) <= 8
+            assert 30 <= len(answer.split()) <= 70
+    assert {len(dialogue) for dialogue in dialogues} <= {2, 4, 6}
