@@ -5,15 +5,26 @@ The arithmetic of a training step that torch has slower: the operators of the mo
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), torch.float32, lr=0.02, momentum=0.95).step()
 
-The operators know the models that train.py makes: no windows, no soft caps, one KV head a query
-head. Letters as in model.py; N = B T rows.
+Letters as in model.py; N = B T rows.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear
+from model import (
+    TORCH,
+    Attention,
+    Block,
+    Ops,
+    RMSNorm,
+    WholeTexts,
+    add_norm,
+    attend,
+    linear,
+    may_see,
+    soft_cap,
+)
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -34,22 +45,31 @@ def training_ops(device: torch.device | str) -> Ops:
 
 
 def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
-    """torch's flash attention, causal: q, k and v (B, T, H, D) -> as q."""
-    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D)
+    """
+    torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> as q. It has no soft cap:
+    Gemma 2's scores are the reference's.
+    """
+    if attn.softcap:
+        return attend(q, kv, attn, batch)
+    seen = None  # causal, without a mask
+    if 0 < attn.window < q.shape[1]:
+        seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D), k and v (B, Hk, T, D)
     mixed = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=batch.dropout, scale=attn.scale
+        q, k, v, seen, batch.dropout, is_causal=seen is None, scale=attn.scale, enable_gqa=True
     )
     return mixed.transpose(1, 2)
 
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    As `fused_attention`; in bfloat16, for windows that are not long, by two batched matrix
-    products. Forward and backward then take half the time of flash attention (26 against 59 ms at
-    B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    As `fused_attention`; in bfloat16, for texts that are not long, by two batched matrix products
+    where the model is one that train.py makes. Forward and backward then take half the time of
+    flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
-    if q.dtype != torch.bfloat16 or T > SHORT:
+    is_plain = attn.Hk == H and not (attn.window or attn.softcap)
+    if q.dtype != torch.bfloat16 or T > SHORT or not is_plain:
         return fused_attention(q, kv, attn, batch)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *kv))  # (B H, T, D)
     future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
@@ -68,7 +88,7 @@ def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> Te
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    return ChunkedHeadLoss.apply(x.flatten(0, 1), layer.weight, targets.flatten(), dtype)
+    return ChunkedHeadLoss.apply(x.flatten(0, 1), layer.weight, targets.flatten(), dtype, softcap)
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -80,10 +100,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, head, targets, dtype):
+    def forward(ctx, x, head, targets, dtype, softcap):
         """
         x (N, C), head (V, C), targets (N,) with -100 where there is none; matrix products in
-        `dtype`.
+        `dtype`; softcap as in `model.attention`.
         """
         w = head.to(dtype)
         count = (targets >= 0).sum()
@@ -99,6 +119,9 @@ class ChunkedHeadLoss(torch.autograd.Function):
             # one buffer (rows, V) is in turn logits, exponentials and gradient: each pass finds it
             # in the cache
             scores = (x_rows @ w.T).float()
+            if softcap:
+                scores = soft_cap(scores, softcap)
+                slope = 1 - (scores / softcap).square()  # 1 - tanh^2
             scores -= scores.amax(-1, keepdim=True)
             target_scores = scores.gather(1, t)
             scores.exp_()
@@ -108,6 +131,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 scores *= is_scored / norm
                 scores.scatter_add_(1, t, -is_scored.float())
+                if softcap:
+                    scores *= slope
                 grad = scores.to(dtype)
                 dx[rows] = grad @ w
                 dw += grad.T @ x_rows
@@ -118,7 +143,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw, count = ctx.saved_tensors
         scale = grad / count
-        return dx * scale, dw * scale, None, None
+        return dx * scale, dw * scale, None, None, None
 
 
 # --------------------------------------------------------------------------------------------------

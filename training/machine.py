@@ -22,8 +22,9 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from checkpoint import memory_of
 from common import plural
-from model import TORCH, Ops
+from model import GPT, TORCH, Ops
 from training.fast import training_ops
 
 
@@ -132,6 +133,26 @@ def read(path: str) -> str:
         return ""
 
 
+def check_memory(process: Process, model: GPT) -> GPT:
+    """
+    Print what memory the training of a model, which may have no weights yet, takes; returns the
+    model. Raises ValueError where there is less.
+    """
+    count = sum(p.numel() for p in model.parameters())
+    # float32: weights, gradients, and AdamW's means of gradients and of their squares
+    needed = 16 * count / 2**30
+    free = memory_of(process.device)[0] / 2**30
+    text = f"{count / 1e6:.2f}M weights take {needed:.2f} GiB to train, 16 bytes each, and their "
+    text += f"activations more; {process.device} has {free:.2f} GiB free"
+    if needed > free:
+        raise ValueError(
+            f"{text}: end other programs, begin from a smaller model, or train adapters with peft "
+            "and serve its merged model"
+        )
+    process.print(f"memory: {text}")
+    return model
+
+
 def init_process(args: Namespace) -> Process:
     """
     Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
@@ -204,7 +225,7 @@ class Clock:
         """Print a warning if fewer than LEAST_STEPS fit into a new run: those done, and `more`."""
         args = self.run.args
         fitting = self.run.step + more
-        if fitting < LEAST_STEPS and not (args.steps or args.resume):
+        if fitting < LEAST_STEPS and not (args.steps or args.resume or args.init):
             self.run.process.print(
                 f"warning: only about {fitting:.0f} steps fit into {args.minutes:g} minutes, and "
                 f"in fewer than {LEAST_STEPS} a model learns little: raise --minutes"
