@@ -11,11 +11,11 @@ train.py made opens in transformers and vLLM. Nothing that could run code is unp
 
 import os
 import re
-import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 
 import torch
 import torch.nn as nn
@@ -66,7 +66,10 @@ def save_checkpoint(model: GPT, directory: str | Path):
     neither a GPT-2 nor a Llama.
     """
     directory = Path(directory)
-    saved = model.config_json or hub_config(model.config, model.wte.weight.dtype)
+    saved = model.config_json or hub_config(model.config)
+    saved.pop("torch_dtype", None)  # an older name of dtype
+    saved["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
+    saved["tie_word_embeddings"] = model.config.tied  # which the file's head decides
     directory.mkdir(parents=True, exist_ok=True)
     weights = hub_weights(model, FAMILIES[saved["model_type"]])
     save = partial(save_file, weights, metadata={"format": "pt"})
@@ -118,7 +121,7 @@ def companions(directory: str | Path) -> list[Path]:
 
 def copy_companions(source: str | Path, directory: Path):
     for path in companions(source):
-        write_atomically(directory / path.name, partial(shutil.copyfile, path))
+        write_atomically(directory / path.name, partial(copyfile, path))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -219,10 +222,8 @@ def load_checkpoint(
         give(module, kind, weight)
     if model.lm_head.weight.is_meta:  # tied, and the same weights
         give(model.lm_head, "weight", model.wte.weight)
-    if "text_config" not in config_json:  # a model of several parts is not saved
-        config_json.pop("torch_dtype", None)  # an older name of dtype
-        name = str(dtype).removeprefix("torch.")
-        model.config_json = config_json | {"dtype": name, "tie_word_embeddings": config.tied}
+    if "text_config" not in config_json:  # the parts of a larger model are not saved
+        model.config_json = config_json
     return model.to(device).eval()
 
 

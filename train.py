@@ -159,8 +159,7 @@ def add_recipe_flags(group):
     flag("--steps", "optimizer steps; default: as many as there is time for", kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
-    about = "peak learning rate of AdamW, which trains embeddings and norms, with --init all"
-    flag("--vector_lr", about, 4e-3)
+    flag("--vector_lr", "peak learning rate of AdamW: embeddings and norms, with --init all", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
     about = "of AdamW: the share of its mean squared gradient that a step keeps"
     flag("--beta2", about, 0.95, share)
@@ -471,7 +470,8 @@ def open_out(args: Namespace) -> dict | None:
                 f"nothing to resume, {path} cannot be read ({error}): name the run with --out, or "
                 "start anew: without --resume, with --overwrite where there is a model"
             )
-    if (out / "config.json").exists() and (args.out == args.init or not args.overwrite):
+    is_base = args.init and Path(args.init).resolve() == out.resolve()
+    if (out / "config.json").exists() and (is_base or not args.overwrite):
         sys.exit(
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"

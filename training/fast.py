@@ -5,26 +5,14 @@ The arithmetic of a training step that torch has slower: the operators of the mo
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), torch.float32, lr=0.02, momentum=0.95).step()
 
-Letters as in model.py; N = B T rows.
+They take the models of all families. Letters as in model.py; N = B T rows.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import (
-    TORCH,
-    Attention,
-    Block,
-    Ops,
-    RMSNorm,
-    WholeTexts,
-    add_norm,
-    attend,
-    linear,
-    may_see,
-    soft_cap,
-)
+from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear, may_see
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -50,7 +38,7 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     Gemma 2's scores are the reference's.
     """
     if attn.softcap:
-        return attend(q, kv, attn, batch)
+        return TORCH.attend(q, kv, attn, batch)
     seen = None  # causal, without a mask
     if 0 < attn.window < q.shape[1]:
         seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
@@ -83,12 +71,14 @@ def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> Tensor:
     """
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
-    is none.
+    is none. A capped loss (Gemma 2) is the reference's.
     """
+    if softcap:
+        return TORCH.loss(x, layer, targets, softcap)
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
-    return ChunkedHeadLoss.apply(x.flatten(0, 1), layer.weight, targets.flatten(), dtype, softcap)
+    return ChunkedHeadLoss.apply(x.flatten(0, 1), layer.weight, targets.flatten(), dtype)
 
 
 class ChunkedHeadLoss(torch.autograd.Function):
@@ -100,10 +90,10 @@ class ChunkedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, head, targets, dtype, softcap):
+    def forward(ctx, x, head, targets, dtype):
         """
         x (N, C), head (V, C), targets (N,) with -100 where there is none; matrix products in
-        `dtype`; softcap as in `model.attention`.
+        `dtype`.
         """
         w = head.to(dtype)
         count = (targets >= 0).sum()
@@ -119,9 +109,6 @@ class ChunkedHeadLoss(torch.autograd.Function):
             # one buffer (rows, V) is in turn logits, exponentials and gradient: each pass finds it
             # in the cache
             scores = (x_rows @ w.T).float()
-            if softcap:
-                scores = soft_cap(scores, softcap)
-                slope = 1 - (scores / softcap).square()  # 1 - tanh^2
             scores -= scores.amax(-1, keepdim=True)
             target_scores = scores.gather(1, t)
             scores.exp_()
@@ -131,8 +118,6 @@ class ChunkedHeadLoss(torch.autograd.Function):
             if any(ctx.needs_input_grad):
                 scores *= is_scored / norm
                 scores.scatter_add_(1, t, -is_scored.float())
-                if softcap:
-                    scores *= slope
                 grad = scores.to(dtype)
                 dx[rows] = grad @ w
                 dw += grad.T @ x_rows
@@ -143,7 +128,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         dx, dw, count = ctx.saved_tensors
         scale = grad / count
-        return dx * scale, dw * scale, None, None, None
+        return dx * scale, dw * scale, None, None
 
 
 # --------------------------------------------------------------------------------------------------

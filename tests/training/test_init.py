@@ -3,30 +3,31 @@ train.py --init: a model of each family is trained further by the same forward t
 opens as that family in transformers again.
 """
 
-import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, TINY, read_log, same, stop_after
+from runs import ROOT, read_log, same, stop_after
 from test_crashes import Disk, lay_out
 
-import checkpoint
 import train
-from checkpoint import CheckpointError, hub_parts, load_checkpoint
-from families import FAMILIES, family_named
+from checkpoint import PREFIX, hub_parts, load_checkpoint
+from common import read_json, write_json
+from families import family_named
 from tokenizer import load_tokenizer
 from training import machine
 from training.corpus import bpe_tokenizer, write_corpus
 from training.fast import training_ops
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
-RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu --eval_every=5
-    --eval_tokens=64 --vector_lr=0.01"""
-CHAT = "{{ messages[0].content }}"
+RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
+    --eval_every=5 --eval_tokens=64 --vector_lr=0.01"""
+COMPANIONS = {"chat_template.jinja": "{{ messages[0].content }}", "merges.txt": "#version"}
 
 
 def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes):
@@ -36,32 +37,228 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
     hf_model.to(dtype).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(corpus / name, folder)
-    (folder / "chat_template.jinja").write_text(CHAT)
-    (folder / "README.md").write_text("no companion")
+    for name, text in COMPANIONS.items():
+        (folder / name).write_text(text)
+    return hf_model
 
 
 def flags_of(base: Path, corpus: Path, out: Path, *more: str) -> list[str]:
     return [*RECIPE.split(), f"--init={base}", f"--data={corpus}", f"--out={out}", *more]
 
 
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_a_model_opens_as_its_family_again(family, corpus, out, tmp_path):
+KINDS = [(family, torch.bfloat16) for family in tiny_models.FAMILIES]
+KINDS += [("llama", torch.float32), ("gemma3", torch.float16)]
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS)
+def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
     """Not as a Llama, nor without Gemma's offset of norms or the head that it had."""
     base = tmp_path / "base"
-    make(family, base, corpus)
+    make(family, base, corpus, dtype)
     train.main(flags_of(base, corpus, out, "--steps=3"))
     open_saved = transformers.AutoModelForCausalLM.from_pretrained
     hf_model, info = open_saved(out, output_loading_info=True, attn_implementation="eager")
     assert not any(info.values())
-    before = open_saved(base)
+    before = open_saved(base, dtype=torch.float32)
     assert type(hf_model) is type(before)
-    fields = before.config.to_dict()
-    assert hf_model.config.to_dict() == fields
-    moved = [not torch.equal(a, b) for a, b in zip(hf_model.parameters(), before.parameters())]
-    assert all(moved)
+    for old, new in zip(before.parameters(), hf_model.parameters(), strict=True):
+        assert new.dtype == torch.float32  # as it is trained
+        assert 0 < (old - new).abs().max() < 0.1  # three steps of 0.01
+    saved = read_json(base / "config.json") | {"dtype": "float32"}
+    assert read_json(out / "config.json") == saved
     tokens = torch.randint(1, 300, (2, 50))
-    ours = load_checkpoint(out)
     with torch.no_grad():
-        logits, _ = ours(tokens)
+        logits, _ = load_checkpoint(out)(tokens)
         expected = hf_model.eval()(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family, device, corpus, tmp_path):
+    """
+    In texts longer than the windows, with the operators that train on each device. Without a soft
+    cap's slope or a window the loss still fell.
+    """
+    hf_model = make(family, tmp_path, corpus)
+    model = load_checkpoint(tmp_path)
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 300, (3, 51))
+    _, loss = model(tokens[:, :-1], tokens[:, 1:], training_ops(device))
+    loss.backward()
+    expected = hf_model(tokens, labels=tokens).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
+    named = {PREFIX.sub("", name): p.grad for name, p in hf_model.named_parameters()}
+    family = family_named(model.config_json)
+    for name, p in model.named_parameters():
+        for hub_name, part in hub_parts(model.config, name, p.grad, family).items():
+            grad = named.pop(hub_name)
+            assert (part - grad).norm() <= 1e-5 * grad.norm(), hub_name
+    assert not named
+
+
+# --------------------------------------------------------------------------------------------------
+# What is left behind, and resumed
+
+
+@pytest.fixture
+def base(corpus, tmp_path) -> Path:
+    """A small model with a window in one layer of two, and its own head."""
+    folder = tmp_path / "base"
+    make("qwen3-windows", folder, corpus, **tiny_models.two_layers("qwen3-windows", 9))
+    return folder
+
+
+def test_a_resumed_run_does_without_the_model_it_began_from(
+    base, corpus, out, tmp_path, monkeypatch
+):
+    """To the losses and weights of a run that was not stopped, dropout included."""
+    whole = tmp_path / "whole"
+    more = ("--steps=6", "--dropout=0.1", "--eval_every=100")
+    train.main(flags_of(base, corpus, whole, *more))
+    stop_after(monkeypatch, [2, 4])
+    train.main(flags_of(base, corpus, out, *more))
+    companions = {path.name: path.read_bytes() for path in base.glob("*.*")}
+    shutil.rmtree(base)
+    moved = out.rename(tmp_path / "moved")
+    for _ in range(2):
+        train.main(["--resume", f"--out={moved}"])
+    assert read_log(moved) == read_log(whole)
+    assert same(load_checkpoint(moved).state_dict(), load_checkpoint(whole).state_dict())
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS):
+        assert (moved / name).read_bytes() == companions[name]
+
+
+def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypatch):
+    """Each moment is the model that training began with or a later one, and can be resumed."""
+    out.mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(out, patch)
+        train.main(flags_of(base, corpus, out, "--steps=2", "--eval_every=1"))
+    first = load_checkpoint(base).state_dict()
+    shutil.rmtree(base)
+    last = load_checkpoint(out).state_dict()
+    verdicts = []
+    for i, files in enumerate(disk.moments):
+        folder = lay_out(files, tmp_path / str(i))
+        verdict = "nothing"
+        if "config.json" in files:
+            served = load_checkpoint(folder).state_dict()
+            verdict = "first" if same(served, first) else "last" if same(served, last) else "middle"
+        if "train_state.pt" in files:
+            train.main(["--resume", f"--out={folder}"])
+            assert same(load_checkpoint(folder).state_dict(), last)
+            assert read_log(folder) == read_log(out)
+            verdict += ", resumed"
+        if verdict not in verdicts[-1:]:
+            verdicts.append(verdict)
+    assert verdicts == [
+        "nothing",
+        "first",
+        "first, resumed",
+        "middle, resumed",
+        "last, resumed",
+    ]
+
+
+def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
+    """A generation_config.json of a larger vocabulary made it unreadable."""
+    train.main(flags_of(base, corpus, out, "--steps=1"))
+    write_json(out / "generation_config.json", {"eos_token_id": 310})
+    train.main([*tiny, "--steps=1", "--overwrite"])
+    assert load_checkpoint(out).config.eos_token_ids == (299,)
+    assert not (out / "chat_template.jinja").exists()
+
+
+def test_two_processes_train_as_one(base, corpus, out, tmp_path):
+    """All begin with the same weights, also those that DDP would take from the first."""
+    one = tmp_path / "one"
+    train.main(flags_of(base, corpus, one, "--steps=3"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [str(ROOT / "train.py"), *flags_of(base, corpus, out, "--steps=3")]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    for alone, together in zip(read_log(one), read_log(out), strict=True):
+        assert together == pytest.approx(alone, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_compiled_step_is_one_graph(family, corpus, tmp_path, monkeypatch):
+    """Caps, windows and shared KV heads, in the operators of a GPU: Python between would wait."""
+    make(family, tmp_path, corpus)
+    model = load_checkpoint(tmp_path)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    tokens = torch.randint(1, 300, (2, 51))
+    batch = (tokens[:, :-1], tokens[:, 1:], training_ops("cuda"))
+    _, expected = model(*batch)
+    _, loss = compiled(*batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models and flags that cannot be
+
+
+MISTAKES = {
+    "--n_layer=3 --arch=gpt2 --no-bias": "the whole model: leave out --arch, --bias, --n_layer",
+    "--preset=gpt2-124M": "the whole model: leave out --preset",
+    "--context_length=2305": "--context_length is larger than the model's own, 2304",
+    "--init=nowhere": "no model in nowhere: config.json is missing",
+    "--resume": "leave out --batch_size, --context_length",
+    "--out=BASE/../base --overwrite": "holds a model",
+}
+
+
+@pytest.mark.parametrize("flags", MISTAKES)
+def test_mistakes_get_a_message(flags, base, corpus, out, capsys):
+    """The last one deleted the model to begin from, and its tokenizer with it."""
+    argv = flags_of(base, corpus, out, *flags.replace("BASE", str(base)).split())
+    with pytest.raises(SystemExit) as error:
+        train.main(argv)
+    assert MISTAKES[flags] in str(error.value) + capsys.readouterr().err
+    assert load_checkpoint(base)
+
+
+def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
+    for length, window in ((300, 300), (600, 512)):
+        config = read_json(base / "config.json")
+        write_json(base / "config.json", config | {"max_position_embeddings": length})
+        args = train.parse_args([f"--init={base}"])
+        assert (args.context_length, args.short_context) == (window, window)
+        assert args.out == "out/finetuned"
+
+
+def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
+    """Of another tokenizer with as many tokens; or of images, for which the model has no rows."""
+    tokenizer = bpe_tokenizer([("a", "b"), ("b", "c")])
+    write_corpus(tmp_path / "other", tokenizer, [1] * 99, [2])
+    same_tokenizer = load_tokenizer(corpus)
+    write_corpus(tmp_path / "images", same_tokenizer, [1] * 99, [320])
+    for name in ("other", "images"):
+        message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
+        with pytest.raises(SystemExit, match=message):
+            train.main(flags_of(base, tmp_path / name, out))
+    assert not (out / "config.json").exists()
+
+
+def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
+    base, corpus, out, monkeypatch, capsys
+):
+    """16 bytes a weight: what is refused with one byte less fits."""
+    count = sum(p.numel() for p in load_checkpoint(base).parameters())
+    free = 16 * count - 1
+    monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
+    needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
+    with pytest.raises(SystemExit, match=f"{needed}.* {free / 2**30:.2f} GiB free: end other"):
+        train.main(flags_of(base, corpus, out, "--steps=1"))
+    free += 1
+    train.main(flags_of(base, corpus, out, "--steps=1"))
+    assert f"memory: {needed}" in capsys.readouterr().out
+
+
+def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
+    """Saved under its whole's configuration nothing would find its weights."""
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {"model_type": "larger", "text_config": config})
+    with pytest.raises(SystemExit, match="can be saved, a GPT-2 or a Llama"):
+        train.main(flags_of(base, corpus, out, "--steps=1"))
