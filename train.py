@@ -42,18 +42,19 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import companions, copy_companions, load_checkpoint, load_config, save_checkpoint
+from checkpoint import companions, copy_companions, load_config, save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
+from tokenizer import Tokenizer
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
 from training.fast import Muon, maps_of
 from training.machine import (
     Clock,
     Process,
-    check_memory,
     has_bfloat16,
     init_process,
+    load_to_train,
     pick_device,
 )
 from training.report import (
@@ -305,6 +306,15 @@ def evaluate(
 # The run
 
 
+def new_model(args: Namespace, tokenizer: Tokenizer) -> GPT:
+    eos = tokenizer.eos_token_id
+    ends = () if eos is None else (eos,)
+    config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
+    torch.manual_seed(args.seed)
+    # weights are drawn on the CPU, so that a seed means the same model on every device
+    return GPT(config)
+
+
 class Run:
     """Everything that is saved and resumed: weights, optimizers, step, settings, log."""
 
@@ -318,28 +328,15 @@ class Run:
                 f"{len(corpus.train)} training tokens are too few for windows of "
                 f"{args.context_length}: lower --context_length"
             )
-        self.model = self.begin_model().to(process.device).train()
+        if args.init:
+            model = load_to_train(args, corpus, process)
+        else:
+            model = new_model(args, corpus.tokenizer)
+        self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.log = []  # the lines of log.jsonl
-
-    def begin_model(self) -> GPT:
-        """The model that training begins with. Raises ValueError for an --init that cannot be."""
-        args = self.args
-        tokenizer = self.corpus.tokenizer
-        if args.init:
-            self.corpus.check_tokens(args.init, load_config(args.init).vocab_size)
-            check = None if args.resume else partial(check_memory, self.process)
-            model = load_checkpoint(args.init, convert=check)
-            model.config.dropout = args.dropout
-            return model
-        eos = tokenizer.eos_token_id
-        ends = () if eos is None else (eos,)
-        config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
-        torch.manual_seed(args.seed)
-        # weights are drawn on the CPU, so that a seed means the same model on every device
-        return GPT(config)
 
     def forward_module(self):
         """The model as training calls it: compiled, averaging gradients over processes."""

@@ -143,17 +143,6 @@ class Corpus:
     train: np.ndarray  # memory-mapped tokens
     val: np.ndarray  # held out
 
-    def check_tokens(self, directory: str, rows: int):
-        """Raises ValueError if the model in the directory, of so many rows, has other tokens."""
-        vocabulary = load_tokenizer(directory).backend.get_vocab()
-        largest = max(self.train.max(), self.val.max())
-        if vocabulary != self.tokenizer.backend.get_vocab() or largest >= rows:
-            raise ValueError(
-                f"the corpus has other tokens than the model in {directory}: make it with `python "
-                f"data/text/prepare.py FILES --init {directory} --out data/NAME`, and take --data "
-                "NAME"
-            )
-
     def bits_per_byte(self, nats: float, count: int) -> float:
         """
         The loss of the last `count` held-out tokens, `nats` together, by the bytes of their text.

@@ -1,8 +1,9 @@
 """
-The machine of a training run: the processes of torchrun, their devices, and the clock of a run
-whose length is set by --minutes.
+The machine of a training run: the processes of torchrun, their devices, whether their memory holds
+a model that exists, and the clock of a run whose length is set by --minutes.
 
     process = init_process(args)
+    model = load_to_train(args, corpus, process)
     clock = Clock(run, started)
     run.share = clock.share(step_seconds)       # after each few steps
 
@@ -22,9 +23,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from checkpoint import memory_of
+from checkpoint import load_checkpoint, memory_of
 from common import plural
 from model import GPT, TORCH, Ops
+from tokenizer import load_tokenizer
+from training.corpus import Corpus
 from training.fast import training_ops
 
 
@@ -133,26 +136,6 @@ def read(path: str) -> str:
         return ""
 
 
-def check_memory(process: Process, model: GPT) -> GPT:
-    """
-    Print what memory the training of a model, which may have no weights yet, takes; returns the
-    model. Raises ValueError where there is less.
-    """
-    count = sum(p.numel() for p in model.parameters())
-    # float32: weights, gradients, and AdamW's means of gradients and of their squares
-    needed = 16 * count / 2**30
-    free = memory_of(process.device)[0] / 2**30
-    text = f"{count / 1e6:.2f}M weights take {needed:.2f} GiB to train, 16 bytes each, and their "
-    text += f"activations more; {process.device} has {free:.2f} GiB free"
-    if needed > free:
-        raise ValueError(
-            f"{text}: end other programs, begin from a smaller model, or train adapters with peft "
-            "and serve its merged model"
-        )
-    process.print(f"memory: {text}")
-    return model
-
-
 def init_process(args: Namespace) -> Process:
     """
     Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
@@ -177,6 +160,51 @@ def init_process(args: Namespace) -> Process:
     dtype = getattr(torch, args.dtype)
     rank = int(os.environ.get("RANK", 0))
     return Process(device, dtype, compiled, rank, world, training_ops(device))
+
+
+# --------------------------------------------------------------------------------------------------
+# A model that exists
+
+
+def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
+    """
+    The model of --init in float32. Raises ValueError where the corpus has other tokens, and where
+    memory cannot hold its training.
+    """
+
+    def check(model: GPT) -> GPT:  # which has no weights yet
+        vocabulary = load_tokenizer(args.init).backend.get_vocab()
+        largest = max(corpus.train.max(), corpus.val.max())
+        if corpus.tokenizer.backend.get_vocab() != vocabulary or largest >= model.config.vocab_size:
+            raise ValueError(
+                f"--data {args.data} has other tokens than {args.init}: make it with `python "
+                f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
+            )
+        if not args.resume:  # else a part of what it takes is in memory
+            check_memory(model, process)
+        return model
+
+    model = load_checkpoint(args.init, convert=check)
+    model.config.dropout = args.dropout
+    return model.train()
+
+
+def check_memory(model: GPT, process: Process):
+    """Print what memory it takes to train a model. Raises ValueError where there is less."""
+    count = sum(p.numel() for p in model.parameters())
+    # float32: weights, gradients, and AdamW's means of gradients and of their squares
+    needed = 16 * count
+    free, _ = memory_of(process.device)
+    text = (
+        f"{count / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 bytes each, and "
+        f"activations more; {process.device} has {free / 2**30:.2f} GiB free"
+    )
+    if needed > free:
+        raise ValueError(
+            f"{text}: end other programs, begin from a smaller model, or train adapters with peft "
+            "and serve its merged model"
+        )
+    process.print(f"memory: {text}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,13 +6,15 @@ opens as that family in transformers again.
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny_models
 import torch
+import torch.nn.functional as F
 import transformers
-from runs import ROOT, read_log, same, stop_after
+from runs import ROOT, new_run, read_log, same, stop_after
 from test_crashes import Disk, lay_out
 
 import train
@@ -50,17 +52,28 @@ KINDS = [(family, torch.bfloat16) for family in tiny_models.FAMILIES]
 KINDS += [("llama", torch.float32), ("gemma3", torch.float16)]
 
 
+open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+
+
 @pytest.mark.parametrize(("family", "dtype"), KINDS)
 def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
-    """Not as a Llama, nor without Gemma's offset of norms or the head that it had."""
+    """
+    Not as a Llama, nor without Gemma's offset of norms or the head that it had. Its first loss is
+    transformers': GPT-2's config.json has dropout.
+    """
     base = tmp_path / "base"
     make(family, base, corpus, dtype)
-    train.main(flags_of(base, corpus, out, "--steps=3"))
-    open_saved = transformers.AutoModelForCausalLM.from_pretrained
-    hf_model, info = open_saved(out, output_loading_info=True, attn_implementation="eager")
+    flags = flags_of(base, corpus, out, "--steps=3")
+    train.main(flags)
+    hf_model, info = open_saved(out, output_loading_info=True)
     assert not any(info.values())
     before = open_saved(base, dtype=torch.float32)
     assert type(hf_model) is type(before)
+    x, y = new_run(flags, corpus).next_batch()
+    with torch.no_grad():
+        logits = before(x).logits
+        expected = F.cross_entropy(logits.flatten(0, 1), y.flatten())
+    assert read_log(out)[0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
     for old, new in zip(before.parameters(), hf_model.parameters(), strict=True):
         assert new.dtype == torch.float32  # as it is trained
         assert 0 < (old - new).abs().max() < 0.1  # three steps of 0.01
@@ -69,7 +82,7 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
     tokens = torch.randint(1, 300, (2, 50))
     with torch.no_grad():
         logits, _ = load_checkpoint(out)(tokens)
-        expected = hf_model.eval()(tokens).logits
+        expected = hf_model(tokens).logits
     assert (logits - expected).abs().max() < 1e-4
 
 
@@ -169,6 +182,16 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     train.main([*tiny, "--steps=1", "--overwrite"])
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not (out / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_path):
+    """It goes on where it stood, and is no other model."""
+    train.main([*tiny, f"--arch={arch}", "--steps=4"])
+    again = tmp_path / "again"
+    train.main(flags_of(out, corpus, again, "--steps=1", "--vector_lr=0"))
+    assert same(load_checkpoint(out).state_dict(), load_checkpoint(again).state_dict())
+    assert read_json(out / "config.json") == read_json(again / "config.json")
 
 
 def test_two_processes_train_as_one(base, corpus, out, tmp_path):
