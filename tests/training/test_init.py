@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-import torch.nn.functional as F
 import transformers
-from runs import ROOT, new_run, read_log, same, stop_after
+from runs import ROOT, read_log, same, stop_after
 from test_crashes import Disk, lay_out
 
 import train
@@ -23,7 +22,7 @@ from common import read_json, write_json
 from families import family_named
 from tokenizer import load_tokenizer
 from training import machine
-from training.corpus import bpe_tokenizer, write_corpus
+from training.corpus import batch_rows, bpe_tokenizer, read_corpus, write_corpus
 from training.fast import training_ops
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
@@ -44,12 +43,21 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
     return hf_model
 
 
-def flags_of(base: Path, corpus: Path, out: Path, *more: str) -> list[str]:
-    return [*RECIPE.split(), f"--init={base}", f"--data={corpus}", f"--out={out}", *more]
+def argv(base: Path, corpus: Path, out: Path, flags="--steps=1") -> list[str]:
+    places = f" --init={base} --data={corpus} --out={out} "
+    return (RECIPE + places + flags).split()
 
 
-KINDS = [(family, torch.bfloat16) for family in tiny_models.FAMILIES]
-KINDS += [("llama", torch.float32), ("gemma3", torch.float16)]
+def finetune(*run):
+    train.main(argv(*run))
+
+
+def weights(folder: Path) -> dict:
+    return load_checkpoint(folder).state_dict()
+
+
+KINDS = [(family, "bfloat16") for family in tiny_models.FAMILIES]
+KINDS += [("llama", "float32"), ("gemma3", "float16")]
 
 
 open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
@@ -62,18 +70,17 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
     transformers': GPT-2's config.json has dropout.
     """
     base = tmp_path / "base"
-    make(family, base, corpus, dtype)
-    flags = flags_of(base, corpus, out, "--steps=3")
-    train.main(flags)
+    make(family, base, corpus, getattr(torch, dtype))
+    finetune(base, corpus, out, "--steps=3")
     hf_model, info = open_saved(out, output_loading_info=True)
     assert not any(info.values())
     before = open_saved(base, dtype=torch.float32)
     assert type(hf_model) is type(before)
-    x, y = new_run(flags, corpus).next_batch()
-    with torch.no_grad():
-        logits = before(x).logits
-        expected = F.cross_entropy(logits.flatten(0, 1), y.flatten())
-    assert read_log(out)[0]["loss"] == pytest.approx(expected.item(), abs=1e-4)
+    tokens = read_corpus(corpus, "train")
+    rows = torch.tensor(batch_rows(tokens, B=4, T=32, seed=1337, step=0))
+    expected = before(rows, labels=rows).loss.item()
+    first, *_ = read_log(out)
+    assert first["loss"] == pytest.approx(expected, abs=1e-4)
     for old, new in zip(before.parameters(), hf_model.parameters(), strict=True):
         assert new.dtype == torch.float32  # as it is trained
         assert 0 < (old - new).abs().max() < 0.1  # three steps of 0.01
@@ -128,17 +135,17 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
 ):
     """To the losses and weights of a run that was not stopped, dropout included."""
     whole = tmp_path / "whole"
-    more = ("--steps=6", "--dropout=0.1", "--eval_every=100")
-    train.main(flags_of(base, corpus, whole, *more))
+    flags = "--steps=6 --dropout=0.1 --eval_every=100"
+    finetune(base, corpus, whole, flags)
     stop_after(monkeypatch, [2, 4])
-    train.main(flags_of(base, corpus, out, *more))
+    finetune(base, corpus, out, flags)
     companions = {path.name: path.read_bytes() for path in base.glob("*.*")}
     shutil.rmtree(base)
     moved = out.rename(tmp_path / "moved")
     for _ in range(2):
         train.main(["--resume", f"--out={moved}"])
     assert read_log(moved) == read_log(whole)
-    assert same(load_checkpoint(moved).state_dict(), load_checkpoint(whole).state_dict())
+    assert same(weights(moved), weights(whole))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS):
         assert (moved / name).read_bytes() == companions[name]
 
@@ -148,21 +155,26 @@ def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypa
     out.mkdir()
     with monkeypatch.context() as patch:
         disk = Disk(out, patch)
-        train.main(flags_of(base, corpus, out, "--steps=2", "--eval_every=1"))
-    first = load_checkpoint(base).state_dict()
+        finetune(base, corpus, out, "--steps=2 --eval_every=1")
+    first = weights(base)
     shutil.rmtree(base)
-    last = load_checkpoint(out).state_dict()
+    last = weights(out)
     verdicts = []
+    log = read_log(out)
     for i, files in enumerate(disk.moments):
         folder = lay_out(files, tmp_path / str(i))
         verdict = "nothing"
         if "config.json" in files:
-            served = load_checkpoint(folder).state_dict()
-            verdict = "first" if same(served, first) else "last" if same(served, last) else "middle"
+            served = weights(folder)
+            verdict = "middle"
+            if same(served, first):
+                verdict = "first"
+            elif same(served, last):
+                verdict = "last"
         if "train_state.pt" in files:
             train.main(["--resume", f"--out={folder}"])
-            assert same(load_checkpoint(folder).state_dict(), last)
-            assert read_log(folder) == read_log(out)
+            assert same(weights(folder), last)
+            assert read_log(folder) == log
             verdict += ", resumed"
         if verdict not in verdicts[-1:]:
             verdicts.append(verdict)
@@ -177,7 +189,7 @@ def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypa
 
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
     """A generation_config.json of a larger vocabulary made it unreadable."""
-    train.main(flags_of(base, corpus, out, "--steps=1"))
+    finetune(base, corpus, out)
     write_json(out / "generation_config.json", {"eos_token_id": 310})
     train.main([*tiny, "--steps=1", "--overwrite"])
     assert load_checkpoint(out).config.eos_token_ids == (299,)
@@ -189,17 +201,17 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
     """It goes on where it stood, and is no other model."""
     train.main([*tiny, f"--arch={arch}", "--steps=4"])
     again = tmp_path / "again"
-    train.main(flags_of(out, corpus, again, "--steps=1", "--vector_lr=0"))
-    assert same(load_checkpoint(out).state_dict(), load_checkpoint(again).state_dict())
+    finetune(out, corpus, again, "--steps=1 --vector_lr=0")
+    assert same(weights(out), weights(again))
     assert read_json(out / "config.json") == read_json(again / "config.json")
 
 
 def test_two_processes_train_as_one(base, corpus, out, tmp_path):
     """All begin with the same weights, also those that DDP would take from the first."""
     one = tmp_path / "one"
-    train.main(flags_of(base, corpus, one, "--steps=3"))
+    finetune(base, corpus, one)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [str(ROOT / "train.py"), *flags_of(base, corpus, out, "--steps=3")]
+    command += [ROOT / "train.py", *argv(base, corpus, out)]
     subprocess.run(command, check=True, timeout=120, capture_output=True)
     for alone, together in zip(read_log(one), read_log(out), strict=True):
         assert together == pytest.approx(alone, abs=2e-4)
@@ -232,13 +244,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("flags", MISTAKES)
-def test_mistakes_get_a_message(flags, base, corpus, out, capsys):
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_mistakes_get_a_message(flags, message, base, corpus, out, capsys):
     """The last one deleted the model to begin from, and its tokenizer with it."""
-    argv = flags_of(base, corpus, out, *flags.replace("BASE", str(base)).split())
+    flags = flags.replace("BASE", str(base))
     with pytest.raises(SystemExit) as error:
-        train.main(argv)
-    assert MISTAKES[flags] in str(error.value) + capsys.readouterr().err
+        finetune(base, corpus, out, flags)
+    printed = capsys.readouterr().err
+    assert message in f"{printed}{error.value}"
     assert load_checkpoint(base)
 
 
@@ -260,7 +273,7 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
     for name in ("other", "images"):
         message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
         with pytest.raises(SystemExit, match=message):
-            train.main(flags_of(base, tmp_path / name, out))
+            finetune(base, tmp_path / name, out)
     assert not (out / "config.json").exists()
 
 
@@ -273,9 +286,9 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
     needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
     with pytest.raises(SystemExit, match=f"{needed}.* {free / 2**30:.2f} GiB free: end other"):
-        train.main(flags_of(base, corpus, out, "--steps=1"))
+        finetune(base, corpus, out)
     free += 1
-    train.main(flags_of(base, corpus, out, "--steps=1"))
+    finetune(base, corpus, out)
     assert f"memory: {needed}" in capsys.readouterr().out
 
 
@@ -284,4 +297,4 @@ def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
     config = read_json(base / "config.json")
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
     with pytest.raises(SystemExit, match="can be saved, a GPT-2 or a Llama"):
-        train.main(flags_of(base, corpus, out, "--steps=1"))
+        finetune(base, corpus, out)
