@@ -137,6 +137,9 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
     whole = tmp_path / "whole"
     flags = "--steps=6 --dropout=0.1 --eval_every=100"
     finetune(base, corpus, whole, flags)
+    calm = tmp_path / "calm"
+    finetune(base, corpus, calm)
+    assert read_log(calm)[0] != read_log(whole)[0]
     stop_after(monkeypatch, [2, 4])
     finetune(base, corpus, out, flags)
     companions = {path.name: path.read_bytes() for path in base.glob("*.*")}
@@ -290,6 +293,17 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     free += 1
     finetune(base, corpus, out)
     assert f"memory: {needed}" in capsys.readouterr().out
+    free = 0  # to resume, what was saved is in memory before this is asked
+    train.main(["--resume", f"--out={out}"])
+
+
+def test_a_configuration_says_what_the_weights_are(corpus, out, base):
+    """With the tied head that config.json spoke of vLLM would have left out the model's own."""
+    config = read_json(base / "config.json")
+    old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
+    write_json(base / "config.json", old)
+    finetune(base, corpus, out)
+    assert read_json(out / "config.json") == config
 
 
 def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
