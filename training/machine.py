@@ -168,8 +168,8 @@ def init_process(args: Namespace) -> Process:
 
 def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
     """
-    The model of --init in float32. Raises ValueError where the corpus has other tokens, and where
-    memory cannot hold its training.
+    The model of --init in float32. Raises ValueError where the corpus has other tokens, where
+    memory cannot hold its training, and for part of a larger model, which cannot be saved.
     """
 
     def check(model: GPT) -> GPT:  # which has no weights yet
@@ -185,6 +185,11 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
         return model
 
     model = load_checkpoint(args.init, convert=check)
+    if not model.config_json:
+        raise ValueError(
+            f"{args.init} has a text_config, as part of a larger model: save the text model alone, "
+            "by transformers' class for it, and begin from that"
+        )
     model.config.dropout = args.dropout
     return model.train()
 
