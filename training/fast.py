@@ -137,7 +137,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):
     """As `model.add_norm`."""
-    if not isinstance(norm, RMSNorm):
+    # in lower precision x is what a matrix product made (Gemma's post-norms)
+    if not isinstance(norm, RMSNorm) or x.dtype != torch.float32:
         return add_norm(x, delta, norm)
     if delta is not None:
         x = x + delta

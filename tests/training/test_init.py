@@ -310,5 +310,5 @@ def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
     """Saved under its whole's configuration nothing would find its weights."""
     config = read_json(base / "config.json")
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
-    with pytest.raises(SystemExit, match="has a text_config, .* save the text model alone"):
+    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
         finetune(base, corpus, out)
