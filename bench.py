@@ -420,7 +420,7 @@ def write_gguf(gpt: GPT, path: str, format: str):
     import gguf
 
     config = gpt.config
-    if hub_config(config, torch.float32)["model_type"] != "llama" or config.rope[0].llama3:
+    if hub_config(config)["model_type"] != "llama" or config.rope[0].llama3:
         raise ValueError("--llama takes a Llama whose positions are not scaled: leave it out")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("none")

@@ -9,11 +9,13 @@ Models that others trained open here, if they are of one of the families (famili
 train.py made opens in transformers and vLLM. Nothing that could run code is unpickled.
 """
 
+import os
 import re
 import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from shutil import copyfile
 
 import torch
 import torch.nn as nn
@@ -47,6 +49,9 @@ PREFIX = re.compile(r"((transformer|model|language_model)\.)*")
 READABLE = ("F32", "F16", "BF16")
 # the head's weights: of a tied model no file holds them
 HEAD = "lm_head.weight"
+# files of the tokenizer, of chat and of sampling: training a model further does not change them
+COMPANIONS = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template*"]
+COMPANIONS += ["generation_config.json"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -56,11 +61,15 @@ HEAD = "lm_head.weight"
 def save_checkpoint(model: GPT, directory: str | Path):
     """
     Write model.safetensors and config.json, each atomically. The tokenizer writes its own files
-    beside them, before: config.json comes last, a directory without it holds no model. Raises
-    CheckpointError for a model that is neither a GPT-2 nor a Llama.
+    beside them, before: config.json comes last, a directory without it holds no model. A model that
+    `load_checkpoint` made keeps its own config.json. Raises CheckpointError for another one that is
+    neither a GPT-2 nor a Llama.
     """
     directory = Path(directory)
-    saved = hub_config(model.config, model.wte.weight.dtype)
+    saved = model.config_json or hub_config(model.config)
+    saved.pop("torch_dtype", None)  # an older name of dtype
+    saved["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
+    saved["tie_word_embeddings"] = model.config.tied  # which the file's head decides
     directory.mkdir(parents=True, exist_ok=True)
     weights = hub_weights(model, FAMILIES[saved["model_type"]])
     save = partial(save_file, weights, metadata={"format": "pt"})
@@ -76,6 +85,8 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
         del ours[HEAD]
     weights = {}
     for name, weight in ours.items():
+        if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
+            weight = weight - family.norm_offset
         for hub_name, part in hub_parts(model.config, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
@@ -101,6 +112,16 @@ def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family
         rows = config.n_kv_head * config.head_size
         parts = weight.split([len(weight) - 2 * rows, rows, rows])
     return dict(zip(names, parts, strict=True))
+
+
+def companions(directory: str | Path) -> list[Path]:
+    """The files that go with a model, whatever its weights are."""
+    return [path for pattern in COMPANIONS for path in Path(directory).glob(pattern)]
+
+
+def copy_companions(source: str | Path, directory: Path):
+    for path in companions(source):
+        write_atomically(directory / path.name, partial(copyfile, path))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -167,7 +188,8 @@ def load_checkpoint(
     """
     directory = Path(directory)
     config = load_config(directory)
-    family = family_named(without_nesting(read_json(directory / "config.json")))
+    config_json = read_json(directory / "config.json")
+    family = family_named(without_nesting(config_json))
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
     model = empty_model(config, dtype)
@@ -200,7 +222,23 @@ def load_checkpoint(
         give(module, kind, weight)
     if model.lm_head.weight.is_meta:  # tied, and the same weights
         give(model.lm_head, "weight", model.wte.weight)
+    if "text_config" not in config_json:  # the parts of a larger model are not saved
+        model.config_json = config_json
     return model.to(device).eval()
+
+
+def memory_of(device: torch.device) -> tuple[float, float]:
+    """How many bytes are free, and how many the device has. Files that are cached are free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    try:
+        with open("/proc/meminfo") as f:
+            lines = dict(line.split(":") for line in f)
+        return 1024 * int(lines["MemAvailable"].split()[0]), total
+    except OSError:  # macOS does not count the free pages
+        return total, total
 
 
 def give(module: nn.Module, kind: str, weight: torch.Tensor):

@@ -4,7 +4,7 @@ of model.py; a family is a row of the table `FAMILIES`: how config.json spells t
 GPTConfig, what it leaves unsaid because the family's class knows it, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
-    saved = hub_config(config, torch.float32)     # and back, for what train.py makes
+    saved = hub_config(config)                    # and back, for what train.py makes
 
 A key that would change the computation and is not understood is refused by its name.
 """
@@ -13,8 +13,6 @@ import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
-
-import torch
 
 from model import ACTIVATIONS, GPTConfig, Rope, check_size
 
@@ -192,10 +190,10 @@ def hub_names(name: str, family: Family) -> list[str]:
 # GPTConfig -> config.json
 
 
-def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
+def hub_config(config: GPTConfig) -> dict:
     """
-    The content of config.json for a GPT-2 or a Llama, which train.py makes, in a spelling that
-    transformers 4 and 5 read. Raises CheckpointError for another model.
+    The content of config.json but for the dtype, for a GPT-2 or a Llama, which train.py makes, in a
+    spelling that transformers 4 and 5 read. Raises CheckpointError for another model.
     """
     name = "llama" if config.rope else "gpt2"
     saved = {key: getattr(config, field) for field, key in FAMILIES[name].names.items()}
@@ -203,7 +201,6 @@ def hub_config(config: GPTConfig, dtype: torch.dtype) -> dict:
     saved["model_type"] = name
     saved["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     saved["bos_token_id"] = config.eos_token_id
-    saved["dtype"] = str(dtype).removeprefix("torch.")
     if config.rope:
         saved["architectures"] = ["LlamaForCausalLM"]
         saved["rope_theta"] = next(iter(config.rope.values())).theta

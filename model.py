@@ -523,6 +523,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
+        self.config_json = None  # of the checkpoint it was loaded from, to save it as that family
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = None if config.rope else nn.Embedding(config.context_length, C)

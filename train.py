@@ -4,6 +4,7 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
     python train.py                              # the Python standard library, 2 min 20 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
+    python train.py --init smollm2 --data chat   # train further a model that exists
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
     python train.py --compare out/stdlib out/b   # their losses in one picture
 
@@ -42,13 +43,21 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import save_checkpoint
+from checkpoint import companions, copy_companions, load_config, save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
+from tokenizer import Tokenizer
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
 from training.fast import Muon, maps_of
-from training.machine import Clock, Process, has_bfloat16, init_process, pick_device
+from training.machine import (
+    Clock,
+    Process,
+    has_bfloat16,
+    init_process,
+    load_to_train,
+    pick_device,
+)
 from training.report import (
     SAMPLE_TOKENS,
     compare,
@@ -90,6 +99,9 @@ PRESETS = {
     },
     "gpt2-124M": {"cpu": GPT2},  # on any device
 }
+# with --init, instead of a preset; and flags that would describe another model
+FINETUNE = {"context_length": 512, "vector_lr": 5e-5, "eval_every": 50, "out": "out/finetuned"}
+OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
@@ -109,7 +121,8 @@ def build_parser() -> Parser:
 
     flag = partial(add_flag, parser)
     flag("--preset", "a corpus, and model and recipe for the device", "stdlib", choices=PRESETS)
-    flag("--out", "directory of the checkpoint; default: out/PRESET")
+    flag("--init", "directory of a model to train further, all its weights; replaces a preset")
+    flag("--out", "directory of the checkpoint; default: out/PRESET, with --init out/finetuned")
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
     flag(
@@ -152,7 +165,7 @@ def add_recipe_flags(group):
     flag("--steps", "optimizer steps; default: as many as there is time for", kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
-    flag("--vector_lr", "peak learning rate of AdamW, which trains embeddings and norms", 4e-3)
+    flag("--vector_lr", "peak learning rate of AdamW: embeddings and norms, with --init all", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
     about = "of AdamW: the share of its mean squared gradient that a step keeps"
     flag("--beta2", about, 0.95, share)
@@ -180,12 +193,20 @@ def parse_args(argv: list[str] | None) -> Namespace:
             "--resume continues a run with the settings it began with: leave out "
             f"{', '.join(fixed)}"
         )
+    fixed = sorted(f"--{name}" for name in typed.keys() & OF_A_MODEL)
+    if args.init and fixed:
+        parser.error(f"--init brings the whole model: leave out {', '.join(fixed)}")
     presets = PRESETS[args.preset]
     device = pick_device(args.device)
     kind = device.type
     if kind == "cpu" and has_bfloat16(device):
         kind = "cpu with bfloat16"
     settings = presets.get(kind, presets["cpu"])
+    if args.init:
+        limit = load_config(args.init).context_length
+        settings = FINETUNE | {"context_length": min(FINETUNE["context_length"], limit)}
+        if typed.get("context_length", 0) > limit:
+            parser.error(f"--context_length is larger than the model's own, {limit}: lower it")
     if "minutes" in typed:  # exactly these, also where the preset has steps
         settings = settings | {"steps": None}
     arch = (defaults | settings | typed)["arch"]
@@ -221,17 +242,21 @@ def gated_width(n_embd: int) -> int:
 
 
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
-    """Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head)."""
+    """
+    Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head). With
+    --init AdamW for all: that is how such models were trained before.
+    """
     # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
-    matrices = {p: maps for block in model.h for p, maps in maps_of(block).items()}
+    blocks = [] if args.init else model.h
+    matrices = {p: maps for block in blocks for p, maps in maps_of(block).items()}
     rest = [p for p in model.parameters() if p not in matrices]
     betas = (0.9, args.beta2)
-    return [
-        Muon(matrices, process.dtype, lr=args.matrix_lr, momentum=args.momentum),
-        torch.optim.AdamW(
-            rest, args.vector_lr, betas, weight_decay=0.0, fused=process.device.type == "cuda"
-        ),
-    ]
+    adamw = torch.optim.AdamW(
+        rest, args.vector_lr, betas, weight_decay=0.0, fused=process.device.type == "cuda"
+    )
+    if args.init:
+        return [adamw]
+    return [Muon(matrices, process.dtype, lr=args.matrix_lr, momentum=args.momentum), adamw]
 
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
@@ -297,6 +322,15 @@ def evaluate(
 # The run
 
 
+def new_model(args: Namespace, tokenizer: Tokenizer) -> GPT:
+    eos = tokenizer.eos_token_id
+    ends = () if eos is None else (eos,)
+    config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
+    torch.manual_seed(args.seed)
+    # weights are drawn on the CPU, so that a seed means the same model on every device
+    return GPT(config)
+
+
 class Run:
     """Everything that is saved and resumed: weights, optimizers, step, settings, log."""
 
@@ -310,13 +344,11 @@ class Run:
                 f"{len(corpus.train)} training tokens are too few for windows of "
                 f"{args.context_length}: lower --context_length"
             )
-        tokenizer = corpus.tokenizer
-        eos = tokenizer.eos_token_id
-        ends = () if eos is None else (eos,)
-        config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
-        torch.manual_seed(args.seed)
-        # weights are drawn on the CPU, so that a seed means the same model on every device
-        self.model = GPT(config).to(process.device)
+        if args.init:
+            model = load_to_train(args, corpus, process)
+        else:
+            model = new_model(args, corpus.tokenizer)
+        self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
@@ -428,7 +460,7 @@ class Run:
 
     def load(self, state: dict):
         """Go on from what `save` wrote."""
-        self.model.load_state_dict(state["model"])
+        self.model.load_state_dict(state.pop("model"))  # no second copy stays in memory
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step = state["step"]
@@ -452,7 +484,8 @@ def open_out(args: Namespace) -> dict | None:
                 f"nothing to resume, {path} cannot be read ({error}): name the run with --out, or "
                 "start anew: without --resume, with --overwrite where there is a model"
             )
-    if (out / "config.json").exists() and not args.overwrite:
+    is_base = args.init and Path(args.init).resolve() == out.resolve()
+    if (out / "config.json").exists() and (is_base or not args.overwrite):
         sys.exit(
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"
@@ -471,6 +504,8 @@ def delete_checkpoint(out: Path):
     # checkpoint: they go first
     for name in ("loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"):
         (out / name).unlink(missing_ok=True)
+    for path in companions(out):  # of another model, perhaps
+        path.unlink()
 
 
 def catch_signals() -> list[int]:
@@ -529,18 +564,19 @@ def train(run: Run, caught: list[int], started: float) -> bool:
 
 def main(argv: list[str] | None = None):
     began = time.perf_counter()
-    args = parse_args(argv)
-    if args.compare:
-        return compare(args.compare)
-    caught = catch_signals()
-    state = open_out(args)
-    if state:  # the settings of the interrupted run, but for the machine's
-        now = {name: getattr(args, name) for name in RESUMABLE}
-        args = Namespace(**state["args"] | now)
-
-    # corpus and model
-    process = init_process(args)
     try:
+        args = parse_args(argv)
+        if args.compare:
+            return compare(args.compare)
+        caught = catch_signals()
+        state = open_out(args)
+        if state:  # the settings of the interrupted run, but for the machine's
+            now = {name: getattr(args, name) for name in RESUMABLE}
+            args = Namespace(**state["args"] | now)
+            args.init = args.init and args.out  # it has all that is needed
+
+        # corpus and model
+        process = init_process(args)
         corpus = load_corpus(args.data, process)
         started = time.perf_counter()  # --minutes begin here: making the corpus is no part of them
         if args.batch_size % process.world:
@@ -549,20 +585,24 @@ def main(argv: list[str] | None = None):
                 "take a multiple"
             )
         run = Run(args, corpus, process)
-    except ValueError as error:  # of the tokenizer or the configuration, and written to be read
+        if state:
+            run.load(state)
+        elif process.is_main:
+            with exit_if_unwritable(run.out):
+                delete_checkpoint(run.out)
+                if args.init:  # all of it: a resumed run does without that directory
+                    copy_companions(args.init, run.out)
+                    save_checkpoint(run.model, run.out)
+                else:
+                    corpus.tokenizer.save(run.out)
+    except ValueError as error:  # of a model or a tokenizer, and written to be read
         sys.exit(str(error))
-    if state:
-        run.load(state)
-    elif process.is_main:
-        with exit_if_unwritable(run.out):
-            delete_checkpoint(run.out)
-            corpus.tokenizer.save(run.out)
     process.print(introduce(run))
 
     # loop
     if train(run, caught, started):
         # every held-out token once, after the last checkpoint was written
-        report_result(run, *evaluate(run.model, corpus, process))
+        report_result(run, *evaluate(run.model, corpus, process, args.context_length))
     else:
         process.print(
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "

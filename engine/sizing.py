@@ -3,13 +3,13 @@ How large the engine is: the sizes that `Settings` leaves open, from the model a
 memory.
 """
 
-import os
 import platform
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 
+from checkpoint import memory_of
 from common import plural
 from engine.runner import kv_dtype
 from model import GPT, GPTConfig
@@ -128,20 +128,6 @@ def numbers_per_block(config: GPTConfig, block_size: int) -> int:
     2.0
     """
     return 2 * config.n_layer * config.n_kv_head * config.head_size * block_size
-
-
-def memory_of(device: torch.device) -> tuple[float, float]:
-    """How many bytes are free, and how many the device has. Files that are cached are free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    try:
-        with open("/proc/meminfo") as f:
-            lines = dict(line.split(":") for line in f)
-        return 1024 * int(lines["MemAvailable"].split()[0]), total
-    except OSError:  # macOS does not count the free pages
-        return total, total
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_checkpoint import LLAMA, SHAPE, random_model, same
 
+import checkpoint
 import serve
 from checkpoint import DTYPES, SavedWeights, empty_model, load_checkpoint, save_checkpoint
 from engine import sizing
@@ -293,15 +294,15 @@ def test_memory_that_holds_cached_files_is_free(monkeypatch):
     MemAvailable its pool was tiny, or the model did not fit. Without such a file, as on macOS,
     all of it counts.
     """
-    monkeypatch.setattr(sizing, "open", lambda path: io.StringIO(MEMINFO), raising=False)
-    monkeypatch.setattr(sizing.os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 10}.get)
-    assert sizing.memory_of(torch.device("cpu")) == (6_000_000 * 1024, 163840)
+    monkeypatch.setattr(checkpoint, "open", lambda path: io.StringIO(MEMINFO), raising=False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 10}.get)
+    assert checkpoint.memory_of(torch.device("cpu")) == (6_000_000 * 1024, 163840)
 
     def missing(path):
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr(sizing, "open", missing)
-    assert sizing.memory_of(torch.device("cpu")) == (163840, 163840)
+    monkeypatch.setattr(checkpoint, "open", missing)
+    assert checkpoint.memory_of(torch.device("cpu")) == (163840, 163840)
 
 
 def test_block_tables_are_as_long_as_texts_may_be():

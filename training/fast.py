@@ -5,15 +5,14 @@ The arithmetic of a training step that torch has slower: the operators of the mo
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), torch.float32, lr=0.02, momentum=0.95).step()
 
-The operators know the models that train.py makes: no windows, no soft caps, one KV head a query
-head. Letters as in model.py; N = B T rows.
+They take the models of all families. Letters as in model.py; N = B T rows.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear
+from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear, may_see
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -34,22 +33,31 @@ def training_ops(device: torch.device | str) -> Ops:
 
 
 def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
-    """torch's flash attention, causal: q, k and v (B, T, H, D) -> as q."""
-    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D)
+    """
+    torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> as q. It has no soft cap:
+    Gemma 2's scores are the reference's.
+    """
+    if attn.softcap:
+        return TORCH.attend(q, kv, attn, batch)
+    seen = None  # causal, without a mask
+    if 0 < attn.window < q.shape[1]:
+        seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
+    q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # (B, H, T, D), k and v (B, Hk, T, D)
     mixed = F.scaled_dot_product_attention(
-        q, k, v, is_causal=True, dropout_p=batch.dropout, scale=attn.scale
+        q, k, v, seen, batch.dropout, is_causal=seen is None, scale=attn.scale, enable_gqa=True
     )
     return mixed.transpose(1, 2)
 
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    As `fused_attention`; in bfloat16, for windows that are not long, by two batched matrix
-    products. Forward and backward then take half the time of flash attention (26 against 59 ms at
-    B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    As `fused_attention`; in bfloat16, for texts that are not long, by two batched matrix products
+    where the model is one that train.py makes. Forward and backward then take half the time of
+    flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
-    if q.dtype != torch.bfloat16 or T > SHORT:
+    is_plain = q.dtype == torch.bfloat16 and attn.Hk == H
+    if T > SHORT or attn.window or attn.softcap or not is_plain:
         return fused_attention(q, kv, attn, batch)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *kv))  # (B H, T, D)
     future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
@@ -63,8 +71,10 @@ def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 def chunked_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> Tensor:
     """
     As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
-    is none.
+    is none. A capped loss (Gemma 2) is the reference's.
     """
+    if softcap:
+        return TORCH.loss(x, layer, targets, softcap)
     dtype = x.dtype
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -127,7 +137,8 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):
     """As `model.add_norm`."""
-    if not isinstance(norm, RMSNorm):
+    # in lower precision x is what a matrix product made (Gemma's post-norms)
+    if not isinstance(norm, RMSNorm) or x.dtype != torch.float32:
         return add_norm(x, delta, norm)
     if delta is not None:
         x = x + delta

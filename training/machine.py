@@ -1,8 +1,9 @@
 """
-The machine of a training run: the processes of torchrun, their devices, and the clock of a run
-whose length is set by --minutes.
+The machine of a training run: the processes of torchrun, their devices, whether their memory holds
+a model that exists, and the clock of a run whose length is set by --minutes.
 
     process = init_process(args)
+    model = load_to_train(args, corpus, process)
     clock = Clock(run, started)
     run.share = clock.share(step_seconds)       # after each few steps
 
@@ -24,8 +25,11 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
+from checkpoint import load_checkpoint, memory_of
 from common import plural
-from model import TORCH, Ops
+from model import GPT, TORCH, Ops
+from tokenizer import load_tokenizer
+from training.corpus import Corpus
 from training.fast import training_ops
 
 # operations a second of dense matrix products in bfloat16, by the GPU's name
@@ -175,6 +179,58 @@ def init_process(args: Namespace) -> Process:
 
 
 # --------------------------------------------------------------------------------------------------
+# A model that exists
+
+
+def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
+    """
+    The model of --init in float32. Raises ValueError where the corpus has other tokens, where
+    memory cannot hold its training, and for part of a larger model, which cannot be saved.
+    """
+
+    def check(model: GPT) -> GPT:  # which has no weights yet
+        vocabulary = load_tokenizer(args.init).backend.get_vocab()
+        # the least, where it is negative, is the largest one that is not predicted: ~id
+        ends = [(int(ids.max()), -1 - int(ids.min())) for ids in (corpus.train, corpus.val)]
+        largest = max(map(max, ends))
+        if corpus.tokenizer.backend.get_vocab() != vocabulary or largest >= model.config.vocab_size:
+            raise ValueError(
+                f"--data {args.data} has other tokens than {args.init}: make it with `python "
+                f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
+            )
+        if not args.resume:  # else a part of what it takes is in memory
+            check_memory(model, process)
+        return model
+
+    model = load_checkpoint(args.init, convert=check)
+    if not model.config_json:
+        raise ValueError(
+            f"{args.init} has a text_config, as part of a larger model: save the text model alone, "
+            "by transformers' class for it, and begin from that"
+        )
+    model.config.dropout = args.dropout
+    return model.train()
+
+
+def check_memory(model: GPT, process: Process):
+    """Print what memory it takes to train a model. Raises ValueError where there is less."""
+    count = sum(p.numel() for p in model.parameters())
+    # float32: weights, gradients, and AdamW's means of gradients and of their squares
+    needed = 16 * count
+    free, _ = memory_of(process.device)
+    text = (
+        f"{count / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 bytes each, and "
+        f"activations more; {process.device} has {free / 2**30:.2f} GiB free"
+    )
+    if needed > free:
+        raise ValueError(
+            f"{text}: end other programs, begin from a smaller model, or train adapters with peft "
+            "and serve its merged model"
+        )
+    process.print(f"memory: {text}")
+
+
+# --------------------------------------------------------------------------------------------------
 # The clock
 
 # Of the end of a run, apart from scoring the held-out text: the last samples, compressing the text,
@@ -220,7 +276,7 @@ class Clock:
         """Print a warning if fewer than LEAST_STEPS fit into a new run: those done, and `more`."""
         args = self.run.args
         fitting = self.run.step + more
-        if fitting < LEAST_STEPS and not (args.steps or args.resume):
+        if fitting < LEAST_STEPS and not (args.steps or args.resume or args.init):
             self.run.process.print(
                 f"warning: only about {fitting:.0f} steps fit into {args.minutes:g} minutes, and "
                 f"in fewer than {LEAST_STEPS} a model learns little: raise --minutes"

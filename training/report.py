@@ -40,8 +40,9 @@ def introduce(run) -> str:
         length += f", from step {run.step}, {run.share:.0%} done"
     return (
         f"device: {run.process}\n"
-        f"model:  {args.arch}, {millions:.2f}M parameters: {plural(c.n_layer, 'layer')} of width "
-        f"{c.n_embd}, {plural(c.n_head, 'head')}, {c.activation}, context {c.context_length}\n"
+        f"model:  {args.init or args.arch}, {millions:.2f}M parameters: "
+        f"{plural(c.n_layer, 'layer')} of width {c.n_embd}, "
+        f"{plural(c.n_head, 'head')}, {c.activation}, context {c.context_length}\n"
         f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, "
         f"{len(corpus.val):,} held out\n"
         f"run:    {length}, {args.batch_size} x {args.context_length} tokens a step "

@@ -203,7 +203,12 @@ LLAMA = {"norm": "rms", "gated": True, "activation": "silu", "rope": {0: Rope(10
 LLAMA |= {"n_inner": 40, "bias": False}
 
 
+# as others are made
+OTHERS = LLAMA | {"windows": (19, 0), "rope": {0: Rope(100.0), 19: Rope(30.0)}}
+CAPPED = OTHERS | {"attention_softcap": 2.0, "logit_softcap": 3.0}
+NORMED = LLAMA | {"n_kv_head": 1, "post_norm": True, "qk_norm": True}
 MODELS = {"llama": LLAMA | {"dropout": 0.3}, "gpt2": {"n_inner": 40}}
+MODELS |= {"windows": OTHERS, "caps": CAPPED, "shared heads, all norms": NORMED}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -144,7 +144,7 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     after_update(monkeypatch, note_shape)
     train.main([*tiny, "--steps=20"])
     assert shapes == 14 * [(8, 16)] + 6 * [(4, 32)]  # of the batch after each step
-    assert windows == [(16, 64), (16, 64), (32, 64), (None, None)]
+    assert windows == [(16, 64), (16, 64), (32, 64), (32, None)]
     assert [line["val_loss"] for line in read_log(out, "val_loss")] == [2.5] * 4
     shown = "step 5, 25% of the run: held-out loss 2.500 nats a token; a sample:"
     assert shown in capsys.readouterr().out

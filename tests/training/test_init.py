@@ -1,0 +1,314 @@
+"""
+train.py --init: a model of each family is trained further by the same forward that serves it, and
+opens as that family in transformers again.
+"""
+
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+import transformers
+from runs import ROOT, read_log, same, stop_after
+from test_crashes import Disk, lay_out
+
+import train
+from checkpoint import PREFIX, hub_parts, load_checkpoint
+from common import read_json, write_json
+from families import family_named
+from tokenizer import load_tokenizer
+from training import machine
+from training.corpus import batch_rows, bpe_tokenizer, read_corpus, write_corpus
+from training.fast import training_ops
+
+VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
+RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
+    --eval_every=5 --eval_tokens=64 --vector_lr=0.01"""
+COMPANIONS = {"chat_template.jinja": "{{ messages[0].content }}", "merges.txt": "#version"}
+
+
+def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes):
+    """A directory as the hub has them: the family's tiny model beside the corpus' tokenizer."""
+    ends = {"eos_token_id": 299, "bos_token_id": 299}
+    hf_model = tiny_models.make(family, vocab_size=VOCABULARY, **ends, **changes)
+    hf_model.to(dtype).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(corpus / name, folder)
+    for name, text in COMPANIONS.items():
+        (folder / name).write_text(text)
+    return hf_model
+
+
+def argv(base: Path, corpus: Path, out: Path, flags="--steps=1") -> list[str]:
+    places = f" --init={base} --data={corpus} --out={out} "
+    return (RECIPE + places + flags).split()
+
+
+def finetune(*run):
+    train.main(argv(*run))
+
+
+def weights(folder: Path) -> dict:
+    return load_checkpoint(folder).state_dict()
+
+
+KINDS = [(family, "bfloat16") for family in tiny_models.FAMILIES]
+KINDS += [("llama", "float32"), ("gemma3", "float16")]
+
+
+open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
+
+
+@pytest.mark.parametrize(("family", "dtype"), KINDS)
+def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
+    """
+    Not as a Llama, nor without Gemma's offset of norms or the head that it had. Its first loss is
+    transformers': GPT-2's config.json has dropout.
+    """
+    base = tmp_path / "base"
+    make(family, base, corpus, getattr(torch, dtype))
+    finetune(base, corpus, out, "--steps=3")
+    hf_model, info = open_saved(out, output_loading_info=True)
+    assert not any(info.values())
+    before = open_saved(base, dtype=torch.float32)
+    assert type(hf_model) is type(before)
+    tokens = read_corpus(corpus, "train")
+    rows = torch.tensor(batch_rows(tokens, B=4, T=32, seed=1337, step=0))
+    expected = before(rows, labels=rows).loss.item()
+    first, *_ = read_log(out)
+    assert first["loss"] == pytest.approx(expected, abs=1e-4)
+    for old, new in zip(before.parameters(), hf_model.parameters(), strict=True):
+        assert new.dtype == torch.float32  # as it is trained
+        assert 0 < (old - new).abs().max() < 0.1  # three steps of 0.01
+    saved = read_json(base / "config.json") | {"dtype": "float32"}
+    assert read_json(out / "config.json") == saved
+    tokens = torch.randint(1, 300, (2, 50))
+    with torch.no_grad():
+        logits, _ = load_checkpoint(out)(tokens)
+        expected = hf_model(tokens).logits
+    assert (logits - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", tiny_models.FAMILIES)
+def test_loss_and_gradients_are_those_of_transformers(family, device, corpus, tmp_path):
+    """
+    In texts longer than the windows, with the operators that train on each device. Without a soft
+    cap's slope or a window the loss still fell.
+    """
+    hf_model = make(family, tmp_path, corpus)
+    model = load_checkpoint(tmp_path)
+    torch.manual_seed(0)
+    tokens = torch.randint(1, 300, (3, 51))
+    _, loss = model(tokens[:, :-1], tokens[:, 1:], training_ops(device))
+    loss.backward()
+    expected = hf_model(tokens, labels=tokens).loss
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
+    named = {PREFIX.sub("", name): p.grad for name, p in hf_model.named_parameters()}
+    family = family_named(model.config_json)
+    for name, p in model.named_parameters():
+        for hub_name, part in hub_parts(model.config, name, p.grad, family).items():
+            grad = named.pop(hub_name)
+            assert (part - grad).norm() <= 1e-5 * grad.norm(), hub_name
+    assert not named
+
+
+# --------------------------------------------------------------------------------------------------
+# What is left behind, and resumed
+
+
+@pytest.fixture
+def base(corpus, tmp_path) -> Path:
+    """A small model with a window in one layer of two, and its own head."""
+    folder = tmp_path / "base"
+    make("qwen3-windows", folder, corpus, **tiny_models.two_layers("qwen3-windows", 9))
+    return folder
+
+
+def test_a_resumed_run_does_without_the_model_it_began_from(
+    base, corpus, out, tmp_path, monkeypatch
+):
+    """To the losses and weights of a run that was not stopped, dropout included."""
+    whole = tmp_path / "whole"
+    flags = "--steps=6 --dropout=0.1 --eval_every=100"
+    finetune(base, corpus, whole, flags)
+    calm = tmp_path / "calm"
+    finetune(base, corpus, calm)
+    assert read_log(calm)[0] != read_log(whole)[0]
+    stop_after(monkeypatch, [2, 4])
+    finetune(base, corpus, out, flags)
+    companions = {path.name: path.read_bytes() for path in base.glob("*.*")}
+    shutil.rmtree(base)
+    moved = out.rename(tmp_path / "moved")
+    for _ in range(2):
+        train.main(["--resume", f"--out={moved}"])
+    assert read_log(moved) == read_log(whole)
+    assert same(weights(moved), weights(whole))
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS):
+        assert (moved / name).read_bytes() == companions[name]
+
+
+def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypatch):
+    """Each moment is the model that training began with or a later one, and can be resumed."""
+    out.mkdir()
+    with monkeypatch.context() as patch:
+        disk = Disk(out, patch)
+        finetune(base, corpus, out, "--steps=2 --eval_every=1")
+    first = weights(base)
+    shutil.rmtree(base)
+    last = weights(out)
+    verdicts = []
+    log = read_log(out)
+    for i, files in enumerate(disk.moments):
+        folder = lay_out(files, tmp_path / str(i))
+        verdict = "nothing"
+        if "config.json" in files:
+            served = weights(folder)
+            verdict = "middle"
+            if same(served, first):
+                verdict = "first"
+            elif same(served, last):
+                verdict = "last"
+        if "train_state.pt" in files:
+            train.main(["--resume", f"--out={folder}"])
+            assert same(weights(folder), last)
+            assert read_log(folder) == log
+            verdict += ", resumed"
+        if verdict not in verdicts[-1:]:
+            verdicts.append(verdict)
+    assert verdicts == [
+        "nothing",
+        "first",
+        "first, resumed",
+        "middle, resumed",
+        "last, resumed",
+    ]
+
+
+def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
+    """A generation_config.json of a larger vocabulary made it unreadable."""
+    finetune(base, corpus, out)
+    write_json(out / "generation_config.json", {"eos_token_id": 310})
+    train.main([*tiny, "--steps=1", "--overwrite"])
+    assert load_checkpoint(out).config.eos_token_ids == (299,)
+    assert not (out / "chat_template.jinja").exists()
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "llama"])
+def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_path):
+    """It goes on where it stood, and is no other model."""
+    train.main([*tiny, f"--arch={arch}", "--steps=4"])
+    again = tmp_path / "again"
+    finetune(out, corpus, again, "--steps=1 --vector_lr=0")
+    assert same(weights(out), weights(again))
+    assert read_json(out / "config.json") == read_json(again / "config.json")
+
+
+def test_two_processes_train_as_one(base, corpus, out, tmp_path):
+    """All begin with the same weights, also those that DDP would take from the first."""
+    one = tmp_path / "one"
+    finetune(base, corpus, one)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
+    command += [ROOT / "train.py", *argv(base, corpus, out)]
+    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    for alone, together in zip(read_log(one), read_log(out), strict=True):
+        assert together == pytest.approx(alone, abs=2e-4)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_compiled_step_is_one_graph(family, corpus, tmp_path, monkeypatch):
+    """Caps, windows and shared KV heads, in the operators of a GPU: Python between would wait."""
+    make(family, tmp_path, corpus)
+    model = load_checkpoint(tmp_path)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    tokens = torch.randint(1, 300, (2, 51))
+    batch = (tokens[:, :-1], tokens[:, 1:], training_ops("cuda"))
+    _, expected = model(*batch)
+    _, loss = compiled(*batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------
+# Models and flags that cannot be
+
+
+MISTAKES = {
+    "--n_layer=3 --arch=gpt2 --no-bias": "the whole model: leave out --arch, --bias, --n_layer",
+    "--preset=gpt2-124M": "the whole model: leave out --preset",
+    "--context_length=2305": "--context_length is larger than the model's own, 2304",
+    "--init=nowhere": "no model in nowhere: config.json is missing",
+    "--resume": "leave out --batch_size, --context_length",
+    "--out=BASE/../base --overwrite": "holds a model",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), MISTAKES.items(), ids=MISTAKES)
+def test_mistakes_get_a_message(flags, message, base, corpus, out, capsys):
+    """The last one deleted the model to begin from, and its tokenizer with it."""
+    flags = flags.replace("BASE", str(base))
+    with pytest.raises(SystemExit) as error:
+        finetune(base, corpus, out, f"--steps=1 {flags}")
+    printed = capsys.readouterr().err
+    assert message in f"{printed}{error.value}"
+    assert load_checkpoint(base)
+
+
+def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
+    for length, window in ((300, 300), (600, 512)):
+        config = read_json(base / "config.json")
+        write_json(base / "config.json", config | {"max_position_embeddings": length})
+        args = train.parse_args([f"--init={base}"])
+        assert (args.context_length, args.short_context) == (window, window)
+        assert args.out == "out/finetuned"
+
+
+def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
+    """Of another tokenizer with as many tokens; or of images, for which the model has no rows."""
+    tokenizer = bpe_tokenizer([("a", "b"), ("b", "c")])
+    write_corpus(tmp_path / "other", tokenizer, [1] * 99, [2])
+    same_tokenizer = load_tokenizer(corpus)
+    write_corpus(tmp_path / "images", same_tokenizer, [1] * 99, [320])
+    for name in ("other", "images"):
+        message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
+        with pytest.raises(SystemExit, match=message):
+            finetune(base, tmp_path / name, out)
+    assert not (out / "config.json").exists()
+
+
+def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
+    base, corpus, out, monkeypatch, capsys
+):
+    """16 bytes a weight: what is refused with one byte less fits."""
+    count = sum(p.numel() for p in load_checkpoint(base).parameters())
+    free = 16 * count - 1
+    monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
+    needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
+    with pytest.raises(SystemExit, match=f"{needed}.* {free / 2**30:.2f} GiB free: end other"):
+        finetune(base, corpus, out)
+    free += 1
+    finetune(base, corpus, out)
+    assert f"memory: {needed}" in capsys.readouterr().out
+    free = 0  # to resume, what was saved is in memory before this is asked
+    train.main(["--resume", f"--out={out}"])
+
+
+def test_a_configuration_says_what_the_weights_are(corpus, out, base):
+    """With the tied head that config.json spoke of vLLM would have left out the model's own."""
+    config = read_json(base / "config.json")
+    old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
+    write_json(base / "config.json", old)
+    finetune(base, corpus, out)
+    assert read_json(out / "config.json") == config
+
+
+def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
+    """Saved under its whole's configuration nothing would find its weights."""
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {"model_type": "larger", "text_config": config})
+    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
+        finetune(base, corpus, out)
