@@ -76,9 +76,10 @@ from training.report import (
 # Tuned for runs of two minutes on two cores: between half and twice these learning rates the
 # result differs by 0.02 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
 # ones even for this model: its logits cost more, but each token is more text.
-SMALL = {"n_layer": 2, "n_embd": 128, "context_length": 512, "batch_size": 4, "eval_every": 200}
-SMALL |= {"short_context": 128, "matrix_lr": 0.012, "vector_lr": 0.02, "momentum": 0.9}
-SMALL |= {"beta2": 0.99, "decay": 0.6}
+SMALL = {"n_layer": 3, "n_embd": 128, "context_length": 512, "batch_size": 6, "eval_every": 200}
+SMALL |= {"short_context": 128, "matrix_lr": 0.02, "vector_lr": 0.02, "momentum": 0.9}
+SMALL |= {"matrix_decay": 0.5, "vector_decay": 0.1, "beta2": 0.99, "decay": 0.6}
+SMALL |= {"init_scale": 2.5, "clip": 100.0}
 # 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
@@ -169,6 +170,11 @@ def add_recipe_flags(group):
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
     about = "of AdamW: the share of its mean squared gradient that a step keeps"
     flag("--beta2", about, 0.95, share)
+    about = "weight decay of Muon, times the learning rate; it falls to zero with it, too"
+    flag("--matrix_decay", about, 0.0)
+    flag("--vector_decay", "weight decay of AdamW, for embeddings, with --init matrices", 0.0)
+    about = "initial weights of the maps that read the residual stream, times GPT-2's"
+    flag("--init_scale", about, 1.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
     about = "last share of the run, over which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
@@ -250,13 +256,15 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     blocks = [] if args.init else model.h
     matrices = {p: maps for block in blocks for p, maps in maps_of(block).items()}
     rest = [p for p in model.parameters() if p not in matrices]
+    tables = {"params": [p for p in rest if p.ndim == 2], "weight_decay": args.vector_decay}
+    vectors = {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0}
     betas = (0.9, args.beta2)
-    adamw = torch.optim.AdamW(
-        rest, args.vector_lr, betas, weight_decay=0.0, fused=process.device.type == "cuda"
-    )
+    is_fused = process.device.type == "cuda"
+    adamw = torch.optim.AdamW([tables, vectors], args.vector_lr, betas, fused=is_fused)
     if args.init:
         return [adamw]
-    return [Muon(matrices, process.dtype, lr=args.matrix_lr, momentum=args.momentum), adamw]
+    settings = {"lr": args.matrix_lr, "momentum": args.momentum, "weight_decay": args.matrix_decay}
+    return [Muon(matrices, process.dtype, **settings), adamw]
 
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
@@ -328,7 +336,11 @@ def new_model(args: Namespace, tokenizer: Tokenizer) -> GPT:
     config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
     torch.manual_seed(args.seed)
     # weights are drawn on the CPU, so that a seed means the same model on every device
-    return GPT(config)
+    model = GPT(config)
+    for block in model.h:
+        for layer in (block.attn.c_attn, block.mlp.c_fc):
+            layer.weight.data *= args.init_scale
+    return model
 
 
 class Run:
@@ -398,6 +410,7 @@ class Run:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * rate
+                group["rate"] = rate
             optimizer.step()
             optimizer.zero_grad()
         self.step += 1

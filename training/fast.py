@@ -259,7 +259,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(self, matrices: dict[Tensor, int], dtype: torch.dtype, **settings: float):
         """
         matrices: see `maps_of`
-        settings: lr, momentum
+        settings: lr, momentum, weight_decay
         """
         alike: dict[tuple, list] = {}
         for p, maps in matrices.items():
@@ -274,8 +274,11 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             self.update_group(**group)
 
-    def update_group(self, params: list, lr: float, momentum: float):
-        """Update N matrices of one shape (rows, columns) in place, by their gradients."""
+    def update_group(self, params: list, lr: float, momentum: float, weight_decay: float, rate=1.0):
+        """
+        Update N matrices of one shape (rows, columns) in place, by their gradients. `rate`: the
+        part of the peak learning rate that lr is.
+        """
         updates = []
         for p in params:
             mean = self.state[p].setdefault("momentum", torch.zeros_like(p))
@@ -288,6 +291,8 @@ class Muon(torch.optim.Optimizer):
         stretch = max(1, rows / columns) ** 0.5
         batch = batch.reshape(len(params), *params[0].shape)
         for p, update in zip(params, batch, strict=True):
+            if weight_decay:  # cautious: of the weights that the update makes smaller, too
+                p.sub_(p * (p * update > 0), alpha=weight_decay * lr * rate)
             p.sub_(update, alpha=lr * stretch)
 
 
