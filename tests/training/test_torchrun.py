@@ -50,8 +50,7 @@ def test_bfloat16_where_a_cpu_has_it(monkeypatch, features, onednn, answer):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     args = train.parse_args(["--device=cpu"])
     process = train.init_process(args)
-    expected = (3, torch.bfloat16) if answer else (2, torch.float32)
-    assert (args.n_layer, process.dtype) == expected
+    assert process.dtype == (torch.bfloat16 if answer else torch.float32)
     assert process.compile is False
 
 
