@@ -78,7 +78,8 @@ def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tens
 
 def reference_adamw(w, moments, gradient, lr: float, step: int, args) -> tuple[torch.Tensor, tuple]:
     """
-    The new weight and the new moments, with the bias of the first steps corrected. Embeddings decay.
+    The new weight and the new moments, with the bias of the first steps corrected; embeddings
+    decay.
     """
     first, second = moments
     first = 0.9 * first + 0.1 * gradient
