@@ -99,7 +99,8 @@ PRESETS = {
     "gpt2-124M": {"cpu": GPT2},  # on any device
 }
 # with --init, instead of a preset; and flags that would describe another model
-FINETUNE = {"context_length": 512, "vector_lr": 5e-5, "eval_every": 50, "out": "out/finetuned"}
+FINETUNE = {"context_length": 512, "batch_size": 4, "vector_lr": 5e-5, "eval_every": 50}
+FINETUNE |= {"out": "out/finetuned"}
 OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
