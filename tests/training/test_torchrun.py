@@ -148,7 +148,7 @@ def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
 RECIPE = """
 from training.corpus import char_tokenizer, write_corpus
 def prepare(folder, tokenizer=None):
-    write_corpus(folder, tokenizer or char_tokenizer("ab"), [0, 1, 0], [1])
+    write_corpus(folder, tokenizer or char_tokenizer("ab"), [0, 1, 0], [1, 1])
 """
 
 
