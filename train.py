@@ -103,6 +103,7 @@ PRESETS = {
 # with --init, instead of a preset; and flags that would describe another model
 FINETUNE = {"context_length": 512, "vector_lr": 5e-5, "eval_every": 50, "out": "out/finetuned"}
 OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
+OF_A_MODEL |= {"init_scale", "matrix_lr", "matrix_decay", "momentum"}  # or of Muon
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
@@ -193,15 +194,13 @@ def parse_args(argv: list[str] | None) -> Namespace:
     typed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults))))
     typed = {name: value for name, value in typed.items() if value is not None}
     args = Namespace(**defaults | typed)
-    fixed = sorted(f"--{name}" for name in typed.keys() - RESUMABLE)
-    if args.resume and fixed:
-        parser.error(
-            "--resume continues a run with the settings it began with: leave out "
-            f"{', '.join(fixed)}"
-        )
-    fixed = sorted(f"--{name}" for name in typed.keys() & OF_A_MODEL)
-    if args.init and fixed:
-        parser.error(f"--init brings the whole model: leave out {', '.join(fixed)}")
+    reason = "--init brings the whole model, and AdamW trains it"
+    fixed = typed.keys() & OF_A_MODEL if args.init else set()
+    if args.resume:
+        reason = "--resume continues a run with the settings it began with"
+        fixed = typed.keys() - RESUMABLE
+    if fixed:
+        parser.error(f"{reason}: leave out {', '.join(f'--{name}' for name in sorted(fixed))}")
     presets = PRESETS[args.preset]
     device = pick_device(args.device)
     kind = device.type
