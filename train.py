@@ -313,9 +313,9 @@ def evaluate(
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     own = windows[process.rank :: process.world]  # none, where processes are more than windows
-    for start in range(0, len(own), 32):
-        rows = own[start : start + 32].to(process.device)  # (32, T + 1)
-        tokens, targets = tokens_and_targets(rows)
+    # few at a time: in a vocabulary of 256,000, the logits of 8,192 tokens take 8 GiB
+    for rows in own.split(max(1, 2**13 // T)):
+        tokens, targets = tokens_and_targets(rows.to(process.device))
         with process.autocast():
             _, loss = model(tokens, targets, process.ops)
         scored = (targets >= 0).sum()

@@ -140,6 +140,18 @@ def test_evaluation_scores_what_is_to_be_predicted(corpus):
     assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
 
 
+def test_an_evaluation_takes_few_windows_at_a_time(corpus):
+    """32 of 2,048 tokens have 40 GB of logits in Qwen's vocabulary, 16 times a training step's."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    loaded.val = np.tile(loaded.val, 20)
+    model = small_gpt2()
+    sizes = []
+    model.register_forward_pre_hook(lambda model, inputs: sizes.append(inputs[0].numel()))
+    _, count = train.evaluate(model, loaded, MACHINE)
+    assert max(sizes) == 8192
+    assert count == 20 * 1001
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
     """The mean of no losses is NaN, and ended the run."""
