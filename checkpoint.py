@@ -113,14 +113,10 @@ def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family
     return dict(zip(names, parts, strict=True))
 
 
-def companions(directory: str | Path) -> list[Path]:
-    """The files that go with a model, whatever its weights are."""
-    return [path for pattern in COMPANIONS for path in Path(directory).glob(pattern)]
-
-
 def copy_companions(source: str | Path, directory: Path):
-    for path in companions(source):
-        write_atomically(directory / path.name, partial(copyfile, path))
+    for pattern in COMPANIONS:
+        for path in Path(source).glob(pattern):
+            write_atomically(directory / path.name, partial(copyfile, path))
 
 
 # --------------------------------------------------------------------------------------------------

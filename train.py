@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import companions, copy_companions, load_config, save_checkpoint
+from checkpoint import COMPANIONS, copy_companions, load_config, save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
@@ -514,10 +514,10 @@ def delete_checkpoint(out: Path):
     """
     # loss.png shows the Makefile that the training is done, config.json makes a directory a
     # checkpoint: they go first
-    for name in ("loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"):
-        (out / name).unlink(missing_ok=True)
-    for path in companions(out):  # of another model, perhaps
-        path.unlink()
+    names = ["loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"]
+    for name in names + COMPANIONS:  # these of another model, perhaps
+        for path in out.glob(name):
+            path.unlink()
 
 
 def catch_signals() -> list[int]:
