@@ -287,16 +287,13 @@ def tokens_and_targets(rows):
 
 
 @torch.no_grad()
-def evaluate(
-    model: GPT, corpus: Corpus, process: Process, T: int | None = None, limit: int | None = None
-):
+def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | None = None):
     """
     Cross-entropy on the held-out text: (nats in all, number of tokens scored). The text is cut into
-    windows of T tokens, by default the model's context. Each token is scored once; the very first
-    only if the tokenizer has an end-of-text token to precede it. With `limit`, score about that
-    many tokens, in evenly spaced windows.
+    windows of T tokens. Each token is scored once; the very first only if the tokenizer has an
+    end-of-text token to precede it. With `limit`, score about that many tokens, in evenly spaced
+    windows.
     """
-    T = T or model.config.context_length
     eos = corpus.tokenizer.eos_token_id
     # one long row of tokens, filled up so that it is cut into windows without a rest
     tokens = torch.from_numpy(corpus.val.astype(np.int64))
@@ -314,8 +311,10 @@ def evaluate(
     model.eval()
     own = windows[process.rank :: process.world]  # none, where processes are more than windows
     # few at a time: in a vocabulary of 256,000, the logits of 8,192 tokens take 8 GiB
-    for rows in own.split(max(1, 2**13 // T)):
-        tokens, targets = tokens_and_targets(rows.to(process.device))
+    B = max(1, 2**13 // T)
+    for start in range(0, len(own), B):
+        rows = own[start : start + B].to(process.device)  # (B, T + 1)
+        tokens, targets = tokens_and_targets(rows)
         with process.autocast():
             _, loss = model(tokens, targets, process.ops)
         scored = (targets >= 0).sum()
