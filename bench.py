@@ -350,7 +350,7 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
     }
     if llama:
         systems["llama.cpp"] = llama_cpp(gpt, llama, format)
-    num_bytes = size * sum(weight.numel() for weight in gpt.parameters())
+    num_bytes = size * gpt.num_weights
     result = {"floor, ms": ms(num_bytes / read_bandwidth("cpu"))}
     for n, tokens_in, tokens_out in CASES:
         if tokens_in + tokens_out < gpt.config.context_length:

@@ -26,7 +26,6 @@ from tqdm import tqdm
 
 from common import MALFORMED, missing_file, read_json, write_atomically, write_json
 from families import (
-    FAMILIES,
     GPT2,
     CheckpointError,
     Family,
@@ -71,7 +70,7 @@ def save_checkpoint(model: GPT, directory: str | Path):
     saved["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
     saved["tie_word_embeddings"] = model.config.tied  # which the file's head decides
     directory.mkdir(parents=True, exist_ok=True)
-    weights = hub_weights(model, FAMILIES[saved["model_type"]])
+    weights = hub_weights(model, family_named(saved))
     save = partial(save_file, weights, metadata={"format": "pt"})
     write_atomically(directory / "model.safetensors", save)
     write_json(directory / "config.json", saved)
@@ -114,14 +113,10 @@ def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family
     return dict(zip(names, parts, strict=True))
 
 
-def companions(directory: str | Path) -> list[Path]:
-    """The files that go with a model, whatever its weights are."""
-    return [path for pattern in COMPANIONS for path in Path(directory).glob(pattern)]
-
-
 def copy_companions(source: str | Path, directory: Path):
-    for path in companions(source):
-        write_atomically(directory / path.name, partial(copyfile, path))
+    for pattern in COMPANIONS:
+        for path in Path(source).glob(pattern):
+            write_atomically(directory / path.name, partial(copyfile, path))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,6 +188,7 @@ def load_checkpoint(
     saved = SavedWeights(directory)
     config.tied = config.tied and not saved.has_own_head(family)
     model = empty_model(config, dtype)
+    model.config_json = config_json
     ours = dict(model.named_parameters())  # of a tied model without the head's
     shapes = {}
     for name, weight in ours.items():
@@ -222,8 +218,6 @@ def load_checkpoint(
         give(module, kind, weight)
     if model.lm_head.weight.is_meta:  # tied, and the same weights
         give(model.lm_head, "weight", model.wte.weight)
-    if "text_config" not in config_json:  # the parts of a larger model are not saved
-        model.config_json = config_json
     return model.to(device).eval()
 
 

@@ -539,6 +539,10 @@ class GPT(nn.Module):
         if config.tied:
             self.lm_head.weight = self.wte.weight
 
+    @property
+    def num_weights(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
     def _init_weights(self, module: nn.Module):
         """
         GPT-2's initialisation: N(0, 0.02), the projections into the residual stream scaled by 1 /

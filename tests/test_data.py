@@ -137,7 +137,7 @@ def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):
 def test_token_files_take_four_bytes_above_65536_symbols(tmp_path, symbols, dtype):
     tokenizer = char_tokenizer("".join(map(chr, range(0xE000, 0xE000 + symbols))))
     last = symbols - 1
-    write_corpus(tmp_path, tokenizer, [0, last], [last])
+    write_corpus(tmp_path, tokenizer, [0, last], [last, last])
     train = read_corpus(tmp_path, "train")
     assert train.dtype == dtype
     assert train.tolist() == [0, last]

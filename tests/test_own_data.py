@@ -124,6 +124,7 @@ BAD_TEXTS = {
     None: "No such file .*a.txt",
     b"gr\xfc\xdfe": r"a\.txt is not UTF-8 \(.*0xfc in position 2.*\): convert",
     b"": "out: 0 tokens to train on and 0 to hold out are too few: add texts",
+    b"ab": "out: 1 tokens to train on and 1 to hold out are too few",
     b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
 }
 

@@ -121,7 +121,8 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     they are stored: a folder without it counts as not prepared. Exits where there is nothing to
     predict, and where a file cannot be written.
     """
-    if not train or max(val, default=-1) < 0:
+    # the first held-out token is not scored where no end of text precedes it
+    if not train or max(val[1:], default=-1) < 0:
         sys.exit(
             f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
             "add texts or choose others"
@@ -151,11 +152,13 @@ def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenize
     eos = tokenizer.eos_token_id
     ends = [] if eos is None else [eos]
 
-    def encode(document: str | list[int]) -> list[int]:
-        return tokenizer.encode(document) + ends if isinstance(document, str) else document
+    def encode(documents: list) -> list[int]:
+        ids = []
+        for document in documents:
+            ids += tokenizer.encode(document) + ends if isinstance(document, str) else document
+        return ids
 
-    ids = [[token for document in part for token in encode(document)] for part in (train, val)]
-    write_corpus(directory, tokenizer, *ids)
+    write_corpus(directory, tokenizer, encode(train), encode(val))
 
 
 def hold_out(documents: list) -> tuple[list, list]:

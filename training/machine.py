@@ -184,50 +184,44 @@ def init_process(args: Namespace) -> Process:
 
 def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
     """
-    The model of --init in float32. Raises ValueError where the corpus has other tokens, where
-    memory cannot hold its training, and for part of a larger model, which cannot be saved.
+    The model of --init in float32. Prints what memory its training takes. Raises ValueError, before
+    weights are read, where memory cannot hold that, where the corpus has other tokens, and for part
+    of a larger model, which cannot be saved.
     """
 
     def check(model: GPT) -> GPT:  # which has no weights yet
+        if "text_config" in model.config_json:
+            raise ValueError(
+                f"{args.init} has a text_config, as part of a larger model: save the text model "
+                "alone, by transformers' class for it, and begin from that"
+            )
         vocabulary = load_tokenizer(args.init).backend.get_vocab()
-        # the least, where it is negative, is the largest one that is not predicted: ~id
-        ends = [(int(ids.max()), -1 - int(ids.min())) for ids in (corpus.train, corpus.val)]
-        largest = max(map(max, ends))
-        if corpus.tokenizer.backend.get_vocab() != vocabulary or largest >= model.config.vocab_size:
+        size = model.config.vocab_size
+        parts = (corpus.train, corpus.val)  # a token that is not predicted is ~id, so from -size on
+        has_rows = all(ids.max() < size and ids.min() >= -size for ids in parts)
+        if corpus.tokenizer.backend.get_vocab() != vocabulary or not has_rows:
             raise ValueError(
                 f"--data {args.data} has other tokens than {args.init}: make it with `python "
                 f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
             )
-        if not args.resume:  # else a part of what it takes is in memory
-            check_memory(model, process)
+        # float32: weights, gradients, and AdamW's means of gradients and of their squares
+        needed = 16 * model.num_weights
+        free, _ = memory_of(process.device)
+        text = (
+            f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 "
+            f"bytes each, and activations more; {process.device} has {free / 2**30:.2f} GiB free"
+        )
+        if needed > free and not args.resume:  # else a part of it is in memory
+            raise ValueError(
+                f"{text}: end other programs, begin from a smaller model, or train adapters with "
+                "peft and serve its merged model"
+            )
+        process.print(f"memory: {text}")
         return model
 
     model = load_checkpoint(args.init, convert=check)
-    if not model.config_json:
-        raise ValueError(
-            f"{args.init} has a text_config, as part of a larger model: save the text model alone, "
-            "by transformers' class for it, and begin from that"
-        )
     model.config.dropout = args.dropout
     return model.train()
-
-
-def check_memory(model: GPT, process: Process):
-    """Print what memory it takes to train a model. Raises ValueError where there is less."""
-    count = sum(p.numel() for p in model.parameters())
-    # float32: weights, gradients, and AdamW's means of gradients and of their squares
-    needed = 16 * count
-    free, _ = memory_of(process.device)
-    text = (
-        f"{count / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 bytes each, and "
-        f"activations more; {process.device} has {free / 2**30:.2f} GiB free"
-    )
-    if needed > free:
-        raise ValueError(
-            f"{text}: end other programs, begin from a smaller model, or train adapters with peft "
-            "and serve its merged model"
-        )
-    process.print(f"memory: {text}")
 
 
 # --------------------------------------------------------------------------------------------------

@@ -34,13 +34,12 @@ def introduce(run) -> str:
     args = run.args
     corpus = run.corpus
     c = run.model.config
-    millions = sum(p.numel() for p in run.model.parameters()) / 1e6
     length = plural(args.steps, "step") if args.steps else f"{args.minutes:g} minutes"
     if run.step:
         length += f", from step {run.step}, {run.share:.0%} done"
     return (
         f"device: {run.process}\n"
-        f"model:  {args.init or args.arch}, {millions:.2f}M parameters: "
+        f"model:  {args.init or args.arch}, {run.model.num_weights / 1e6:.2f}M parameters: "
         f"{plural(c.n_layer, 'layer')} of width {c.n_embd}, "
         f"{plural(c.n_head, 'head')}, {c.activation}, context {c.context_length}\n"
         f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, "
@@ -68,7 +67,7 @@ def print_progress(run, loss: float, step_seconds: float):
     line = f"step {run.step}, {run.share:.0%}: loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s"
     if process.peak:
         c = run.model.config
-        weights = sum(p.numel() for p in run.model.parameters())
+        weights = run.model.num_weights
         operations = 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * run.window()
         line += f", MFU {rate * operations / process.peak / process.world:.0%}"
     seconds = args.steps * step_seconds if args.steps else 60 * args.minutes

@@ -6,9 +6,7 @@ assistant's tokens alone. Each line of a file is {"messages": [{"role": .., "con
     python train.py --init DIR --data chat
 
 An answer is what the template puts behind the prompt that serve.py would make of the messages
-before, up to the token that ends the turn. Dialogues are
-packed: they stand one behind another, windows of training cut across them, and attention sees the
-dialogues before in the same window.
+before, up to the token that ends the turn. Dialogues are packed: training/corpus.py.
 """
 
 import json
@@ -38,7 +36,7 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
             turn = chat.encode(messages[: i + 1])
             start = len(prompt)
             answer = turn[start:]
-            if prompt + answer + ids[len(turn) :] != ids:
+            if prompt + answer != ids[: len(turn)]:
                 raise TokenizerError(
                     "the chat template cannot mark the assistant's answers, as it does not write "
                     "one behind its generation prompt and leave it there"

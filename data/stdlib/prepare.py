@@ -36,10 +36,7 @@ def is_held_out(name: str) -> bool:
 
 
 def read_library(root: Path) -> tuple[list[str], list[str]]:
-    """
-    The files to train on and those held out, each in the order of their names. Exits if there are
-    none.
-    """
+    """The files to train on and those held out, each in the order of their names."""
     train: list[str] = []
     val: list[str] = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):

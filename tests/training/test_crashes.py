@@ -185,7 +185,7 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(corp
     folder = corpora[1]
     disk = Disk(folder, monkeypatch)
     tokenizer = char_tokenizer(TEXTS[2])
-    write_corpus(folder, tokenizer, tokenizer.encode(TEXTS[2]), [0])
+    write_corpus(folder, tokenizer, tokenizer.encode(TEXTS[2]), [0, 0])
     has_meta = ["meta.json" in files for files in disk.moments]
     between = len({*disk.moments[-1]}) - 1  # the other files are written one by one
     assert has_meta == [True, False, *[False] * between, True]

@@ -238,8 +238,9 @@ def test_a_compiled_step_is_one_graph(family, corpus, tmp_path, monkeypatch):
 
 
 MISTAKES = {
-    "--n_layer=3 --arch=gpt2 --no-bias": "the whole model: leave out --arch, --bias, --n_layer",
-    "--preset=gpt2-124M": "the whole model: leave out --preset",
+    "--n_layer=3 --arch=gpt2 --no-bias": "AdamW trains it: leave out --arch, --bias, --n_layer",
+    "--preset=gpt2-124M": "brings the whole model, and AdamW trains it: leave out --preset",
+    "--matrix_lr=0.1 --momentum=0.9": "leave out --matrix_lr, --momentum",
     "--context_length=2305": "--context_length is larger than the model's own, 2304",
     "--init=nowhere": "no model in nowhere: config.json is missing",
     "--resume": "leave out --batch_size, --context_length",
@@ -270,9 +271,9 @@ def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
 def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
     """Of another tokenizer with as many tokens; or of images, for which the model has no rows."""
     tokenizer = bpe_tokenizer([("a", "b"), ("b", "c")])
-    write_corpus(tmp_path / "other", tokenizer, [1] * 99, [2])
+    write_corpus(tmp_path / "other", tokenizer, [1] * 99, [2, 2])
     same_tokenizer = load_tokenizer(corpus)
-    write_corpus(tmp_path / "images", same_tokenizer, [1] * 99, [320])
+    write_corpus(tmp_path / "images", same_tokenizer, [1] * 99, [2, 320])
     for name in ("other", "images"):
         message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
         with pytest.raises(SystemExit, match=message):

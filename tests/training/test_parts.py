@@ -96,10 +96,10 @@ def test_evaluation_scores_every_token_once(corpus):
         return pytest.approx(total, rel=1e-5)
 
     def count(**options) -> int:
-        return train.evaluate(model, loaded, **options)[1]
+        return train.evaluate(model, loaded, T=32, **options)[1]
 
     assert train.evaluate(model, loaded, MACHINE, 20) == (nats(20), 1001)
-    assert train.evaluate(model, loaded, MACHINE) == (nats(32), 1001)
+    assert train.evaluate(model, loaded, MACHINE, 32) == (nats(32), 1001)
     assert count(process=MACHINE, limit=96) == 96 - 32 + 1001 % 32  # first, middle, last window
     assert count(process=MACHINE, limit=1) == 32
     second = replace(MACHINE, rank=1, world=2)
@@ -108,7 +108,7 @@ def test_evaluation_scores_every_token_once(corpus):
     assert count(process=second, limit=1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
     idle = replace(MACHINE, rank=98)
-    assert train.evaluate(model, loaded, idle) == (0.0, 0)
+    assert train.evaluate(model, loaded, idle, 32) == (0.0, 0)
 
 
 def test_evaluation_scores_what_is_to_be_predicted(corpus):
@@ -140,6 +140,18 @@ def test_evaluation_scores_what_is_to_be_predicted(corpus):
     assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
 
 
+def test_an_evaluation_takes_few_windows_at_a_time(corpus):
+    """32 of 2,048 tokens have 40 GB of logits in Qwen's vocabulary, 16 times a training step's."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    loaded.val = np.tile(loaded.val, 20)
+    model = small_gpt2()
+    sizes = []
+    model.register_forward_pre_hook(lambda model, inputs: sizes.append(inputs[0].numel()))
+    _, count = train.evaluate(model, loaded, MACHINE, 32)
+    assert max(sizes) == 8192
+    assert count == 20 * 1001
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
     """The mean of no losses is NaN, and ended the run."""
@@ -156,8 +168,8 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     run = new_run([*tiny, "--arch=gpt2", "--dropout=0.5"], corpus)
     calm = small_gpt2(activation="relu2", bias=False)
     calm.load_state_dict(run.model.state_dict())
-    score = train.evaluate(run.model, run.corpus, MACHINE, limit=96)
-    assert score == train.evaluate(calm, run.corpus, MACHINE, limit=96)
+    score = train.evaluate(run.model, run.corpus, MACHINE, 32, limit=96)
+    assert score == train.evaluate(calm, run.corpus, MACHINE, 32, limit=96)
     assert run.model.training
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))

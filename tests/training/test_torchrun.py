@@ -147,7 +147,7 @@ def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
 RECIPE = """
 from training.corpus import char_tokenizer, write_corpus
 def prepare(folder, tokenizer=None):
-    write_corpus(folder, tokenizer or char_tokenizer("ab"), [0, 1, 0], [1])
+    write_corpus(folder, tokenizer or char_tokenizer("ab"), [0, 1, 0], [1, 1])
 """
 
 
@@ -167,9 +167,9 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     corpus = train.load_corpus("letters", place(0, 2))
     assert is_prepared == [False, True]
     assert corpus.train.tolist() == [0, 1, 0]
-    assert corpus.val.tolist() == [1]
+    assert corpus.val.tolist() == [1, 1]
     (folder / "prepare.py").write_text("raise AssertionError('prepared twice')")
-    assert train.load_corpus("letters", MACHINE).val.tolist() == [1]
+    assert train.load_corpus("letters", MACHINE).val.tolist() == [1, 1]
     assert len(is_prepared) == 2  # a process that is alone waits for nobody
 
 

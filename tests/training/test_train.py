@@ -131,7 +131,7 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     shapes = []
     windows = []
 
-    def noted_evaluate(model, corpus, process, T=None, limit=None):
+    def noted_evaluate(model, corpus, process, T, limit=None):
         windows.append((T, limit))
         return 7.5, 3
 
