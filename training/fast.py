@@ -250,10 +250,11 @@ def maps_of(block: Block) -> dict[Tensor, int]:
 
 class Muon(torch.optim.Optimizer):
     """
-    SGD with Nesterov momentum. Each update is orthogonalized, so that
-    every direction of a matrix moves equally far, and the rare ones are learnt, too. torch's own
-    Muon multiplies in bfloat16, which many CPUs only emulate, and takes matrices one by one; here
-    the dtype is chosen, and matrices (rows, columns) of one shape are updated as one batch.
+    SGD with Nesterov momentum. Each update is orthogonalized, so that every direction of a matrix
+    moves equally far, and the rare ones are learnt, too. Weight decay is cautious (Liang et al.
+    2024): it takes only from weights that the update makes smaller. torch's own Muon multiplies in
+    bfloat16, which many CPUs only emulate, and takes matrices one by one; here the dtype is chosen,
+    and matrices (rows, columns) of one shape are updated as one batch.
     """
 
     def __init__(self, matrices: dict[Tensor, int], dtype: torch.dtype, **settings: float):
@@ -291,7 +292,7 @@ class Muon(torch.optim.Optimizer):
         stretch = max(1, rows / columns) ** 0.5
         batch = batch.reshape(len(params), *params[0].shape)
         for p, update in zip(params, batch, strict=True):
-            if weight_decay:  # cautious: of the weights that the update makes smaller, too
+            if weight_decay:
                 p.sub_(p * (p * update > 0), alpha=weight_decay * lr * rate)
             p.sub_(update, alpha=lr * stretch)
 

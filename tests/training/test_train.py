@@ -283,7 +283,7 @@ SETTINGS = {
     "--preset=gpt2-124M": {"arch": "gpt2", "activation": "gelu_new", "steps": 2000, "clip": 1.0},
     "--activation=relu2": SMALL | {"activation": "relu2"},
     "--preset=shakespeare_char": {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0},
-    "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "n_head": 6, "dropout": 0.2},
+    "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0},
 }
 
 
