@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -287,8 +288,8 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(tiny, corpus, out, tmp_path)
     """In as many other tokens the run went on, and its model learnt what it could not read."""
     train.main([*tiny, "--steps=1"])
     before = {path: path.read_bytes() for path in out.iterdir()}
-    meant = load_tokenizer(corpus)
-    other = train_bpe(["wholly other words"] * 9, meant.vocab_size)
+    other = train_bpe([string.printable * 2 + "wholly other words, and quixotic ones " * 2], 300)
+    assert other.vocab_size == 300
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
     state = torch.load(out / "train_state.pt")
