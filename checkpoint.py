@@ -49,8 +49,8 @@ READABLE = ("F32", "F16", "BF16")
 # the head's weights: of a tied model no file holds them
 HEAD = "lm_head.weight"
 # files of the tokenizer, of chat and of sampling: training a model further does not change them
-COMPANIONS = ["*token*.json", "tokenizer.model", "vocab.json", "merges.txt", "chat_template*"]
-COMPANIONS += ["generation_config.json"]
+COMPANIONS = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"]
+COMPANIONS += ["vocab.json", "merges.txt", "chat_template*", "generation_config.json"]
 
 
 # --------------------------------------------------------------------------------------------------

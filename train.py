@@ -47,7 +47,7 @@ from checkpoint import COMPANIONS, copy_companions, load_config, save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
 from training.fast import Muon, maps_of
 from training.machine import (
@@ -144,7 +144,7 @@ def build_parser() -> Parser:
     about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
     flag("--bias", "biases in linear layers and norms, of GPT-2 alone", False, action=with_no)
-    flag("--dropout", "probability of dropout, for corpora that are read many times", 0.0)
+    flag("--dropout", "for corpora that are read many times", 0.0, at_least(0, float, below=1))
 
     add_recipe_flags(parser.add_argument_group("recipe"))
 
@@ -467,7 +467,12 @@ class Run:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
-        """Go on from what `save` wrote."""
+        """Go on from what `save` wrote. Raises ValueError if the corpus has other tokens now."""
+        vocabulary = load_tokenizer(self.out).backend.get_vocab()
+        if vocabulary != self.corpus.tokenizer.backend.get_vocab():
+            raise ValueError(
+                f"--data {self.args.data} has other tokens than {self.out}: make it as it was"
+            )
         self.model.load_state_dict(state.pop("model"))  # no second copy stays in memory
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
@@ -489,8 +494,8 @@ def open_out(args: Namespace) -> dict | None:
             return state
         except Exception as error:  # a damaged file raises errors of any kind
             sys.exit(
-                f"nothing to resume, {path} cannot be read ({error}): name the run with --out, or "
-                "start anew: without --resume, with --overwrite where there is a model"
+                f"nothing to resume, {path} cannot be read ({error!r:.200}): name the run with "
+                "--out, or start anew: without --resume, with --overwrite where there is a model"
             )
     is_base = args.init and Path(args.init).resolve() == out.resolve()
     if (out / "config.json").exists() and (is_base or not args.overwrite):

@@ -126,10 +126,10 @@ def read_template(directory: str | Path) -> str | None:
     template that is no text.
     """
     path = Path(directory) / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    path = Path(directory) / "tokenizer_config.json"
     try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        path = Path(directory) / "tokenizer_config.json"
         template = read_json(path).get("chat_template")
         if isinstance(template, list):  # several, each with a name
             template = {t["name"]: t["template"] for t in template}

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import runpy
+import signal
 import subprocess
 import sys
 from itertools import chain
@@ -266,6 +267,8 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     refused("No such file.*a.jsonl")
     path.touch()
     refused("0 tokens to train on and 0 to hold out")
+    (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
+    refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
     refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
     (checkpoint / "tokenizer.json").unlink()
@@ -289,6 +292,45 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, tmp_
         if not (path.parent / "meta.json").exists():
             with pytest.raises(SystemExit, match=f"data/{name}/prepare.py .*of your files"):
                 load_corpus(name, ALONE)
+
+
+def test_a_model_keeps_its_tokenizer(checkpoint, tmp_path):
+    """--out, mistaken for --init, wrote over the chat template in tokenizer_config.json."""
+    (checkpoint / "config.json").write_text("{}")
+    before = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    path = tmp_path / "a.txt"
+    path.write_text("note " * 20)
+    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
+        prepare("text", path, checkpoint)
+    assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+DAMAGE = [("meta.json", "[]"), ("meta.json", "{"), ("train.bin", ""), ("val.bin", None)]
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGE)
+def test_a_damaged_corpus_is_named(name, content, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("note " * 20)
+    prepare("text", path, tmp_path / "out")
+    damaged = tmp_path / "out" / name
+    damaged.unlink()
+    if content is not None:
+        damaged.write_text(content)
+    with pytest.raises(ValueError, match=r"out is no whole corpus \(.*\): make it again"):
+        load_corpus(str(tmp_path / "out"), ALONE)
+
+
+def test_control_c_ends_a_recipe_with_one_line(tmp_path):
+    """While it reads: here a pipe, whose writer says nothing."""
+    pipe = tmp_path / "a.txt"
+    os.mkfifo(pipe)
+    command = [sys.executable, COMMANDS["text"], pipe]
+    recipe = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with open(pipe, "w"):  # returns once it is being read
+        recipe.send_signal(signal.SIGINT)
+        _, printed = recipe.communicate(timeout=60)
+    assert printed == "interrupted\n"
 
 
 @pytest.mark.parametrize("room", [100, 20_000])

@@ -31,7 +31,15 @@ import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from common import Parser, add_flag, write_atomically, write_json
+from common import (
+    MALFORMED,
+    Parser,
+    add_flag,
+    end_with_one_line,
+    read_json,
+    write_atomically,
+    write_json,
+)
 from tokenizer import (
     ALPHABET,
     END_OF_TEXT,
@@ -119,8 +127,10 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
     bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
     they are stored: a folder without it counts as not prepared. Exits where there is nothing to
-    predict, and where a file cannot be written.
+    predict, where a file cannot be written, and in a model's directory.
     """
+    if (directory / "config.json").exists():
+        sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
     # the first held-out token is not scored where no end of text precedes it
     if not train or max(val[1:], default=-1) < 0:
         sys.exit(
@@ -177,6 +187,7 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
     init)` gives the documents of a file or folder.
     """
+    end_with_one_line()
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
     parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
     add_flag(parser, "--val", "what to hold out; default: every tenth document", kind=Path)
@@ -198,9 +209,15 @@ def run_recipe(read: Callable, folder: Path, argv=None):
 
 
 def read_corpus(directory: Path, split: str) -> np.ndarray:
-    """The tokens of "train" or "val", memory-mapped and read-only."""
-    meta = json.loads((directory / "meta.json").read_text())
-    return np.memmap(directory / f"{split}.bin", dtype=meta["dtype"], mode="r")
+    """
+    The tokens of "train" or "val", memory-mapped and read-only. Raises ValueError for a file that
+    is missing or damaged.
+    """
+    try:
+        dtype = read_json(directory / "meta.json")["dtype"]
+        return np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r")
+    except (OSError, *MALFORMED) as error:
+        raise ValueError(f"{directory} is no whole corpus ({error}): make it again") from error
 
 
 @dataclass

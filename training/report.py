@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common import plural, write_atomically
+from common import MALFORMED, plural, write_atomically
 
 SAMPLE_TOKENS = 64
 LAST_SAMPLES = 3  # at the end of a run, of twice as many tokens
@@ -133,15 +133,15 @@ def compare(directories: list[str]):
     curves = {}
     for directory in directories:
         path = Path(directory, "log.jsonl")
-        lines = path.read_text().splitlines() if path.exists() else []
-        log = [*map(json.loads, lines)]
-        curves[directory] = points = curve(log, "val_loss")
-        if not points:
+        try:
+            log = [*map(json.loads, path.read_text().splitlines())]
+            curves[directory] = points = curve(log, "val_loss")
+            print(
+                f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
+                f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
+            )
+        except (OSError, *MALFORMED):
             sys.exit(f"{path} has no held-out loss: name directories of runs that were evaluated")
-        print(
-            f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
-            f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
-        )
     draw(curves, Path("compare.png"))
 
 
@@ -165,7 +165,8 @@ def draw(curves: dict[str, list[tuple]], path: Path):
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
-    write_atomically(path, save)
+    with exit_if_unwritable(path):
+        write_atomically(path, save)
 
 
 @contextmanager

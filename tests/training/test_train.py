@@ -6,7 +6,9 @@ it ends where it cannot go on.
 import math
 import os
 import random
+import shutil
 import signal
+import string
 import subprocess
 import sys
 import time
@@ -28,7 +30,7 @@ import train
 from checkpoint import load_checkpoint
 from tokenizer import load_tokenizer
 from training import report
-from training.corpus import char_tokenizer, read_corpus, write_corpus
+from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 # --------------------------------------------------------------------------------------------------
 # The whole run
@@ -115,12 +117,18 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     assert now == files | {picture: now[picture]}
 
 
+BROKEN_LOGS = {"torn": b'{"step"', "bytes": b"\xff", "number": b"5", "stepless": b'{"val_loss": 1}'}
+
+
 def test_a_directory_without_losses_is_not_compared(tiny, out, tmp_path, monkeypatch):
     """Be it no run's, or a run's that was stopped before it was evaluated."""
     monkeypatch.chdir(tmp_path)
     stop_after(monkeypatch, [2])
     train.main([*tiny, "--steps=20"])
-    for name in ("out", "nowhere"):
+    for name, log in BROKEN_LOGS.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "log.jsonl").write_bytes(log)
+    for name in ("out", "nowhere", *BROKEN_LOGS):
         with pytest.raises(SystemExit, match=f"^{name}/log.jsonl has no held-out loss: name dir"):
             train.main(["--compare", name])
     assert not (tmp_path / "compare.png").exists()
@@ -210,6 +218,9 @@ def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(tiny, 
     (out / "file").write_text("")
     with pytest.raises(SystemExit, match=r"file/out cannot be written .* name another --out"):
         train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
+    (out / "loss.png.tmp").mkdir()  # cannot be written
+    with pytest.raises(SystemExit, match=r"loss\.png cannot be written"):
+        report.draw({"training": [(1, 2.0)]}, out / "loss.png")
 
 
 def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
@@ -230,6 +241,7 @@ MISTAKES = {
     "--data=nowhere": "does not exist; there is stdlib and shakespeare_char, and data/text",
     "--n_head=3": "n_embd 16 is not a multiple of n_head 3",
     "--bias": "--bias: Llama has no biases, leave it out or take --arch gpt2",
+    "--dropout=2": "--dropout: 2 is too large, wanted less than 1",
     "--context_length=1000000": "training tokens are too few for windows of 1000000",
 }
 
@@ -267,8 +279,37 @@ def test_nothing_to_resume(tmp_path):
             torch.save(content, path)
         with pytest.raises(
             SystemExit, match=rf"nothing to resume, .*pt cannot be read \(.*{reason}"
-        ):
+        ) as error:
             train.main(["--resume", f"--out={tmp_path}"])
+        assert "\n" not in str(error.value)  # torch explains itself in ten lines
+
+
+def test_a_corpus_that_was_made_anew_is_not_resumed(tiny, corpus, out, tmp_path):
+    """In as many other tokens the run went on, and its model learnt what it could not read."""
+    train.main([*tiny, "--steps=1"])
+    before = {path: path.read_bytes() for path in out.iterdir()}
+    other = train_bpe([string.printable * 2 + "wholly other words, and quixotic ones " * 2], 300)
+    assert other.vocab_size == 300
+    folder = tmp_path / "corpus"
+    shutil.copytree(corpus, folder)
+    state = torch.load(out / "train_state.pt")
+    state["args"]["data"] = str(folder)
+    torch.save(state, out / "train_state.pt")
+    other.save(folder)
+    with pytest.raises(SystemExit, match=r"--data .*corpus has other tokens than .*out: make it"):
+        train.main(["--resume", f"--out={out}"])
+    del before[out / "train_state.pt"]
+    assert all(path.read_bytes() == content for path, content in before.items())
+
+
+def test_a_file_with_tokens_in_its_name_is_not_a_models(tiny, out):
+    """Any *token*.json in --out was deleted, without --overwrite."""
+    out.mkdir()
+    for name in ("my_tokens.json", "added_tokens.json"):
+        (out / name).write_text("[]")
+    train.main([*tiny, "--steps=1"])
+    assert (out / "my_tokens.json").exists()
+    assert not (out / "added_tokens.json").exists()
 
 
 SMALL = {"n_layer": 3, "context_length": 512, "short_context": 128, "steps": None, "arch": "llama"}
