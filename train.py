@@ -426,7 +426,8 @@ class Run:
         numbers = ", ".join(f"{name} {value}" for name, value in line.items())
         sys.exit(
             f"{numbers}: stopped; what was saved before is kept. Start again with a lower "
-            f"--matrix_lr (now {self.args.matrix_lr}) or --vector_lr (now {self.args.vector_lr})"
+            f"--matrix_lr (now {self.args.matrix_lr}, without effect beside --init) or --vector_lr "
+            f"(now {self.args.vector_lr})"
         )
 
     def evaluate_and_sample(self) -> str:

@@ -25,7 +25,11 @@ FLAGS = """--device=cpu --dtype=float32 --n_layer=2 --n_head=3 --n_embd=24 --see
 LLAMA = "--arch=llama --dropout=0.2"
 KINDS = {
     "all terms": ("--arch=gpt2 --dropout=0.2 --bias --activation=gelu_new", TORCH),
-    "no biases, nothing to clip": ("--arch=gpt2 --activation=relu2 --clip=1000", TORCH),
+    # where neurons are dead, rounding decides the signs of updates, and these decide on decay
+    "no biases, nothing to clip": (
+        "--arch=gpt2 --activation=relu2 --clip=1000 --matrix_decay=0",
+        TORCH,
+    ),
     "llama": (LLAMA, TORCH),
     "llama, with the operators of a CPU": (LLAMA, training_ops("cpu")),
     "llama, with another gate": (LLAMA + " --activation=relu2", training_ops("cpu")),
@@ -59,7 +63,7 @@ def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tensor, torch.Tensor]:
     """
     The new weight and the new mean gradient: Nesterov momentum, orthogonal parts, decay of the
-    weights that these make smaller.
+    weights that these make smaller. NaN where an update is so near 0 that rounding decides on that.
     """
     maps = 1
     if "c_attn" in name:
@@ -73,7 +77,11 @@ def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tens
     update = torch.cat(parts)
     decay = lr * args.matrix_decay * lr / args.matrix_lr
     shrunk = torch.where(update.sign() == w.sign(), w * (1 - decay), w)
-    return shrunk - lr * stretch * update, mean
+    new = shrunk - lr * stretch * update
+    is_clear = update.abs() > 1e-3 * update.abs().mean()
+    if args.matrix_decay:
+        new[~is_clear] = torch.nan
+    return new, mean
 
 
 def reference_adamw(w, moments, gradient, lr: float, step: int, args) -> tuple[torch.Tensor, tuple]:
@@ -145,16 +153,14 @@ def test_four_updates_are_those_of_the_formulas(kind):
         result = run.update(run.model, x, y)
         assert result.tolist() == pytest.approx([loss, norm], rel=1e-4)
         for name, w in run.model.named_parameters():
-            moved = (expected[name] - before[name]).abs().max()
+            clear = expected[name].isfinite()
+            assert clear.double().mean() > 0.98
+            moved = (expected[name] - before[name]).abs()[clear].max()
             wrong = (w.detach().double() - expected[name]).abs()
             if name.endswith("attn.c_attn.bias"):
                 # softmax does not see the bias of the keys: its gradient is rounding
                 wrong[24:48] = 0
-            rank = wrong.numel()
-            if name.startswith("h.") and w.ndim == 2:
-                # rounding decides the sign of an update near 0, and the sign decides on decay
-                rank = round(0.97 * rank)
-            wrong = wrong.flatten().kthvalue(rank).values
+            wrong = wrong[clear].max()
             assert moved > 1e-4 and wrong < 2e-3 * moved, (
                 f"step {step}: {name} is off by {wrong}, it moved {moved}"
             )
