@@ -11,6 +11,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
     python bench.py grammar       # answers by JSON schema beside free ones
+    python bench.py train         # losses and times of train.py, by nanoGPT's estimate
 
 assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
 their defaults give the flags' types; its docstring is the workload and is printed first; it returns
@@ -58,6 +59,7 @@ if __name__ == "__main__":
 
 import torch
 
+import train
 from assets import load
 from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint, serving_dtype
 from engine.engine import Engine, flat_batch
@@ -97,6 +99,9 @@ FLAGS = {  # the help of each argument of a command
     "streams": "numbers of requests at once",
     "repeats": "runs of each, of which the one with the median time counts",
     "http_workers": "HTTP processes of the server, or auto",
+    "recipe": "flags of train.py, in quotes",
+    "seeds": "a run for each",
+    "goal": "the loss whose time is taken, nats a token",
     "name": "the run to record: tour or preemption",
     "file": "a record: of serve.py --record, or in assets/",
 }
@@ -824,6 +829,73 @@ def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
     processes = max(1, 3 * os.cpu_count() // 4)
     rows = load.run_clients(*address, requests, processes)
     return load.summary(rows)
+
+
+# --------------------------------------------------------------------------------------------------
+# Training
+
+ESTIMATES = 20  # of the held-out loss, in a run
+
+
+def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=1.4655) -> dict:
+    """
+    Runs of train.py by seeds. Their held-out loss is nanoGPT's estimate, 200 batches of random
+    windows, made 20 times a run. Seconds are those of steps alone, in which the first twentieth,
+    which compiles, counts as much as the second. Before that, train.py itself by the first seed,
+    from its start to its end, with nothing compiled before.
+    """
+    flags = [*recipe.split(), "--overwrite", "--out", tempfile.mkdtemp(), "--seed"]
+    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    env = os.environ | {name: tempfile.mkdtemp() for name in names}
+    began = perf_counter()
+    subprocess.run([sys.executable, "train.py", *flags, str(seeds[0])], env=env, check=True)
+    whole = round(perf_counter() - began, 1)
+    rows = [train_once(train.parse_args([*flags, str(seed)]), goal) for seed in seeds]
+    return {"whole process, s": whole} | {name: [row[name] for row in rows] for name in rows[0]}
+
+
+def train_once(args, goal: float) -> dict:
+    """The losses and times of a run."""
+    process = train.init_process(args)
+    run = train.Run(args, train.load_corpus(args.data, process), process)
+    times = []
+    losses = []
+    for i in range(1, ESTIMATES + 1):
+        began = perf_counter()
+        while run.step < args.steps * i // ESTIMATES:
+            last = run.update(*run.next_batch())
+        last.tolist()  # waits for the device
+        times.append(perf_counter() - began)
+        losses.append(estimate(run))
+    times[0] = times[1]
+    good = [i for i, loss in enumerate(losses, 1) if loss <= goal]
+    tokens = args.steps / ESTIMATES * args.batch_size * args.context_length
+    return {
+        "best": round(min(losses), 4),
+        "last": round(losses[-1], 4),
+        "s to goal": round(sum(times[: good[0]]), 1) if good else None,
+        "s": round(sum(times), 1),
+        "ktok/s": round(tokens / median(times) / 1e3, 1),
+    }
+
+
+@torch.no_grad()
+def estimate(run: train.Run) -> float:
+    """nanoGPT's estimate of the held-out loss, in nats a token."""
+    B = run.args.batch_size
+    T = run.args.context_length
+    text = torch.from_numpy(run.corpus.val.astype("int64"))
+    windows = text.unfold(0, T + 1, 1)
+    random = torch.Generator().manual_seed(0)
+    total = 0.0
+    run.model.eval()
+    for _ in range(200):
+        chosen = torch.randint(len(windows), (B,), generator=random)
+        x, y = train.tokens_and_targets(windows[chosen].to(run.process.device))
+        with run.process.autocast():
+            total += run.model(x, y, run.process.ops)[1]
+    run.model.train()
+    return float(total) / 200
 
 
 # --------------------------------------------------------------------------------------------------

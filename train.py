@@ -49,7 +49,7 @@ from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer, load_tokenizer
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
-from training.fast import Muon, maps_of
+from training.fast import Muon, captured, maps_of
 from training.machine import (
     Clock,
     Process,
@@ -72,19 +72,18 @@ from training.report import (
 # on a GPU. A recipe that was tuned with GPT-2 keeps it.
 
 # Tuned for runs of two minutes on two cores. What counts is that the model learns to copy from
-# further back, as code does: that takes three layers and some 600 steps, comes earlier with these
-# first weights and without clipping, and is worth 0.1 bits per byte. A vocabulary of 4,096, that of
-# data/stdlib, beat smaller ones: its logits cost more, but each token is more text.
-SMALL = {"n_layer": 3, "n_embd": 128, "context_length": 512, "batch_size": 6, "eval_every": 200}
-SMALL |= {"short_context": 128, "matrix_lr": 0.02, "vector_lr": 0.02, "momentum": 0.9}
+# further back, as code does: that takes three layers and some 600 steps, comes earlier with weight
+# decay, and is worth 0.1 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
+# ones: its logits cost more, but each token is more text.
+SMALL = {"n_layer": 3, "n_embd": 128, "context_length": 512, "eval_every": 200}
+SMALL |= {"short_context": 128, "matrix_lr": 0.03, "vector_lr": 0.02, "momentum": 0.9}
 SMALL |= {"matrix_decay": 0.5, "vector_decay": 0.1, "beta2": 0.99, "decay": 0.6}
-SMALL |= {"init_scale": 2.5, "clip": 100.0}
 # 11M parameters, the size that nanoGPT trains on Shakespeare
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
 SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16}
 SHAKESPEARE_CUDA = {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0}
-SHAKESPEARE_CUDA |= {"steps": 1715}  # 28 epochs
+SHAKESPEARE_CUDA |= {"steps": 1715, "eval_every": 350}  # 28 epochs
 # GPT-2 small, with the biases and the activation that OpenAI gave it
 GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024}
 GPT2 |= {"bias": True, "activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32}
@@ -104,7 +103,7 @@ PRESETS = {
 FINETUNE = {"context_length": 512, "batch_size": 4, "vector_lr": 5e-5, "eval_every": 50}
 FINETUNE |= {"out": "out/finetuned"}
 OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
-OF_A_MODEL |= {"init_scale", "matrix_lr", "matrix_decay", "momentum"}  # or of Muon
+OF_A_MODEL |= {"matrix_lr", "matrix_decay", "momentum"}  # or of Muon
 # by --arch: what it sets where a flag does not
 ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
@@ -157,7 +156,8 @@ def build_parser() -> Parser:
     flag("--device", about, choices=("cpu", "cuda"))
     about = "of matrix products; default: bfloat16 where the hardware has it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
-    flag("--compile", "torch.compile the model; default: on GPUs only", action=with_no)
+    about = "torch.compile the model, and replay a GPU's steps as CUDA graphs; default: on GPUs"
+    flag("--compile", about, action=with_no)
     return parser
 
 
@@ -167,6 +167,8 @@ def add_recipe_flags(group):
     flag("--minutes", "time of a run without --steps, once the corpus is made", 2.25)
     flag("--steps", "optimizer steps; default: as many as there is time for", kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
+    about = "parts of a device's sequences that are computed one by one, for less memory"
+    flag("--accumulate", about, 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     flag("--vector_lr", "peak learning rate of AdamW: embeddings and norms, with --init all", 4e-3)
     flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
@@ -175,8 +177,6 @@ def add_recipe_flags(group):
     about = "weight decay of Muon, times the learning rate; it falls to zero with it, too"
     flag("--matrix_decay", about, 0.0)
     flag("--vector_decay", "weight decay of AdamW, for embeddings, with --init matrices", 0.0)
-    about = "initial weights of the maps that read the residual stream, times GPT-2's"
-    flag("--init_scale", about, 1.0)
     flag("--warmup", "steps over which the learning rate rises", 10)
     about = "last share of the run, over which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
@@ -255,12 +255,14 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     tables = {"params": [p for p in rest if p.ndim == 2], "weight_decay": args.vector_decay}
     vectors = {"params": [p for p in rest if p.ndim == 1], "weight_decay": 0.0}
     betas = (0.9, args.beta2)
-    is_fused = process.device.type == "cuda"
-    adamw = torch.optim.AdamW([tables, vectors], args.vector_lr, betas, fused=is_fused)
+    on_gpu = process.device.type == "cuda"
+    adamw = torch.optim.AdamW(
+        [tables, vectors], args.vector_lr, betas, fused=on_gpu, capturable=on_gpu
+    )
     if args.init:
         return [adamw]
     settings = {"lr": args.matrix_lr, "momentum": args.momentum, "weight_decay": args.matrix_decay}
-    return [Muon(matrices, process.dtype, **settings), adamw]
+    return [Muon(matrices, process, **settings), adamw]
 
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
@@ -331,11 +333,7 @@ def new_model(args: Namespace, tokenizer: Tokenizer) -> GPT:
     config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
     torch.manual_seed(args.seed)
     # weights are drawn on the CPU, so that a seed means the same model on every device
-    model = GPT(config)
-    for block in model.h:
-        for layer in (block.attn.c_attn, block.mlp.c_fc):
-            layer.weight.data *= args.init_scale
-    return model
+    return GPT(config)
 
 
 class Run:
@@ -357,16 +355,14 @@ class Run:
             model = new_model(args, corpus.tokenizer)
         self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
+        self.module = self.model  # as training calls it
+        if process.compile:
+            self.module = torch.compile(self.model)
+            if process.device.type == "cuda":
+                self.train_step = captured(self.train_step)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.log = []  # the lines of log.jsonl
-
-    def forward_module(self):
-        """The model as training calls it: compiled, averaging gradients over processes."""
-        model = torch.compile(self.model) if self.process.compile else self.model
-        if self.process.world > 1:
-            return torch.nn.parallel.DistributedDataParallel(model)
-        return model
 
     def window(self) -> int:
         """
@@ -389,29 +385,40 @@ class Run:
             rows = rows.pin_memory().to(process.device, non_blocking=True)
         return tokens_and_targets(rows)
 
-    def update(self, module, x, y) -> torch.Tensor:
+    def update(self, x, y) -> torch.Tensor:
         """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
         args = self.args
-        process = self.process
         # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
-        torch.manual_seed(args.seed + self.step * process.world + process.rank)
-        with process.autocast():
-            _, loss = module(x, y, process.ops)
-        # DDP averages over processes, each of which has the mean of its own targets, many or few
-        loss.backward()
+        torch.manual_seed(args.seed + self.step * self.process.world + self.process.rank)
+        result = self.train_step(x, y, learning_rate(self.step, self.share, args))
+        self.step += 1
+        if args.steps:
+            self.share = self.step / args.steps
+        return result
+
+    def train_step(self, x, y, rate) -> torch.Tensor:
+        """
+        `update` on the device: gradients, then weights. rate: a number, or on a GPU a tensor ().
+        """
+        parts = self.args.accumulate
+        loss = torch.zeros((), device=x.device)
+        for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
+            with self.process.autocast():
+                _, part = self.module(x_part, y_part, self.process.ops)
+            # the mean over parts and processes, each of which has the mean of its own targets
+            part = part / parts
+            part.backward()
+            loss += part.detach()
+        self.process.mean_gradients(self.model)
         # a rare batch with a huge gradient would undo many steps
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), args.clip)
-        rate = learning_rate(self.step, self.share, args)
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * rate
                 group["rate"] = rate
             optimizer.step()
             optimizer.zero_grad()
-        self.step += 1
-        if args.steps:
-            self.share = self.step / args.steps
-        return torch.stack([loss.detach(), norm])
+        return torch.stack([loss, norm])
 
     def record(self, **line: float):
         """
@@ -546,7 +553,6 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     """
     args = run.args
     process = run.process
-    module = run.forward_module()
     clock = Clock(run, started)
     stride = STRIDES[process.device.type]
     pending = []
@@ -554,7 +560,7 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     while run.share < 1 and not stop:
         if not pending:
             began = time.perf_counter()
-        pending.append(run.update(module, *run.next_batch()))
+        pending.append(run.update(*run.next_batch()))
         is_evaluated = run.step % args.eval_every == 0
         if run.step % stride and not is_evaluated and run.share < 1:
             continue
@@ -593,10 +599,11 @@ def main(argv: list[str] | None = None):
         process = init_process(args)
         corpus = load_corpus(args.data, process)
         started = time.perf_counter()  # --minutes begin here: making the corpus is no part of them
-        if args.batch_size % process.world:
+        parts = process.world * args.accumulate
+        if args.batch_size % parts:
             sys.exit(
-                f"--batch_size {args.batch_size} does not divide among {process.world} processes: "
-                "take a multiple"
+                f"--batch_size {args.batch_size} does not divide into {parts} parts, processes "
+                "times --accumulate: take a multiple"
             )
         run = Run(args, corpus, process)
         if state:

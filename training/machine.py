@@ -74,6 +74,24 @@ class Process:
             x /= self.world
         return x
 
+    def mean_gradients(self, model: GPT):
+        """Average the gradients over the processes, all in one message."""
+        if self.world == 1:
+            return
+        grads = [p.grad for p in model.parameters()]
+        flat = self.mean(torch.cat([grad.flatten() for grad in grads]))
+        parts = flat.split([grad.numel() for grad in grads])
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """The x (N, ..) of all processes, (world N, ..)."""
+        if self.world == 1:
+            return x
+        every = x.new_empty(self.world * len(x), *x.shape[1:])
+        dist.all_gather_into_tensor(every, x.contiguous())
+        return every
+
     def mean_of(self, *values) -> list[float]:
         """Average plain numbers over the processes: all must decide alike."""
         x = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -166,12 +184,17 @@ def init_process(args: Namespace) -> Process:
             leave_out = "leave out the flag, or torchrun, to train on what there is"
             sys.exit(f"--device {device}: the number of GPUs here is {count}; {leave_out}")
         torch.cuda.set_device(device)
+        # the default stream cannot be captured as a graph
+        torch.cuda.set_stream(torch.cuda.Stream())
         torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
     if args.dtype is None:
         args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
-        dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+        if device.type == "cpu":
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("nccl", device_id=device)
     compiled = device.type == "cuda" if args.compile is None else args.compile
     dtype = getattr(torch, args.dtype)
     rank = int(os.environ.get("RANK", 0))

@@ -157,10 +157,10 @@ def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
     """The mean of no losses is NaN, and ended the run."""
     run = new_run(tiny, corpus, replace(MACHINE, ops=training_ops(device)))
     x, y = run.next_batch()
-    result = run.update(run.model, x, torch.full_like(y, -100))
+    result = run.update(x, torch.full_like(y, -100))
     assert result.tolist() == [0, 0]
     assert all(w.isfinite().all() for w in run.model.parameters())
-    assert run.update(run.model, x, y)[0] > 5
+    assert run.update(x, y)[0] > 5
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
@@ -201,12 +201,11 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
     machine = replace(MACHINE, ops=training_ops("cuda"))
     plain = new_run(flags, corpus, machine)
     compiled = new_run(flags, corpus, replace(machine, compile=True))
-    assert plain.forward_module() is plain.model
-    module = compiled.forward_module()
-    assert module is not compiled.model
+    assert plain.module is plain.model
+    assert compiled.module is not compiled.model
     for _ in range(6):
-        expected = plain.update(plain.model, *plain.next_batch())
-        result = compiled.update(module, *compiled.next_batch())
+        expected = plain.update(*plain.next_batch())
+        result = compiled.update(*compiled.next_batch())
         assert result.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
     assert compiled.window() == 32
 
@@ -272,16 +271,13 @@ def test_generation_ends_at_the_context_and_a_longer_text_is_refused():
 
 def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
     """
-    N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less, and
-    those that read it more, by --init_scale; biases zero.
+    N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less;
+    biases zero.
     """
     flags = [*tiny, "--arch=gpt2", "--bias", "--n_layer=3", "--n_embd=64", "--context_length=200"]
-    flags += ["--init_scale=1.5"]
     for name, w in new_run(flags, corpus).model.named_parameters():
         if w.ndim == 2:
             spread = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
-            if name.endswith(("c_attn.weight", "c_fc.weight")):
-                spread *= 1.5
             expected = pytest.approx(spread, rel=0.05)
             assert w.std().item() == expected, name
             assert abs(w.mean()) < 0.1 * spread, name

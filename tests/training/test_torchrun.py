@@ -69,14 +69,19 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream that can be captured")
+    monkeypatch.setattr(torch.cuda, "set_stream", calls.append)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", calls.append)
-    monkeypatch.setattr(torch.distributed, "init_process_group", calls.append)
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *args, **named: calls.append((args, named))
+    )
     monkeypatch.setenv("RANK", "5")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "8")
     gpu = torch.device("cuda:1")
     process = train.init_process(train.parse_args(["--device=cuda", *flags]))
-    assert calls == [gpu, "high", "nccl"]
+    stream = "a stream that can be captured"
+    assert calls == [gpu, stream, "high", (("nccl",), {"device_id": gpu})]
     expected = train.Process(gpu, dtype, compiled, 5, 8, training_ops(gpu))
     assert process == expected
 
@@ -179,7 +184,7 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
 def test_a_batch_that_does_not_divide_is_refused(tiny, monkeypatch):
     monkeypatch.setattr(train, "init_process", lambda args: place(0, 3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    with pytest.raises(SystemExit, match="--batch_size 4 does not divide among 3 processes: take"):
+    with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
         train.main([*tiny, "--steps=2"])
 
 
@@ -187,7 +192,8 @@ def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
     """One that stepped on alone would wait for the others' gradients for ever."""
     run = new_run([*tiny, "--steps=9"], corpus, place(1, 4))
     one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
-    monkeypatch.setattr(train.Run, "forward_module", lambda self: self.model)
+    monkeypatch.setattr(train.Process, "mean_gradients", lambda process, model: None)
+    monkeypatch.setattr(train.Process, "gather", lambda process, x: x.repeat(4, 1, 1))
 
     def mean(process, x):
         return x + one_of_four if x.shape == (2,) else x

@@ -1,0 +1,61 @@
+"""A training step as a CUDA graph, with graphs that stand in for CUDA's."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+from training.fast import WARM_UP, captured
+
+
+class Replay:
+    """A graph that computes anew, from the tensors that it was captured with, into its result."""
+
+    def __init__(self, device):
+        self.captures = []
+        device.append(self)
+
+    def replay(self):
+        [(inputs, result)] = self.captures
+        result.copy_(loss_of(*inputs))
+
+
+def loss_of(x, y, rate):
+    return torch.stack([(x * y).sum() * rate, rate])
+
+
+@pytest.fixture
+def graphs(monkeypatch) -> list[Replay]:
+    """The graphs that were made."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Replay(made))
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    return made
+
+
+def test_replays_read_the_batch_and_the_rate_of_their_call(graphs):
+    """
+    A rate that is a number of Python would stay that of the capture for ever; a result that is not
+    copied would change with the next step; batches of another shape need a graph of their own.
+    """
+    calls = []
+
+    def step(x, y, rate):
+        calls.append(x.shape)
+        result = loss_of(x, y, rate)
+        graphs[-1].captures[:] = [((x, y, rate), result)]
+        return result
+
+    train_step = captured(step)
+    long, short = torch.Size([2, 8]), torch.Size([8, 2])
+    for shape in (short, long):
+        results = []
+        for i in range(1, 7):
+            x = torch.full(shape, i)
+            results.append(train_step(x, x + 1, i / 8))
+        expected = [[16 * i * (i + 1) * i / 8, i / 8] for i in range(1, 7)]
+        assert torch.stack(results).tolist() == expected
+    # warm-up, and the capture
+    assert calls == [short] * (WARM_UP + 1) + [long] * (WARM_UP + 1)
+    assert len(graphs) == 2
