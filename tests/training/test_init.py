@@ -313,3 +313,10 @@ def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
     with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
         finetune(base, corpus, out)
+def test_a_broken_tokenizer_is_named(base, corpus, out):
+    """It was reported as config.json."""
+    (base / "tokenizer.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"tokenizer\.json is not a tokenizer .*: restore it"):
+        finetune(base, corpus, out)
+
+
