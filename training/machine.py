@@ -207,9 +207,12 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
         # float32: weights, gradients, and AdamW's means of gradients and of their squares
         needed = 16 * model.num_weights
         free, _ = memory_of(process.device)
+        if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         text = (
             f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 "
-            f"bytes each, and activations more; {process.device} has {free / 2**30:.2f} GiB free"
+            "bytes each in every process, and activations more; "
+            f"{process.device} has {free / 2**30:.2f} GiB free"
         )
         if needed > free and not args.resume:  # else a part of it is in memory
             raise ValueError(
