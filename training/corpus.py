@@ -73,9 +73,8 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     they were learnt. alphabet: the pieces of one byte, which have the ids 0 to 255. Then come, as
     in GPT-2, what each merge makes and the end-of-text token.
     """
-    pieces = [*alphabet]
-    pieces += [first + second for first, second in merges]
-    pieces = dict.fromkeys(pieces)  # two merges may make the same piece
+    # two merges may make the same piece
+    pieces = dict.fromkeys([*alphabet, *map("".join, merges)])
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, merges))
     # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
@@ -293,6 +292,5 @@ def batch_rows(tokens, B: int, T: int, seed: int, step: int, rank=0, world=1) ->
     for number in range(first + rank, first + B, world):  # processes take them in turn
         epoch, i = divmod(number, windows)
         start = epoch_starts(windows, T, seed, epoch)[i]
-        end = start + T + 1
-        rows.append(tokens[start:end])
+        rows.append(tokens[start : start + T + 1])
     return np.stack(rows).astype(np.int64)
