@@ -123,10 +123,10 @@ def gpt2_tokenizer() -> Tokenizer:
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
-    bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
-    they are stored: a folder without it counts as not prepared. Exits where there is nothing to
-    predict, where a file cannot be written, and in a model's directory.
+    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted),
+    and last meta.json, which says how they are stored: a folder without it counts as not prepared.
+    Exits where there is nothing to predict, where a file cannot be written, and in a model's
+    directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
@@ -136,9 +136,7 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
             f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
             "add texts or choose others"
         )
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    if min(train) < 0:
-        dtype = "int32"
+    dtype = "int32"
     try:
         (directory / "meta.json").unlink(missing_ok=True)
         tokenizer.save(directory)
