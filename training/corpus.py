@@ -151,18 +151,19 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
 
 def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenizer | None):
     """
-    Write a corpus of documents: token ids, or texts, which get the end-of-text token behind them if
-    there is one. Without a tokenizer, a byte-level BPE is learnt from the texts to train on.
+    Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
+    end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
+    the texts to train on.
     """
     # held-out text must not shape the vocabulary that it is measured with
     tokenizer = tokenizer or train_bpe(train)
-    eos = tokenizer.eos_token_id
-    ends = [] if eos is None else [eos]
+    bos = [~token for token in tokenizer.bos]  # serve.py puts it before a prompt: never predicted
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def encode(documents: list) -> list[int]:
+    def encode(documents: Iterable) -> list[int]:
         ids = []
         for document in documents:
-            ids += tokenizer.encode(document) + ends if isinstance(document, str) else document
+            ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
         return ids
 
     write_corpus(directory, tokenizer, encode(train), encode(val))
