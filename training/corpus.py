@@ -89,7 +89,10 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included."""
     learner = Backend(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # the time for a word grows with the square of its length, to minutes for 1 MB: cut it
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(256)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=sorted(ALPHABET), show_progress=False
     )
