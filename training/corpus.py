@@ -152,7 +152,7 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
 
 
-def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenizer | None):
+def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
     """
     Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
     end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
@@ -186,7 +186,8 @@ def hold_out(documents: list) -> tuple[list, list]:
 def run_recipe(read: Callable, folder: Path, argv=None):
     """
     The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
-    init)` gives the documents of a file or folder.
+    init)` gives the documents of a file or folder, each under a key of its own: one that is read
+    twice counts once, and one that is held out is not trained on.
     """
     end_with_one_line()
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
@@ -197,14 +198,15 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     args = parser.parse_args(argv)
     try:
         tokenizer = args.init and load_tokenizer(args.init)
-        train = []
+        documents = {}
         for source in args.sources:
-            train += read(source, args.init)
-        if args.val:
-            val = read(args.val, args.init)
-        else:
-            train, val = hold_out(train)
-        write_documents(args.out, train, val, tokenizer)
+            if args.out.resolve().is_relative_to(source.resolve()):
+                sys.exit(f"--out {args.out} is in {source}, which is read: name another --out")
+            documents |= read(source, args.init)
+        val = read(args.val, args.init) if args.val else {}
+        train = [document for key, document in documents.items() if document and key not in val]
+        split = (train, val.values()) if args.val else hold_out(train)
+        write_documents(args.out, *split, tokenizer)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
         sys.exit(str(error))
 
