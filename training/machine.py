@@ -7,8 +7,8 @@ a model that exists, and the clock of a run whose length is set by --minutes.
     clock = Clock(run, started)
     run.share = clock.share(step_seconds)       # after each few steps
 
-`process` goes wherever something depends on it: no function asks torch.distributed or the
-environment again.
+`process` goes wherever something depends on it: no other file asks torch.distributed or the
+environment.
 """
 
 import os
