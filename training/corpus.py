@@ -204,7 +204,7 @@ def run_recipe(read: Callable, folder: Path, argv=None):
                 sys.exit(f"--out {args.out} is in {source}, which is read: name another --out")
             documents |= read(source, args.init)
         val = read(args.val, args.init) if args.val else {}
-        train = [document for key, document in documents.items() if document and key not in val]
+        train = [document for key, document in documents.items() if key not in val]
         split = (train, val.values()) if args.val else hold_out(train)
         write_documents(args.out, *split, tokenizer)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read

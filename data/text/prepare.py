@@ -24,19 +24,20 @@ from training.corpus import run_recipe
 
 def read(source: Path, _) -> dict:
     """
-    The text of a file, or those of a folder that are not empty, sorted by name; by their files.
-    Raises ValueError if one is not UTF-8, and OSError.
+    The texts of a file or folder by their files, sorted by name, without empty ones. Raises
+    ValueError if one is not UTF-8, and OSError.
     """
     texts = {}
     for name in sorted(glob("**", root_dir=source, recursive=True)) or [""]:
         path = source / name
-        # a pipe, for whose writer we would wait, has no size
-        if path.is_dir() or (name and not path.stat().st_size):
+        if path.is_dir() or (name and not path.is_file()):  # for a pipe's writer we would wait
             continue
         try:
-            texts[path.resolve()] = path.read_bytes().decode("utf-8-sig")
+            text = path.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(f"{path} is not UTF-8 ({error}): convert it or leave it out") from None
+        if text:
+            texts[path.resolve()] = text
     return texts
 
 
