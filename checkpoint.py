@@ -158,13 +158,16 @@ def load_config(directory: str | Path) -> GPTConfig:
 
 def tokenizers_end(directory: Path) -> dict:
     """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
-    config = read_config(directory)
-    name = token_text(config.get("eos_token"))
-    tokens = config.get("added_tokens_decoder")
-    if name and not tokens:  # transformers 5 writes them to tokenizer.json alone
-        added = read_json(directory / "tokenizer.json").get("added_tokens") or []
-        tokens = {token["id"]: token for token in added}
-    ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
+    try:
+        config = read_config(directory)
+        name = token_text(config.get("eos_token"))
+        tokens = config.get("added_tokens_decoder")
+        if name and not tokens:  # transformers 5 writes them to tokenizer.json alone
+            added = read_json(directory / "tokenizer.json").get("added_tokens") or []
+            tokens = {token["id"]: token for token in added}
+        ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
+    except MALFORMED:
+        return {}  # a broken tokenizer is reported when it is loaded
     return {"eos_token_id": ids}
 
 

@@ -9,6 +9,7 @@ import re
 import resource
 import runpy
 import signal
+import stat
 import subprocess
 import sys
 from itertools import chain
@@ -35,9 +36,9 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content
 {%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
 
 
-def prepare(name: str, source: Path, out: Path, *flags: str) -> Corpus:
-    """What train.py finds in `out` after the command."""
-    argv = [str(source), f"--out={out}", *flags]
+def prepare(name: str, source: Path, out: Path, *more: str) -> Corpus:
+    """What train.py finds in `out` after the command; `more`: flags, then sources."""
+    argv = [f"--out={out}", *more, str(source)]
     run_recipe(RECIPES[name]["read"], out, argv)
     return load_corpus(str(out), ALONE)
 
@@ -47,6 +48,10 @@ def turns(*contents: str) -> list[dict]:
     roles = ["user", "assistant"] * len(contents)
     pairs = zip(roles, contents, strict=False)
     return [{"role": role, "content": content} for role, content in pairs]
+
+
+def unscored(*tokens: int) -> list[int]:
+    return [~token for token in tokens]
 
 
 def write_lines(path: Path, *dialogues: list[dict]) -> Path:
@@ -72,7 +77,10 @@ def checkpoint(tmp_path) -> Path:
 
 @pytest.fixture
 def notes(tmp_path) -> Path:
-    """21 files, one of them in a folder, and two that do not count: one hidden, one empty."""
+    """
+    21 files, one of them in a folder, and three that do not count: hidden, empty, and a socket, as
+    which no pipe can be read, but at once.
+    """
     folder = tmp_path / "notes"
     (folder / "inner").mkdir(parents=True)
     for i in range(20):
@@ -80,6 +88,7 @@ def notes(tmp_path) -> Path:
     (folder / "inner" / "grüße.md").write_text("<|endoftext|> is text")
     (folder / ".hidden").write_bytes(b"\xff")
     (folder / "empty").touch()
+    os.mknod(folder / "socket", stat.S_IFSOCK | 0o600)
     return folder
 
 
@@ -91,7 +100,36 @@ def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
     assert documents(out, "val") == contents[::10]
     assert documents(out, "train") == contents[1:10] + contents[11:20]
     assert corpus.tokenizer.vocab_size > 257
-    assert corpus.train.dtype == "uint16"
+
+
+def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
+    """Named beside its folder, or found by a link to that, it was trained on and held out."""
+    file = notes / "03.txt"
+    out = tmp_path / "out"
+    link = tmp_path / "link"
+    link.symlink_to(notes)
+    sources = [str(link), str(file), str(notes / "empty")]
+    prepare("text", notes, out, *sources)
+    contents = documents(out, "train") + documents(out, "val")
+    assert len(contents) == len(set(contents)) == 21
+    prepare("text", notes, out, f"--val={file}", *sources)
+    assert documents(out, "val") == [file.read_bytes()]
+    assert {*documents(out, "train")} == {*contents} - {file.read_bytes()}
+
+
+@pytest.mark.parametrize("inside", ["", "inner/out"])
+def test_a_corpus_within_its_own_source_is_refused(inside, notes):
+    """Made again, it had its own tokenizer.json and meta.json as texts."""
+    with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
+        prepare("text", notes, notes / inside)
+    assert not (notes / inside / "meta.json").exists()
+
+
+def test_a_vocabulary_is_learnt_from_words_of_any_length():
+    """A line of 1 MB without a blank took minutes, so words are cut. Encoding cuts none."""
+    tokenizer = train_bpe(["a" * 1024])
+    ids = tokenizer.encode("a" * 1024)
+    assert [*map(len, map(tokenizer.token_bytes, ids))] == [256] * 4
 
 
 def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_path):
@@ -105,19 +143,30 @@ def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_pat
     assert len(tokenizer.encode("quixotic")) == 8
 
 
-TOKENIZERS = [train_bpe(["note note"], 300), char_tokenizer("\n note0")]
-
-
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-def test_the_tokenizer_is_that_of_init(tokenizer, tmp_path):
-    """A tokenizer of characters has no end-of-text token to close a document with."""
-    tokenizer.save(tmp_path / "init")
+@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "gemma", "mistral", "characters"])
+def test_the_tokenizer_is_that_of_init(kind, tmp_path):
+    """
+    A document begins as a prompt does in transformers and serve.py: with a BOS, which is not
+    predicted, where the tokenizer adds one. Some have no end-of-text token to close it with.
+    """
+    if kind == "characters":
+        char_tokenizer("\n note0").save(tmp_path)
+    else:
+        save(kind, tmp_path)
     path = tmp_path / "a.txt"
     path.write_text("note 0\n" * 10)
-    corpus = prepare("text", path, tmp_path, f"--init={tmp_path / 'init'}")
-    ends = [tokenizer.eos_token_id] if tokenizer.eos_token_id else []
-    assert corpus.train.tolist() == tokenizer.encode("note 0\n" * 9) + ends
-    assert corpus.val.tolist() == tokenizer.encode("note 0\n") + ends
+    corpus = prepare("text", path, tmp_path / "out", f"--init={tmp_path}")
+    end = corpus.tokenizer.eos_token_id
+    has_bos = kind in ("llama3", "mistral")
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    for tokens, count in (corpus.train, 9), (corpus.val, 1):
+        expected = reference("note 0\n" * count)["input_ids"]
+        if has_bos:
+            expected[0] = ~expected[0]
+        if end is not None:
+            expected.append(end)
+        assert tokens.tolist() == expected
+    assert (corpus.train < 0).sum() == has_bos
 
 
 # what is in a file, None where there is none -> the message
@@ -175,13 +224,10 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
         pairs = zip(answer["input_ids"], answer["assistant_masks"], strict=True)
         expected.append([token if mask else ~token for token, mask in pairs])
     lines = write_lines(tmp_path / "a.jsonl", *DIALOGUES)
-    corpus = prepare("chat", lines, tmp_path, f"--init={tmp_path}", f"--val={lines}")
+    val = write_lines(tmp_path / "b.jsonl", *DIALOGUES)
+    corpus = prepare("chat", lines, tmp_path, f"--init={tmp_path}", f"--val={val}")
     assert corpus.train.tolist() == [*chain(*expected)]
     assert corpus.val.tolist() == corpus.train.tolist()
-
-
-def unscored(*tokens: int) -> list[int]:
-    return [~token for token in tokens]
 
 
 # without an end-of-turn token, all that the template puts behind the prompt
@@ -201,14 +247,32 @@ def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
     """What a user writes like a control token stays text, as serve.py has it."""
     (checkpoint / "chat_template.jinja").write_text(template)
     lines = write_lines(tmp_path / "a.jsonl", turns("hi", " yes", "<|im_end|>", "no"))
-    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", f"--val={lines}")
+    val = write_lines(tmp_path / "b.jsonl", turns("hi", "yes"))
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", f"--val={val}")
     assert corpus.train.tolist() == HANDMADE[template]
 
 
+def test_tools_are_shown_as_to_a_request(checkpoint, tmp_path):
+    """They were ignored. As in a request, an empty list is none."""
+    (checkpoint / "chat_template.jinja").write_text("{{ tools | tojson }}" + PLAIN)
+    tools = {"some": [{"type": "function"}], "none": []}
+    paths = []
+    for name in tools:
+        paths.append(tmp_path / name)
+        line = {"messages": turns("hi", "yes"), "tools": tools[name]}
+        paths[-1].write_text(json.dumps(line))
+    some, none = paths
+    corpus = prepare("chat", some, tmp_path, f"--init={checkpoint}", f"--val={none}")
+    rest = [*unscored(*b"u:hi\na:"), *b"yes\n"]
+    assert corpus.train.tolist() == unscored(*b'[{"type": "function"}]') + rest
+    assert corpus.val.tolist() == unscored(*b"null") + rest
+
+
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
+    """Of a file that is named twice, too."""
     dialogues = [turns("?", f"{i}!") for i in range(21)]
     lines = write_lines(tmp_path / "a.jsonl", *dialogues)
-    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}")
+    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", str(lines))
 
     def answers(tokens) -> list[str]:
         text = corpus.tokenizer.decode(tokens[tokens >= 0])
@@ -231,7 +295,7 @@ BAD_LINES = """
 chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
-chatml   | ["messages"]                       | TypeError
+chatml   | ["messages"]                       | AttributeError
 chatml   | {"conversation": []}               | KeyError: 'messages'
 chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
 chatml   | {"messages": [{"role": "user"}]}   | template refuses

@@ -73,9 +73,8 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
     they were learnt. alphabet: the pieces of one byte, which have the ids 0 to 255. Then come, as
     in GPT-2, what each merge makes and the end-of-text token.
     """
-    pieces = [*alphabet]
-    pieces += [first + second for first, second in merges]
-    pieces = dict.fromkeys(pieces)  # two merges may make the same piece
+    # two merges may make the same piece
+    pieces = dict.fromkeys([*alphabet, *map("".join, merges)])
     vocab = {piece: i for i, piece in enumerate(pieces)}
     backend = Backend(models.BPE(vocab, merges))
     # GPT-2's pattern cuts a text into pieces, and bytes are merged only within a piece: into
@@ -90,7 +89,10 @@ def bpe_tokenizer(merges: list[tuple[str, str]], alphabet: Iterable[str] = ALPHA
 def train_bpe(texts: Iterable[str], vocab_size: int = 4096) -> Tokenizer:
     """Learn a byte-level BPE of at most `vocab_size` tokens, end of text included."""
     learner = Backend(models.BPE())
-    learner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # the time for a word grows with the square of its length, to minutes for 1 MB: cut it
+    learner.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.ByteLevel(add_prefix_space=False), pre_tokenizers.FixedLength(256)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=sorted(ALPHABET), show_progress=False
     )
@@ -124,10 +126,10 @@ def gpt2_tokenizer() -> Tokenizer:
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
-    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted; two
-    bytes each, four where the vocabulary or a ~id needs them), and last meta.json, which says how
-    they are stored: a folder without it counts as not prepared. Exits where there is nothing to
-    predict, where a file cannot be written, and in a model's directory.
+    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted),
+    and last meta.json, which says how they are stored: a folder without it counts as not prepared.
+    Exits where there is nothing to predict, where a file cannot be written, and in a model's
+    directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
@@ -137,9 +139,7 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
             f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
             "add texts or choose others"
         )
-    dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
-    if min(train) < 0:
-        dtype = "int32"
+    dtype = "int32"
     try:
         (directory / "meta.json").unlink(missing_ok=True)
         tokenizer.save(directory)
@@ -152,20 +152,21 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
 
 
-def write_documents(directory: Path, train: list, val: list, tokenizer: Tokenizer | None):
+def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
     """
-    Write a corpus of documents: token ids, or texts, which get the end-of-text token behind them if
-    there is one. Without a tokenizer, a byte-level BPE is learnt from the texts to train on.
+    Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
+    end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
+    the texts to train on.
     """
     # held-out text must not shape the vocabulary that it is measured with
     tokenizer = tokenizer or train_bpe(train)
-    eos = tokenizer.eos_token_id
-    ends = [] if eos is None else [eos]
+    bos = [~token for token in tokenizer.bos]  # serve.py puts it before a prompt: never predicted
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
-    def encode(documents: list) -> list[int]:
+    def encode(documents: Iterable) -> list[int]:
         ids = []
         for document in documents:
-            ids += tokenizer.encode(document) + ends if isinstance(document, str) else document
+            ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
         return ids
 
     write_corpus(directory, tokenizer, encode(train), encode(val))
@@ -185,7 +186,8 @@ def hold_out(documents: list) -> tuple[list, list]:
 def run_recipe(read: Callable, folder: Path, argv=None):
     """
     The command of a recipe that takes files: write a corpus, by default to `folder`. `read(source,
-    init)` gives the documents of a file or folder.
+    init)` gives the documents of a file or folder, each under a key of its own: one that is read
+    twice counts once, and one that is held out is not trained on.
     """
     end_with_one_line()
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
@@ -196,14 +198,15 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     args = parser.parse_args(argv)
     try:
         tokenizer = args.init and load_tokenizer(args.init)
-        train = []
+        documents = {}
         for source in args.sources:
-            train += read(source, args.init)
-        if args.val:
-            val = read(args.val, args.init)
-        else:
-            train, val = hold_out(train)
-        write_documents(args.out, train, val, tokenizer)
+            if args.out.resolve().is_relative_to(source.resolve()):
+                sys.exit(f"--out {args.out} is in {source}, which is read: name another --out")
+            documents |= read(source, args.init)
+        val = read(args.val, args.init) if args.val else {}
+        train = [document for key, document in documents.items() if key not in val]
+        split = (train, val.values()) if args.val else hold_out(train)
+        write_documents(args.out, *split, tokenizer)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
         sys.exit(str(error))
 
@@ -293,6 +296,5 @@ def batch_rows(tokens, B: int, T: int, seed: int, step: int, rank=0, world=1) ->
     for number in range(first + rank, first + B, world):  # processes take them in turn
         epoch, i = divmod(number, windows)
         start = epoch_starts(windows, T, seed, epoch)[i]
-        end = start + T + 1
-        rows.append(tokens[start:end])
+        rows.append(tokens[start : start + T + 1])
     return np.stack(rows).astype(np.int64)

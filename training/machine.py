@@ -7,8 +7,8 @@ a model that exists, and the clock of a run whose length is set by --minutes.
     clock = Clock(run, started)
     run.share = clock.share(step_seconds)       # after each few steps
 
-`process` goes wherever something depends on it: no function asks torch.distributed or the
-environment again.
+`process` goes wherever something depends on it: no other file asks torch.distributed or the
+environment.
 """
 
 import os
@@ -64,8 +64,7 @@ class Process:
         return 2 * 1024**3 / min(timeit.repeat(lambda: square @ square, number=1))
 
     def autocast(self):
-        lower = self.dtype != torch.float32
-        return torch.autocast(self.device.type, self.dtype, enabled=lower)
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Average x over the processes (all-reduce), in place."""
@@ -139,7 +138,7 @@ def has_bfloat16(device: torch.device) -> bool:
     features = torch.cpu.get_capabilities()
     in_hardware = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     # oneDNN, which multiplies, may have been limited by ONEDNN_MAX_CPU_ISA
-    return bool(in_hardware) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return in_hardware and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def count_cores() -> int:
@@ -181,8 +180,10 @@ def init_process(args: Namespace) -> Process:
     else:
         count = torch.cuda.device_count()
         if device.index >= count:
-            leave_out = "leave out the flag, or torchrun, to train on what there is"
-            sys.exit(f"--device {device}: the number of GPUs here is {count}; {leave_out}")
+            sys.exit(
+                f"--device {device}: the number of GPUs here is {count}; leave out the flag, or "
+                "torchrun, to train on what there is"
+            )
         torch.cuda.set_device(device)
         # the default stream cannot be captured as a graph
         torch.cuda.set_stream(torch.cuda.Stream())
@@ -229,10 +230,13 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
             )
         # float32: weights, gradients, and AdamW's means of gradients and of their squares
         needed = 16 * model.num_weights
+        if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
+            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         free, _ = memory_of(process.device)
         text = (
             f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 "
-            f"bytes each, and activations more; {process.device} has {free / 2**30:.2f} GiB free"
+            "bytes each in every process, and activations more; "
+            f"{process.device} has {free / 2**30:.2f} GiB free"
         )
         if needed > free and not args.resume:  # else a part of it is in memory
             raise ValueError(

@@ -78,12 +78,12 @@ def print_progress(run, loss: float, step_seconds: float):
 def generate_texts(run, count: int, length: int) -> list[str]:
     """
     Samples: at most `length` tokens each, or until the model ends the text. They follow the
-    end-of-text token, or token 0 where the tokenizer has none: of characters, a newline.
+    tokenizer's BOS, else its end-of-text token, else token 0: of characters, a newline.
     """
     tokenizer = run.corpus.tokenizer
     eos = tokenizer.eos_token_id
     device = run.process.device
-    first = 0 if eos is None else eos
+    [first] = tokenizer.bos or [eos or 0]
     generator = torch.Generator(device).manual_seed(run.args.seed)
 
     def choose(logits, position):

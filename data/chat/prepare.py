@@ -1,6 +1,7 @@
 """
 A corpus of dialogues for a chat model that exists: in its own chat template, with a loss on the
-assistant's tokens alone. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]}.
+assistant's tokens alone. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
+perhaps with "tools", which the template shows as those of a request to serve.py.
 
     python data/chat/prepare.py data/chat/dialogues.jsonl --val data/chat/held_out.jsonl --init DIR
     python train.py --init DIR --data chat
@@ -50,18 +51,20 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     return tokens
 
 
-def read(path: Path, init: str | None) -> list[list[int]]:
+def read(path: Path, init: str | None) -> dict:
     """
-    The tokens of each dialogue of a file, in the chat template of the checkpoint `init`. Raises
-    ValueError with the number of a line that is none, and OSError.
+    The tokens of each dialogue of a file by its line, in the chat template of the checkpoint
+    `init`. Raises ValueError with the number of a line that is none, and OSError.
     """
     chat = init and load_chat(init, load_tokenizer(init))
     if not chat:
         raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
-    dialogues = []
+    dialogues = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            dialogues.append(encode(chat, json.loads(line)["messages"]))
+            line = json.loads(line)
+            chat.variables = {"tools": line.get("tools") or None}
+            dialogues[path.resolve(), number] = encode(chat, line["messages"])
         except MALFORMED as error:
             raise ValueError(
                 f"{path}, line {number}: {type(error).__name__}: {error}; wanted is a line of JSON "

@@ -6,6 +6,7 @@ opens as that family in transformers again.
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import ROOT, read_log, same, stop_after
+from runs import MACHINE, ROOT, read_log, same, stop_after
 from test_crashes import Disk, lay_out
 
 import train
@@ -22,7 +23,7 @@ from common import read_json, write_json
 from families import family_named
 from tokenizer import load_tokenizer
 from training import machine
-from training.corpus import batch_rows, bpe_tokenizer, read_corpus, write_corpus
+from training.corpus import batch_rows, bpe_tokenizer, load_corpus, read_corpus, write_corpus
 from training.fast import training_ops
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
@@ -284,7 +285,7 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
 def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     base, corpus, out, monkeypatch, capsys
 ):
-    """16 bytes a weight: what is refused with one byte less fits."""
+    """16 bytes a weight and process: what is refused with one byte less fits."""
     count = sum(p.numel() for p in load_checkpoint(base).parameters())
     free = 16 * count - 1
     monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
@@ -294,6 +295,13 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     free += 1
     finetune(base, corpus, out)
     assert f"memory: {needed}" in capsys.readouterr().out
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    loaded = load_corpus(str(corpus), MACHINE)
+    args = train.parse_args(argv(base, corpus, out))
+    with pytest.raises(ValueError, match="GiB to train"):
+        machine.load_to_train(args, loaded, MACHINE)
+    gpu = replace(MACHINE, device=torch.device("cuda"))
+    assert machine.load_to_train(args, loaded, gpu)
     free = 0  # to resume, what was saved is in memory before this is asked
     train.main(["--resume", f"--out={out}"])
 
@@ -305,6 +313,13 @@ def test_a_configuration_says_what_the_weights_are(corpus, out, base):
     write_json(base / "config.json", old)
     finetune(base, corpus, out)
     assert read_json(out / "config.json") == config
+
+
+def test_a_broken_tokenizer_is_named(base, corpus, out):
+    """It was reported as config.json."""
+    (base / "tokenizer.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"tokenizer\.json is not a tokenizer .*: restore it"):
+        finetune(base, corpus, out)
 
 
 def test_a_part_of_a_larger_model_is_refused(base, corpus, out):

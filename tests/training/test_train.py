@@ -383,8 +383,8 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     tiny, corpus, monkeypatch
 ):
     """
-    Text behind the end of a text is another text. Of two tokens, the second is drawn as often as
-    softmax(difference / temperature).
+    Text behind the end of a text is another text; a BOS goes before that end. Of two tokens, the
+    second is drawn as often as softmax(difference / temperature).
     """
     run = new_run(tiny, corpus)
     line = run.corpus.tokenizer.encode("x = 1\n")
@@ -404,6 +404,8 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
         texts = report.generate_texts(run, 2, 8)
         assert texts == ["x = 1\n", "x = 1\nx = 1\n"]
     first, other, again = drawn
+    end = run.corpus.tokenizer.bos = [7]
+    report.generate_texts(run, 2, 8)
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
     assert torch.equal(first, again)
