@@ -315,13 +315,13 @@ def test_a_file_with_tokens_in_its_name_is_not_a_models(tiny, out):
 SMALL = {"n_layer": 3, "context_length": 512, "short_context": 128, "steps": None, "arch": "llama"}
 GPU = {"n_layer": 6, "arch": "gpt2", "dropout": 0.1, "steps": 1500, "short_context": 256}
 SETTINGS = {
-    "": SMALL | {"activation": "silu", "out": "out/stdlib", "clip": 100.0},
+    "": SMALL | {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03},
     "--n_layer=2 --minutes=5": SMALL | {"n_layer": 2, "minutes": 5},
     "--context_length=64": {"short_context": 64},
     "--device=cuda": GPU,
     "--device=cuda --minutes=5 --steps=7": GPU | {"steps": 7},
     "--device=cuda --minutes=5": GPU | {"steps": None},
-    "--preset=gpt2-124M": {"arch": "gpt2", "activation": "gelu_new", "steps": 2000, "clip": 1.0},
+    "--preset=gpt2-124M": {"arch": "gpt2", "activation": "gelu_new", "steps": 2000, "matrix_lr": 0.01},
     "--activation=relu2": SMALL | {"activation": "relu2"},
     "--preset=shakespeare_char": {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0},
     "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0},
