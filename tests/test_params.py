@@ -72,7 +72,7 @@ def test_other_fields_have_their_type(name):
 
 
 def test_an_http_process_can_import_the_parameters():
-    """torch takes a second and 200 MB, in each of the HTTP processes."""
+    """torch takes a second and 200 MB, in the HTTP process."""
     code = "import params, sys; print(*sys.modules.keys() & {'torch', 'numpy', 'pydantic'})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
 

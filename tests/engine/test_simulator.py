@@ -49,9 +49,9 @@ class Listening(World):
         super().__init__(*life)
         self.heard = []
 
-    def on_row(self, link, row):
-        super().on_row(link, row)
-        self.heard.append((link, row, self.steps, self.clock.now))
+    def queue_row(self, row):
+        super().queue_row(row)
+        self.heard.append((row, self.steps, self.clock.now))
 
 
 def test_a_seed_is_the_same_life_on_any_machine():
@@ -64,7 +64,7 @@ def test_a_seed_is_the_same_life_on_any_machine():
         world = Listening(*a_life(seed))
         world.run()
         heard.append(world.heard)
-    assert crc32(repr(heard).encode()) == 1215052181
+    assert crc32(repr(heard).encode()) == 3253638728
     assert len(heard[0]) > 100
 
 
