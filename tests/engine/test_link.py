@@ -7,10 +7,15 @@ import json
 import math
 import selectors
 import socket
+from functools import partial
 
 import pytest
 
+from engine.events import Publisher
+from engine.grammar import Compiler
 from engine.link import Link, to_line
+from engine.process import serve_step
+from tests.simulated_runner import finish, greedy, simulated_engine, tokens_of
 
 STATS = {"running": 0}
 
@@ -36,32 +41,29 @@ def read(sock) -> list[dict]:
     return [json.loads(part) for part in data.splitlines()]
 
 
-def flush_if_there_is_room(link):
-    """As the engine's loop does after each step."""
-    if not link.unsent:
-        link.flush(STATS)
-
-
-def test_tokens_are_joined_while_the_link_is_full(ends):
-    """In their order, and they take no more memory than tokens do."""
+def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
+    """In their order, and they take no more memory than they need."""
     link, sock = ends
-    for step in range(8_000):  # some 0.8 MB, four times what a link holds
-        link.queue_row(row("a", step))
-        flush_if_there_is_room(link)
-    assert list(link.rows) == ["a"]
+    engine, other = (simulated_engine(context_length=2000, num_blocks=600) for _ in range(2))
+    turn = partial(serve_step, engine, link, Publisher(engine, link), Compiler(dict))
+    for each in engine, other:
+        each.add_request("a", [1, 2, 3], greedy(1500))
+    while engine.has_work:  # some 0.5 MB, twice what a link holds
+        if engine.num_steps == 1000:  # it comes and ends in the meantime
+            engine.add_request("b", [1], greedy(1))
+        turn()
+    assert list(link.rows) == ["a", "b"]
     assert len(link.unsent) < 1000
-    assert not link.receive(timeout=0)
-    link.queue_row(row("b", 1, end="stop"))  # one that came and ended in the meantime
-    tokens = []
-    rows = {}
-    while "b" not in rows:
-        for message in read(sock):
-            rows = {row[0]: row for row in message["out"]}
-            tokens += rows["a"][1] if "a" in rows else []
-        link.receive(timeout=0)
-        flush_if_there_is_room(link)
-    assert tokens == list(range(8_000))
-    assert rows["b"] == row("b", 1, end="stop")
+    messages = []
+    while link.unsent:
+        messages += read(sock)
+        turn()
+    messages += read(sock)
+    rows = [row for message in messages for row in message["out"]]
+    tokens = [token for id, new, *_ in rows if id == "a" for token in new]
+    assert tokens == tokens_of(finish(other), "a")
+    assert [row[2] for row in rows if row[0] == "b"] == ["length"]
+    assert sum(len(message["stats"]["waited"]) for message in messages) == 2
     assert not link.rows
     events = link.selector.get_key(link.sock).events
     assert events == selectors.EVENT_READ, "else the engine would never rest again"
