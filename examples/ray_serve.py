@@ -5,10 +5,10 @@ those that fail, and starts more while more requests run than max-num-seqs.
     pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
     serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
 
-All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port
-and client-seconds have no meaning here. Each replica has an engine: on a GPU of its
-own, where `serve run` finds one or device=cuda is given; else on one core, or as many as
-OMP_NUM_THREADS in the environment says.
+All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port and
+client-seconds have no meaning here. Each replica has an engine: on a GPU of its own, where `serve
+run` finds one or device=cuda is given; else on one core, or as many as OMP_NUM_THREADS in the
+environment says.
 
 A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
 off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. A replica

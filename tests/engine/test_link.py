@@ -44,12 +44,12 @@ def read(sock) -> list[dict]:
 def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
     """In their order, and they take no more memory than they need."""
     link, sock = ends
-    engine, other = (simulated_engine(context_length=2000, num_blocks=600) for _ in range(2))
+    engine, other = (simulated_engine(context_length=1000, num_blocks=300) for _ in range(2))
     turn = partial(serve_step, engine, link, Publisher(engine, link), Compiler(dict))
     for each in engine, other:
-        each.add_request("a", [1, 2, 3], greedy(1500))
-    while engine.has_work:  # some 0.5 MB, twice what a link holds
-        if engine.num_steps == 1000:  # it comes and ends in the meantime
+        each.add_request("a", [1, 2, 3], greedy(900))
+    while engine.has_work:  # five times what a link holds
+        if engine.num_steps == 500:  # it comes and ends in the meantime
             engine.add_request("b", [1], greedy(1))
         turn()
     assert list(link.rows) == ["a", "b"]
