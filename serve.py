@@ -26,7 +26,6 @@ import socket
 import stat
 import sys
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -121,13 +120,15 @@ def set_environment():
         os.environ.setdefault(cache, "64")
 
 
-def start_process(target: Callable, *args) -> context.Process:
+def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
     """
-    Run target(*args) in a new process, with SIGINT, SIGTERM and SIGHUP blocked there: Ctrl-C at a
-    terminal reaches both processes, but the HTTP process decides when to stop. A process inherits
-    what is blocked, so they are blocked here, too, and held back, until it has started.
+    Start the engine's process. Returns it, and the link to it: each ends with the other. SIGINT,
+    SIGTERM and SIGHUP are blocked there: Ctrl-C at a terminal reaches both processes, but the HTTP
+    process decides when to stop. A process inherits what is blocked, so they are blocked here, too,
+    and held back, until it has started.
     """
-    process = context.Process(target=target, args=args, daemon=True)
+    ours, theirs = socket.socketpair()
+    process = context.Process(target=engine_process, args=(args, theirs), daemon=True)
     # starting the resource tracker with the process would let SIGINT and SIGTERM through
     resource_tracker.ensure_running()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -136,7 +137,8 @@ def start_process(target: Callable, *args) -> context.Process:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return process
+    theirs.close()  # the process has its own, and when that is closed, the link ends
+    return process, ours
 
 
 # --------------------------------------------------------------------------------------------------
@@ -220,13 +222,6 @@ def run_on_loop(coroutine):
 
     with asyncio.Runner(loop_factory=uvicorn.Config(None).get_loop_factory()) as runner:
         return runner.run(coroutine)
-
-
-def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
-    """Start the engine's process. Returns it, and the link to it: each ends with the other."""
-    ours, theirs = socket.socketpair()
-    with theirs:  # the process has its own
-        return start_process(engine_process, args, theirs), ours
 
 
 def client_and_encoder(args: Namespace):

@@ -261,11 +261,11 @@ class Publisher:
         self.lines: list[str] = []  # since the last message
         self.sent_at = 0.0
 
-    def listen(self, is_on: bool, tokens: bool):
+    def listen(self, has_listeners: bool, tokens: bool):
         """The HTTP process has listeners, or has none any more."""
-        self.has_listeners = is_on
+        self.has_listeners = has_listeners
         self.left_at = time.monotonic()
-        if self.is_on or not is_on:
+        if self.is_on or not has_listeners:
             return
         self.is_on = True
         if self.engine.recorder is None:

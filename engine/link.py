@@ -102,7 +102,7 @@ class Link:
             join_rows(waiting, row)
 
     def flush(self, stats: dict):
-        """Send what is queued with the engine's stats, unless there is nothing new."""
+        """Send what is queued with the engine's stats, unless nothing is new: a step always is."""
         if not self.rows and not self.messages and stats == self.stats:
             return
         step = {"op": "step", "out": list(self.rows.values()), "stats": stats}

@@ -189,10 +189,10 @@ def test_an_engine_that_cannot_be_built_says_why(run_engine, error, message):
     assert not serve_engine.called
 
 
-def test_a_process_that_is_started_gets_no_signals(monkeypatch):
+def test_an_engine_that_starts_gets_no_signals(monkeypatch):
     """
     A terminal signals all of its processes, but when to stop is for the HTTP process to say. Its
-    own come afterwards; and what multiprocessing starts beside the process would let them through
+    own come afterwards; and what multiprocessing starts beside the engine would let them through
     again: it is there already.
     """
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -205,7 +205,7 @@ def test_a_process_that_is_started_gets_no_signals(monkeypatch):
     context.Process.return_value.start = note_blocked
     monkeypatch.setattr(serve.resource_tracker, "ensure_running", note_blocked)
     monkeypatch.setattr(serve, "context", context)
-    serve.start_process(len, "a", "b")
+    _, link = serve.start_engine(None)
+    link.close()
     note_blocked()
-    context.Process.assert_called_once_with(target=len, args=("a", "b"), daemon=True)
     assert seen == [seen[0], seen[0] | held, seen[0]]
