@@ -8,6 +8,7 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 
 import json
 import random
+import socket
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +24,9 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Compiler, Grammar, Grammars, begin_masks
-from engine.process import handle_message, queue_output
+from engine.grammar import Compiler, Grammar, Grammars, begin_masks, compilers
+from engine.link import Link, to_line
+from engine.process import handle_message, queue_output, serve
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -645,6 +647,24 @@ def test_grammars_of_aborted_requests_are_not_compiled(grammars, monkeypatch):
     adds[3]["grammar"].result(10)
     assert [message["id"] for message in compiler.pass_on([])] == ["a", "d"]
     assert begun == ["a", "d"]
+
+
+def test_grammars_are_not_compiled_for_an_http_process_that_is_gone():
+    """Would catch an engine that stays for minutes, with all of its memory."""
+    begun, go_on = [], Event()
+
+    def compile(kind, text):
+        begun.append(text)
+        go_on.wait(10)
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"".join(to_line(ask(id, "regex", id)) for id in "abc"))
+        theirs.shutdown(socket.SHUT_WR)
+        serve(simulated_engine(), Link(ours), lambda: SimpleNamespace(compile=compile))
+    go_on.set()
+    compilers.submit(int).result(10)
+    assert len(begun) <= 1  # one may have begun before
 
 
 def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):
