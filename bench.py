@@ -98,7 +98,6 @@ FLAGS = {  # the help of each argument of a command
     "data": "the model's training data: a name in data/, or a folder",
     "streams": "numbers of requests at once",
     "repeats": "runs of each, of which the one with the median time counts",
-    "http_workers": "HTTP processes of the server, or auto",
     "recipe": "flags of train.py, in quotes",
     "seeds": "a run for each",
     "goal": "the loss whose time is taken, nats a token",
@@ -770,7 +769,7 @@ def device_time(engine: Engine, steps: int) -> dict:
 # The server
 
 
-def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1, http_workers="auto") -> dict:
+def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
     """
     The offline workload over HTTP: as many requests as streams, all at once, and then again, with
     other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
@@ -790,7 +789,7 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1, http_worke
         return sorted(runs, key=lambda run: run["s"])[repeats // 2]
 
     result = {}
-    with server(model, http_workers) as address:
+    with server(model) as address:
         measure_load(address, even_workload(8, 12, 64, config.vocab_size))  # warm-up
         for n in streams:
             row = result[plural(n, "stream")] = measure(n)
@@ -801,11 +800,9 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1, http_worke
 
 
 @contextmanager
-def server(model: str, http_workers: str) -> Iterator[list[str]]:
+def server(model: str) -> Iterator[list[str]]:
     """serve.py in a process of its own: its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
-    if http_workers != "auto":
-        command += ["--http-workers", http_workers]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         greeting = process.stdout.readline()

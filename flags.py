@@ -18,7 +18,6 @@ from typing import get_args
 
 from common import Parser, add_flag, at_least, positive
 from params import Settings, check_variables, model_defaults
-from server.workers import CORES_EACH, MAX_BY_DEFAULT
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
@@ -166,13 +165,6 @@ def add_http_flags(group):
     add("--served-model-name", "the model's name in the API; not given: what --model says")
     add("--log-requests", "log the fields of each request, texts included", False)
     add("--no-access-log", "log no line for each request", True, dest="access_log")
-    add(
-        "--http-workers",
-        f"HTTP processes on the port; not given: one for every {CORES_EACH} cores, 1 to "
-        f"{MAX_BY_DEFAULT}",
-        None,
-        positive,
-    )
 
 
 def origin(text: str) -> str:

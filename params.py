@@ -1,14 +1,14 @@
 """
 Every default and range of serving, stated once: `SamplingParams`, how a request asks to be
 continued; `Settings`, how an engine serves; the defaults of a model's makers; and the few numbers
-that the engine, its kernels and the HTTP processes share.
+that the engine, its kernels and the HTTP process share.
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
     RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
     engine = Engine(model, Settings(block_size=32, max_num_seqs=8))
     defaults, note = model_defaults("qwen3")    # {"temperature": 0.6, "top_k": 20, ..}
 
-Imports no package, so that HTTP processes stay small. To add a sampling parameter:
+Imports no package, so that the HTTP process stays small. To add a sampling parameter:
 
     here                  a field of SamplingParams, a line of RANGES; the property that says
                           whether a request asks for it (filters, penalises, adjusts): without,

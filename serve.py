@@ -11,23 +11,21 @@ of its own.
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def "}'
 
-The engine's process never waits for HTTP. The HTTP processes import no torch, so they stay small,
-and never wait for a step; each has an `EngineClient` that connects it to the engine. Their answers
-are in server/app.py and the flags in flags.py. The terminal, which has its engine in its own
-process and needs no HTTP packages, is in server/terminal.py.
+The engine's process never waits for HTTP. The HTTP process imports no torch, so it stays small, and
+never waits for a step: an `EngineClient` links it to the engine. Its answers are in server/app.py
+and the flags in flags.py. The terminal, which has its engine in its own process and needs no HTTP
+packages, is in server/terminal.py.
 """
 
 import asyncio
 import ipaddress
+import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import stat
 import sys
-import tempfile
 from argparse import Namespace
-from collections.abc import Callable
 from functools import partial
 from multiprocessing import resource_tracker
 
@@ -44,15 +42,10 @@ if __name__ == "__main__":
 
 from engine.events import open_record, record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
-from server.workers import (
-    METRICS_FOLDER,
-    Workers,
-    WorkerSlot,
-    context,
-    num_processes,
-    open_port,
-    share_port,
-)
+
+# Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
+# not survive one.
+context = multiprocessing.get_context("spawn")
 
 # --------------------------------------------------------------------------------------------------
 # The engine, here or in a process of its own
@@ -92,12 +85,11 @@ def open_grammars(directory: str, engine):
     return Grammars(load_tokenizer(directory), engine.config)
 
 
-def engine_process(args: Namespace, listener: socket.socket):
-    """The engine's process runs this: its loop, until all HTTP processes are gone."""
-    from engine.links import Links
+def engine_process(args: Namespace, sock: socket.socket):
+    """The engine's process runs this: its loop, until the HTTP process is gone."""
+    from engine.link import Link
 
-    links = Links(listener)
-    links.accept()  # before loading: a client whose link closes knows that this process died
+    link = Link(sock)
     try:
         import torch
 
@@ -113,12 +105,10 @@ def engine_process(args: Namespace, listener: socket.socket):
             message = not_installed(error)
         elif not isinstance(error, ValueError):
             message = f"{type(error).__name__}: {message}"
-        links.set_greeting({"op": "fatal", "message": message})
+        link.send({"op": "fatal", "message": message})
         return
     collect_garbage_rarely()
-    serve(engine, links, args.max_queue, partial(open_grammars, args.model, engine))
-    # the first HTTP process removes the folder of its sockets, unless it was killed
-    shutil.rmtree(os.path.dirname(listener.getsockname()), ignore_errors=True)
+    serve(engine, link, partial(open_grammars, args.model, engine))
 
 
 def set_environment():
@@ -130,14 +120,16 @@ def set_environment():
         os.environ.setdefault(cache, "64")
 
 
-def start_process(target: Callable, *args) -> context.Process:
+def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
     """
-    Run target(*args) in a new process, with SIGINT, SIGTERM and SIGHUP blocked there: Ctrl-C at a
-    terminal reaches all processes, but the first HTTP process decides when to stop. A process
-    inherits what is blocked, so they are blocked here, too, and held back, until it has started.
+    Start the engine's process. Returns it, and the link to it: each ends with the other. SIGINT,
+    SIGTERM and SIGHUP are blocked there: Ctrl-C at a terminal reaches both processes, but the HTTP
+    process decides when to stop. A process inherits what is blocked, so they are blocked here, too,
+    and held back, until it has started.
     """
-    process = context.Process(target=target, args=args, daemon=True)
-    # starting the resource tracker with the first process would let SIGINT and SIGTERM through
+    ours, theirs = socket.socketpair()
+    process = context.Process(target=engine_process, args=(args, theirs), daemon=True)
+    # starting the resource tracker with the process would let SIGINT and SIGTERM through
     resource_tracker.ensure_running()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -145,7 +137,8 @@ def start_process(target: Callable, *args) -> context.Process:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return process
+    theirs.close()  # the process has its own, and when that is closed, the link ends
+    return process, ours
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,6 +179,16 @@ def warn_of_readable_keys(path: str):
         )
 
 
+def open_port(host: str, port: int) -> socket.socket:
+    """A socket that listens there; at :: for IPv4, too."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    sock = socket.create_server((host, port), family=family, dualstack_ipv6=both)
+    # without Nagle's algorithm, which would hold answers back for 40 ms; connections inherit it
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
 def listen(args: Namespace) -> socket.socket:
     """
     Open the listening socket before anything is loaded. Exits with one message where that fails.
@@ -210,22 +213,6 @@ def listen(args: Namespace) -> socket.socket:
     return sock
 
 
-def listen_for_links(folder: str) -> socket.socket:
-    """
-    The Unix socket at which HTTP processes find the engine, in a folder that only this user can
-    read. It outlives the engine's process: connections made meanwhile wait for the next one.
-    """
-    try:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(os.path.join(folder, "engine"))
-        listener.listen()
-    except OSError as error:
-        raise OSError(
-            f"no socket can be had in {folder} ({error}): set TMPDIR to another folder"
-        ) from error
-    return listener
-
-
 def run_on_loop(coroutine):
     """
     asyncio.run, on uvloop where it is installed: a quarter more tokens a second at 32 streams on 2
@@ -237,62 +224,13 @@ def run_on_loop(coroutine):
         return runner.run(coroutine)
 
 
-def serve_port(sock: socket.socket, *service) -> str | None:
-    """
-    Serve one socket until the end; `service` are the arguments of `Service`. Returns a message if
-    something went wrong.
-    """
-    from server.app import Service
-
-    collect_garbage_rarely()
-    return run_on_loop(Service(*service).run(sock))
-
-
-def worker_process(
-    args: Namespace, keys: list[str], path: str, sock: socket.socket, slot: WorkerSlot
-):
-    """An HTTP process other than the first runs this, on its own socket on the port."""
-    serve_port(sock, *engine_at(path, args), args, keys, slot)
-
-
-def start_engine(args: Namespace, listener: socket.socket):
-    """Start the engine's process. Returns an EngineClient, and the Encoder of its model."""
-    start = partial(start_process, engine_process, args, listener)
-    return engine_at(listener.getsockname(), args, start)
-
-
-def engine_at(path: str, args: Namespace, *start: Callable):
-    """An EngineClient, which starts the engine if it gets `start`; and the Encoder of its model."""
+def client_and_encoder(args: Namespace):
+    """An EngineClient, which starts the engine; and the Encoder of its model."""
     from server.client import EngineClient
     from server.text import Encoder
 
     encoder = Encoder(args.model, variables=args.default_chat_template_kwargs)
-    return EngineClient(path, *start), encoder
-
-
-def first_process(
-    args: Namespace, listener: socket.socket, sockets: list[socket.socket]
-) -> str | None:
-    """
-    The first HTTP process runs this: it starts the engine and the other HTTP processes, serves, and
-    ends them.
-    """
-    keys = api_keys(args)
-    path = listener.getsockname()
-    client, encoder = start_engine(args, listener)
-    workers = Workers(partial(start_process, worker_process, args, keys, path), sockets[1:])
-    slot = WorkerSlot(0, len(sockets))
-    try:
-        return serve_port(sockets[0], client, encoder, args, keys, slot, workers)
-    finally:
-        # from here on a further signal must not leave a process behind
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        workers.kill()
-        encoder.close()
-        # while the engine loads a model, it does not notice that links close
-        client.process.join(5 if client.state == "ready" else 0)
-        client.process.kill()
+    return EngineClient(partial(start_engine, args)), encoder
 
 
 def terminate_on_hang_up():
@@ -304,28 +242,34 @@ def terminate_on_hang_up():
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
-def end_at_once(folder: str, *_):
+def end_at_once(*_):
     """
-    The handler of SIGTERM until there is an event loop, which drains. The processes started by then
-    end, too, when their links close.
+    The handler of SIGTERM until there is an event loop, which drains. The engine ends, too, when
+    its link closes.
     """
-    shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)
 
 
 def serve_http(args: Namespace) -> str | None:
     """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
-    count = num_processes(args.http_workers)
-    with tempfile.TemporaryDirectory(prefix="pagedgpt-") as folder:
-        signal.signal(signal.SIGTERM, partial(end_at_once, folder))
-        terminate_on_hang_up()
-        if count > 1:  # prometheus_client reads it when it is imported
-            os.environ[METRICS_FOLDER] = folder
-        import server.app  # noqa: F401  a missing package is found before a model is loaded
+    signal.signal(signal.SIGTERM, end_at_once)
+    terminate_on_hang_up()
+    from server.app import Service  # a missing package is found before a model is loaded
 
-        sockets = share_port(listen(args), count)
-        with listen_for_links(folder) as listener:
-            return first_process(args, listener, sockets)
+    sock = listen(args)
+    keys = api_keys(args)
+    client, encoder = client_and_encoder(args)
+    collect_garbage_rarely()
+    try:
+        return run_on_loop(Service(client, encoder, args, keys).run(sock))
+    finally:
+        # from here on a further signal must not leave the engine behind
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        encoder.close()
+        # while the engine loads a model, it does not notice that its link closes
+        client.process.join(5 if client.state == "ready" else 0)
+        client.process.kill()
 
 
 def serve_record(args: Namespace):

@@ -102,11 +102,6 @@ class Engine:
         return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
-    def num_at_work(self) -> int:
-        """Choices that wait or run, those still to be forked included."""
-        return len(self.requests) + sum(map(len, self.promised.values()))
-
-    @property
     def has_work(self) -> bool:
         return self.in_flight is not None or bool(self.requests)
 
@@ -518,7 +513,7 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
-            "at_work": self.num_at_work,
+            "steps": self.num_steps,
             **delays,
         }
 

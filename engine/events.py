@@ -240,79 +240,70 @@ def title(**fields) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Listeners: HTTP processes, for GET /events, and the file of --record
+# Listeners: the HTTP process, for GET /events, and the file of --record
 
 
-class Subscribers:
+class Publisher:
     """
-    The HTTP processes' links. As soon as one of them has listeners, all of them get the lines since
-    the last message, every PUBLISH_SECONDS at most. A link that is new, or had not read its last
-    message when the next one was due, gets a snapshot instead. KEEP_SECONDS after the last listener
-    has left, a message without lines is the last one, and recording ends.
+    The record's lines for the HTTP process. As soon as it has listeners it is sent a snapshot, then
+    the lines since the last message, every PUBLISH_SECONDS at most. If the link had not taken its
+    last message whole when the next one was due, another snapshot follows. KEEP_SECONDS after the
+    last listener has left, a message without lines is the last one, and recording ends.
     """
 
-    def __init__(self, engine):
+    def __init__(self, engine, link):
         self.engine = engine
+        self.link = link
         self.is_on = False
-        self.listening = set()  # links of HTTP processes that have listeners
+        self.has_listeners = False
         self.left_at = 0.0  # when the last one of them left
-        self.up_to_date = set()  # links that got all lines so far
+        self.is_up_to_date = False  # the link got all lines so far
         self.lines: list[str] = []  # since the last message
         self.sent_at = 0.0
 
-    def join(self, link, tokens: bool):
-        """The HTTP process has listeners."""
-        self.listening.add(link)
-        if self.is_on:
+    def listen(self, has_listeners: bool, tokens: bool):
+        """The HTTP process has listeners, or has none any more."""
+        self.has_listeners = has_listeners
+        self.left_at = time.monotonic()
+        if self.is_on or not has_listeners:
             return
         self.is_on = True
         if self.engine.recorder is None:
             self.engine.recorder = Recorder(self.engine, tokens)
         self.engine.recorder.listeners.append(self.lines.append)
 
-    def leave(self, link):
-        """It has no listeners any more, or is gone."""
-        if link in self.listening:
-            self.listening.remove(link)
-            self.left_at = time.monotonic()
-
-    def due_in(self, links) -> float | None:
+    def due_in(self) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
-        is_news = self.lines or {*links.links.values()} - self.up_to_date
-        if not self.is_on or not is_news:
+        if not self.is_on or (self.is_up_to_date and not self.lines):
             return None
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
 
-    def publish(self, links):
+    def publish(self):
         """Send what is due, between two steps, while it is on."""
         now = time.monotonic()
-        if self.due_in(links) == 0:
+        if self.due_in() == 0:
             self.sent_at = now
-            ready = {link for link in links.links.values() if not link.unsent}
-            late = ready - self.up_to_date
-            if self.lines:
-                send_lines(links, ready - late, self.lines)
-            if late:
-                send_lines(links, late, [self.engine.recorder.snapshot()])
-            self.up_to_date = ready
+            has_room = not self.link.unsent
+            if has_room and self.is_up_to_date:
+                self.send(self.lines)
+            elif has_room:
+                self.send([self.engine.recorder.snapshot()])
+            self.is_up_to_date = has_room
             self.lines.clear()
-        if not self.listening and now > self.left_at + KEEP_SECONDS:
-            self.end(links)
+        if not self.has_listeners and now > self.left_at + KEEP_SECONDS:
+            self.end()
 
-    def end(self, links):
+    def end(self):
         recorder = self.engine.recorder
         recorder.listeners.remove(self.lines.append)
         if not recorder.listeners:
             self.engine.recorder = None
-        send_lines(links, self.up_to_date & {*links.links.values()}, [])
-        self.is_on = False
-        self.up_to_date = set()
+        self.send([])
+        self.is_on = self.is_up_to_date = False
 
-
-def send_lines(links, receivers: set, lines: list[str]):
-    """As one text, so that an HTTP process can hand the lines on without parsing them."""
-    for link in receivers:
-        links.send(link, {"op": "events", "lines": "\n".join(lines)})
+    def send(self, lines: list[str]):
+        """As one text, so that the HTTP process can hand the lines on without parsing them."""
+        self.link.send({"op": "events", "lines": "\n".join(lines)})
 
 
 def record_to(path: str, engine, tokens: bool = False, **fields):

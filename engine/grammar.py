@@ -148,7 +148,7 @@ class Compiler:
 
     def __init__(self, open_grammars: Callable[[], Grammars]):
         self.open_grammars = cache(open_grammars)
-        self.waiting: list[tuple] = []  # (link, message), its "grammar" a Future
+        self.waiting: dict[str, dict] = {}  # messages by id; each "grammar" is a Future
 
     def compile(self, kind: str, text: str) -> "Grammar":
         try:
@@ -156,34 +156,27 @@ class Compiler:
         except BaseException as error:  # of the library's Rust: panics, too
             raise ValueError(str(error)) from None
 
-    def pass_on(self, arrived: Iterable[tuple]) -> Iterator[tuple]:
+    def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
         """
         The messages that can be handled now. A grammar in one, {"kind", "text"}, has become a
         Future that is done.
         """
-        for link, message in arrived:
+        for message in arrived:
             if message.get("grammar"):
                 message["grammar"] = submit(compilers, self.compile, **message["grammar"])
-                self.waiting.append((link, message))
+                self.waiting[message["id"]] = message
                 continue
-            if message["op"] in ("abort", "gone"):
-                self.forget(link, message.get("id"))
-            yield link, message
-        waiting, self.waiting = self.waiting, []
-        for link, message in waiting:
+            if message["op"] == "abort":
+                self.forget(message["id"])
+            yield message
+        for id, message in [*self.waiting.items()]:
             if message["grammar"].done():
-                yield link, message
-            else:
-                self.waiting.append((link, message))
+                yield self.waiting.pop(id)
 
-    def forget(self, link, id: str | None):
-        """A request was aborted; without an id, all of a link. Nobody waits for its grammar."""
-        waiting, self.waiting = self.waiting, []
-        for other, message in waiting:
-            if other is link and id in (None, message["id"]):
-                message["grammar"].cancel()
-            else:
-                self.waiting.append((other, message))
+    def forget(self, id: str):
+        """A request was aborted: nobody waits for its grammar."""
+        if id in self.waiting:
+            self.waiting.pop(id)["grammar"].cancel()
 
 
 class Mask(NamedTuple):

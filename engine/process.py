@@ -1,55 +1,45 @@
 """
-The server's loop around the engine: messages of HTTP processes in, a step, its tokens out.
+The server's loop around the engine: messages of the HTTP process in, a step, its tokens out.
 
-    serve(engine, Links(listener))                  # until all HTTP processes are gone
+    serve(engine, Link(sock))                       # until the HTTP process is gone
 
-For a thread or a process of its own. Over each link (links.py has the wire) go
+For a thread or a process of its own. Over the link (link.py has the wire) go
 
     in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any,
           "grammar": {"kind", "text"} of Grammars.compile, if its answer is held to one}
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}: there are listeners, or no more
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
-         {"op": "step", "out": rows of `send_output`, "stats"}
+         {"op": "step", "out": rows of `queue_output`, "stats"}
          {"op": "events", "lines"}: what happens, while there are listeners; see events.py
-         {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, "full"
-         for backpressure (more than `max_queue` choices would wait for a row), else "internal"
-
-Ids are the link's own: in the engine, its number and a colon come before them. When a link closes,
-its requests are aborted.
+         {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, else
+         "internal"
 """
 
 from collections.abc import Callable
 
-from common import plural
 from engine.engine import Engine, Output
-from engine.events import Subscribers
+from engine.events import Publisher
 from engine.grammar import STUCK, Compiler, Grammars
-from engine.links import Link, Links
+from engine.link import Link
 from params import SamplingParams
 
 COMPILE_POLL = 0.002  # seconds between two looks of an idle engine whether a grammar is compiled
 
 
-def serve(
-    engine: Engine,
-    links: Links,
-    max_queue: int | None = None,
-    open_grammars: Callable[[], Grammars] = dict,
-):
-    """
-    Serve until no HTTP process is left. With more than `max_queue` choices waiting for a row,
-    further ones are refused; None: any number may wait. `open_grammars`: see `Compiler`.
-    """
-    links.set_greeting(greeting(engine))
-    subscribers = Subscribers(engine)
+def serve(engine: Engine, link: Link, open_grammars: Callable[[], Grammars] = dict):
+    """Serve until the HTTP process is gone. `open_grammars`: see `Compiler`."""
+    link.send(greeting(engine))
+    publisher = Publisher(engine, link)
     compiler = Compiler(open_grammars)
-    while links.is_wanted:
-        serve_step(engine, links, subscribers, max_queue, compiler)
+    while link.is_open:
+        serve_step(engine, link, publisher, compiler)
+    for id in [*compiler.waiting]:  # or this process would stay until they are compiled
+        compiler.forget(id)
 
 
 def greeting(engine: Engine) -> dict:
-    """The limits that an HTTP process must know before its first request."""
+    """The limits that the HTTP process must know before its first request."""
     return {
         "op": "ready",
         "max_model_len": engine.max_model_len,
@@ -59,71 +49,36 @@ def greeting(engine: Engine) -> dict:
     }
 
 
-def serve_step(
-    engine: Engine,
-    links: Links,
-    subscribers: Subscribers,
-    max_queue: int | None,
-    compiler: Compiler,
-):
+def serve_step(engine: Engine, link: Link, publisher: Publisher, compiler: Compiler):
     """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
-    timeout = 0 if engine.has_work else subscribers.due_in(links)
+    timeout = 0 if engine.has_work else publisher.due_in()
     if compiler.waiting and timeout != 0:
         timeout = COMPILE_POLL
-    for link, message in compiler.pass_on(links.receive(timeout)):
-        if message["op"] == "listen" and message["on"]:
-            subscribers.join(link, message["tokens"])
-        elif message["op"] in ("listen", "gone"):
-            subscribers.leave(link)
-        handle_message(engine, link, message, max_queue)
-    outputs = engine.step()
-    stats = engine.stats()
-    for output in outputs:
-        send_output(links, output)
-    links.flush(stats)
-    if subscribers.is_on:
-        subscribers.publish(links)
+    for message in compiler.pass_on(link.receive(timeout)):
+        if message["op"] == "listen":
+            publisher.listen(message["on"], message["tokens"])
+        handle_message(engine, link, message)
+    for output in engine.step():
+        queue_output(link, output)
+    if not link.unsent:  # else rows and delays gather until there is room
+        link.flush(engine.stats())
+    if publisher.is_on:
+        publisher.publish()
 
 
-def handle_message(engine: Engine, link: Link, message: dict, max_queue: int | None):
-    """Carry out a message. The reason of a refusal is queued on its link, not raised."""
+def handle_message(engine: Engine, link: Link, message: dict):
+    """Carry out a message. The reason of a refusal is queued on the link, not raised."""
     match message["op"]:
         case "add":
             try:
-                kind = "full"
-                problem = queue_problem(engine, message, max_queue)
-                if not problem:
-                    add_request(engine, link, message)
+                add_request(engine, message)
             except (ValueError, TypeError) as error:
-                kind = "invalid"
-                problem = str(error)
-            if problem:
-                link.queue({"op": "error", "id": message["id"], "message": problem, "kind": kind})
+                queue_error(link, message["id"], "invalid", str(error))
         case "abort":
-            engine.abort(f"{link.number}:{message['id']}")
-        case "gone":
-            for id in [*engine.requests, *engine.promised]:
-                if id.startswith(f"{link.number}:"):
-                    engine.abort(id)
+            engine.abort(message["id"])
 
 
-def queue_problem(engine: Engine, message: dict, max_queue: int | None) -> str:
-    """
-    Why the queue cannot take a request, "" if it can. Decided here, where the requests of all HTTP
-    processes meet.
-    """
-    if max_queue is None:
-        return ""
-    count = message.get("options", {}).get("n", 1)
-    at_work = engine.num_at_work
-    capacity = engine.scheduler.max_num_seqs + max_queue
-    if count + at_work <= capacity:
-        return ""
-    choices = plural(count, "choice")
-    return f"{choices} beside {at_work} in work: at most {capacity} are taken, try again later"
-
-
-def add_request(engine: Engine, link: Link, message: dict):
+def add_request(engine: Engine, message: dict):
     """
     Add a message's request to the engine. Raises ValueError or TypeError for what the engine
     refuses.
@@ -132,23 +87,21 @@ def add_request(engine: Engine, link: Link, message: dict):
     bias = params.get("logit_bias")
     if bias:
         params["logit_bias"] = {int(token): b for token, b in bias.items()}  # JSON's keys are texts
-    id = f"{link.number}:{message['id']}"
     options = message.get("options", {})
     if "grammar" in message:
         params["grammar"] = message["grammar"].result()
-    engine.add_request(id, message["prompt"], SamplingParams(**params), **options)
+    engine.add_request(message["id"], message["prompt"], SamplingParams(**params), **options)
 
 
-def send_output(links: Links, output: Output):
-    """Queue a request's output of a step on the link that added it."""
-    number, _, id = output.id.partition(":")
-    link = links.links.get(int(number))
-    if link is None:  # its process is gone, and this was on its way
-        return
+def queue_output(link: Link, output: Output):
+    """Have a request's output of a step sent."""
     if output.error:
         kind = "invalid" if output.error.startswith(STUCK) else "internal"
-        link.queue({"op": "error", "id": id, "message": output.error, "kind": kind})
-        return
+        return queue_error(link, output.id, kind, output.error)
     scores = [output.logprobs] if output.logprobs else None
-    row = [id, output.tokens, output.finish_reason, output.cached_tokens]
+    row = [output.id, output.tokens, output.finish_reason, output.cached_tokens]
     link.queue_row([*row, scores, output.prompt_logprobs])
+
+
+def queue_error(link: Link, id: str, kind: str, message: str):
+    link.queue({"op": "error", "id": id, "message": message, "kind": kind})

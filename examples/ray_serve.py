@@ -5,10 +5,10 @@ those that fail, and starts more while more requests run than max-num-seqs.
     pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
     serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
 
-All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port,
-http-workers and client-seconds have no meaning here. Each replica has an engine: on a GPU of its
-own, where `serve run` finds one or device=cuda is given; else on one core, or as many as
-OMP_NUM_THREADS in the environment says.
+All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port and
+client-seconds have no meaning here. Each replica has an engine: on a GPU of its own, where `serve
+run` finds one or device=cuda is given; else on one core, or as many as OMP_NUM_THREADS in the
+environment says.
 
 A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
 off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. A replica
@@ -34,14 +34,13 @@ environment: else Ray's processes give way to all others, and the first token to
 """
 
 import asyncio
-import tempfile
 from argparse import Namespace
 
 from ray import serve
 
 from flags import parse_args
 from params import CPU_SEQS, GPU_SEQS
-from serve import api_keys, listen_for_links, set_environment, start_engine
+from serve import api_keys, client_and_encoder, set_environment
 from server.app import Service
 from server.connection import request_id
 from server.gate import Gate
@@ -49,12 +48,11 @@ from server.gate import Gate
 
 @serve.ingress()
 class Replica:
-    """What serve.py's first HTTP process is, without a port: Ray's proxies hand it the calls."""
+    """What serve.py's HTTP process is, without a port: Ray's proxies hand it the calls."""
 
     async def __init__(self, args: Namespace, keys: list[str]):
         set_environment()
-        self.folder = tempfile.TemporaryDirectory(prefix="pagedgpt-")
-        client, encoder = start_engine(args, listen_for_links(self.folder.name))
+        client, encoder = client_and_encoder(args)
         self.service = Service(client, encoder, args, keys)
         await client.attach()
         while client.state == "loading":
@@ -75,9 +73,6 @@ class Replica:
     async def check_health(self):
         if trouble := self.service.client.trouble():
             raise RuntimeError(trouble)
-
-    def __del__(self):
-        self.folder.cleanup()  # the engine ends with the link to it
 
 
 def app(options: dict[str, str]) -> serve.Application:

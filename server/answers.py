@@ -281,8 +281,11 @@ class ChatChoice(Choice):
 CHOICES = {CompletionRequest: CompletionChoice, ChatRequest: ChatChoice}
 
 # HTTP status and code for each kind of refusal by the engine or its client; all others are a 500
-REFUSALS = {"invalid": (400, None), "full": (429, "queue_full")}
-REFUSALS |= {"engine_dead": (500, "engine_dead"), "stopping": (503, "stopping")}
+REFUSALS = {
+    "invalid": (400, None),
+    "engine_dead": (500, "engine_dead"),
+    "stopping": (503, "stopping"),
+}
 
 
 class Job:

@@ -4,7 +4,7 @@ The OpenAI-compatible HTTP interface: what each path answers, and how the server
 The way of a call: a `Connection` (connection.py) reads it, the `Gate` (gate.py) checks who sends
 it, Starlette's router finds the method of `Service` that answers its path, protocol.py parses its
 body. A completion is a `Job` (answers.py), where the engine's tokens become text. Not run by
-itself: serve.py starts a Service in each HTTP process.
+itself: serve.py makes a Service of the HTTP process.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import json
 import sys
 import time
 from functools import partial
-from multiprocessing import parent_process
 
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,11 +23,10 @@ from starlette.routing import Route
 from common import plural
 from server import protocol
 from server.answers import Job, send_json
-from server.gate import LINGER_SECONDS, STOPPED, Site, base_url, log
+from server.gate import STOPPED, Site, base_url, log
 from server.live import Listeners
 from server.protocol import ApiError
 from server.text import SHORT, EncoderBusy
-from server.workers import STOP_SIGNAL, Workers, WorkerSlot
 from tokenizer import TokenizerError, token_name
 
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
@@ -42,25 +40,21 @@ class Service(Site):
 
     client, encoder    EngineClient and Encoder
     args, keys         the flags, and the API keys
-    slot               the place of this HTTP process among all
-    workers            the HTTP processes that the first one has started; None in all others
     """
 
-    def __init__(self, client, encoder, args, keys, slot=None, workers=None):
+    def __init__(self, client, encoder, args, keys):
         name = args.served_model_name or args.model
         self.name = name.encode(errors="replace").decode()  # JSON is UTF-8, a path may not be
-        super().__init__(args, keys, self.name, slot or WorkerSlot(), self.routes())
+        super().__init__(args, keys, self.name, self.routes())
         self.client = client
         self.encoder = encoder
-        self.workers = workers or Workers(None, [])
         self.created = int(time.time())
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = Listeners(client, args.log_requests)
         self.draining = False
         self.server = None  # `run` makes it; without it, another program's answers the calls
         client.on_state = self.engine_changed
-        if self.slot.is_first:  # every process hears them, but they count once
-            client.on_stats = self.metrics.update
+        client.on_stats = self.metrics.update
 
     def check_ready(self):
         """Raises ApiError (503) while no work is accepted: loading, draining or dead."""
@@ -72,9 +66,7 @@ class Service(Site):
     def check_room(self, count: int):
         """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
         self.check_ready()  # again: the engine may have died while the prompts were encoded
-        # The engine's last message counts the choices of other HTTP processes, too. The engine has
-        # the last word, see Job.on_refusal.
-        waiting = max(len(self.client.choices), self.client.stats["at_work"])
+        waiting = len(self.client.choices)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
             message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
@@ -294,45 +286,15 @@ class Service(Site):
         self.server = self.make_server(self.on_signal)  # ours drains first
         self.loop = asyncio.get_running_loop()
         self.sock = sock
-        if not self.slot.is_first:
-            self.loop.add_signal_handler(STOP_SIGNAL, self.stop)
-            first = parent_process().sentinel
-            self.loop.add_reader(first, self.first_process_ended, first)
-        self.workers.on_death = lambda process: log(
-            "worker_died", pid=process.pid, code=process.exitcode
-        )
-        self.workers.watch()
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
-        if not self.slot.is_first:
-            await self.wait_for_greeting()
         await self.server.serve(sockets=[sock])
-        self.workers.stop()
-        await self.workers.end_within(LINGER_SECONDS + 1)
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
 
-    async def wait_for_greeting(self):
-        """
-        A process that starts after the engine has loaded is greeted at once. Until then connections
-        wait in its socket: answered now, they would be refused with "loading".
-        """
-        for _ in range(50):
-            if self.client.state != "loading":
-                return
-            await asyncio.sleep(0.02)
-
     def on_signal(self, *_):
-        """Signals are for the first HTTP process, which sends STOP_SIGNAL to the others."""
-        if self.slot.is_first:
-            self.loop.call_soon_threadsafe(self.stop)
-
-    def first_process_ended(self, sentinel: int):
-        """Stop at once: nothing is left that could order it."""
-        self.loop.remove_reader(sentinel)
-        self.stop()
-        self.stop()
+        self.loop.call_soon_threadsafe(self.stop)
 
     def engine_changed(self, state):
         """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
@@ -344,8 +306,6 @@ class Service(Site):
             self.listeners.end()
             if self.server:
                 self.server.should_exit = True
-        elif not self.slot.is_first:
-            return  # one process logs it
         elif state == "ready" and self.server and not self.draining:
             url = base_url(self.sock)
             message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
@@ -359,22 +319,19 @@ class Service(Site):
         Drain: accept no new work, and let calls that run finish, for at most --drain-seconds. The
         second time: end them now.
         """
-        self.workers.stop()
         if self.draining:
             self.deadline = 0.0
             return
         self.draining = True
         self.deadline = time.monotonic() + self.args.drain_seconds
-        running = max(len(self.client.choices), self.client.stats["at_work"])
-        if running and self.slot.is_first:
-            requests = plural(running, "request")
+        if self.client.choices:
+            requests = plural(len(self.client.choices), "request")
             print(f"finishing {requests}; a second signal ends them", file=sys.stderr)
         # kept: the loop itself holds tasks weakly
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
-        # while something runs here, or, for the first HTTP process, in another one
-        while (self.client.choices or self.workers.processes) and time.monotonic() < self.deadline:
+        while self.client.choices and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.refuse_all("stopping", STOPPED)
         self.listeners.end()

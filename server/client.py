@@ -1,29 +1,27 @@
 """
-The HTTP processes' end of the link to the engine: requests go out, tokens come in, in rounds.
+The HTTP process's end of the link to the engine: requests go out, tokens come in, in rounds.
 
-    client = EngineClient(path, start)     # before the event loop runs: the engine loads meanwhile
+    client = EngineClient(start)           # before the event loop runs: the engine loads meanwhile
     await client.attach()                  # in the event loop
     client.submit(choices)                 # a job's `on_tokens` or `on_refusal` is called in return
 
-Not run by itself: serve.py makes one for each HTTP process. links.py is the other end, and
-defines the messages. answers.py makes text of the tokens.
+Not run by itself: serve.py makes one. link.py is the other end, and defines the messages.
+answers.py makes text of the tokens.
 """
 
 import asyncio
 import itertools
-import socket
 import time
 
-from engine.links import Messages, join_rows, to_line
+from engine.link import Messages, join_rows, to_line
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 CRASHED = "the engine stopped unexpectedly"
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0, "at_work": 0}  # Engine.stats(), in part
-LAST_WORDS_SECONDS = 0.5  # from the end of the engine's process until its last message was read
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # Engine.stats(), in part
 
 # Backpressure: writes are batched by how busy this process is. A round: all that the engine has
 # sent is read, and written to its streams. A write to a stream costs much more than a token: with
-# one for each token of 256 streams an HTTP process would do nothing else, and requests that have
+# one for each token of 256 streams the HTTP process would do nothing else, and requests that have
 # arrived would wait to be read until the streams before them have ended. So after a round the
 # engine's messages are left unread for as long as the round took, up to a limit. A round lasts
 # until the event loop has run everything that was ready, other work included: the further behind
@@ -34,16 +32,6 @@ MIN_PAUSE = 0.001  # seconds: timers resolve no less
 MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
 
 
-def connect(path: str) -> socket.socket:
-    """
-    A link to the engine whose listening socket is at `path`; it may still be loading, or about to
-    be started.
-    """
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect(path)
-    return sock
-
-
 class EngineClient(asyncio.Protocol):
     """
     The link to the engine, and the table of the choices that wait for tokens. It belongs to the
@@ -52,20 +40,19 @@ class EngineClient(asyncio.Protocol):
         HTTP process  ------- add, abort, listen ------>  engine process
                       <-- ready, step, error, events, fatal --
 
-    `start()` starts the engine's process and returns it (multiprocessing's Process); it is called
-    once, and once more if the engine dies. In all HTTP processes but the first it does nothing.
+    `start()` starts the engine's process and returns it (multiprocessing's Process), with a socket,
+    which is the link to it; it is called once, and once more if the engine dies.
 
     state      loading -> ready -> restarting -> ready -> dead
     info       the engine's message "ready": max_model_len and other limits
     reason     why the engine is gone; "": it is not
-    stats      Engine.stats() as the engine sent it last; of the requests of all HTTP processes
+    stats      Engine.stats() as the engine sent it last
 
     `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
     `on_events(lines)` with the engine's record (events.py); no lines: it publishes no more.
     """
 
-    def __init__(self, path: str, start=lambda: None):
-        self.path = path
+    def __init__(self, start):
         self.start = start
         self.may_restart = True
         self.state = "loading"
@@ -86,20 +73,15 @@ class EngineClient(asyncio.Protocol):
         self.is_full = False
         self.last_words = ""
         self.transport = None
-        # before the start: an engine whose last link is closed ends, so it cannot be left behind
-        self.sock = connect(self.path)
-        self.process = self.start()
+        self.process, self.sock = self.start()
 
     async def attach(self):
         """Begin to read."""
         loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_unix_connection(lambda: self, sock=self.sock)
-        if self.process:
-            sentinel = self.process.sentinel
-            loop.add_reader(sentinel, self._process_ended, sentinel, transport)
+        await loop.create_unix_connection(lambda: self, sock=self.sock)
 
     def close(self):
-        """End the link. An engine whose last link ends does so too."""
+        """End the link, and with it the engine."""
         transport = self.transport
         self.transport = None  # so `connection_lost` sees that this side closed it
         if transport:
@@ -256,18 +238,6 @@ class EngineClient(asyncio.Protocol):
         self.is_paused = False
         if transport is self.transport:  # else it is closed
             transport.resume_reading()
-
-    def _process_ended(self, sentinel: int, transport):
-        """
-        The engine's process has ended. If it did before it accepted this link, the link stays open
-        and nothing ever comes over it, so it is ended here, LAST_WORDS_SECONDS later. A link over
-        which the engine has reported itself ready ends by itself, after all that it still holds,
-        however late that is read.
-        """
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(sentinel)
-        if self.state != "ready":
-            loop.call_later(LAST_WORDS_SECONDS, transport.abort)
 
     def _end(self, reason: str):
         """The engine is gone: so is all it was working at. The first time, start another one."""

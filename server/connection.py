@@ -109,7 +109,6 @@ class Connection(HttpToolsProtocol):
         gate = self.config.app
         self.args = gate.args
         self.note_end = gate.note_end
-        self.max_connections = gate.service.max_connections
         self.timer = None  # runs while the client sends a request, or does not read an answer
         self.is_sending = True
         self.in_body = False  # the head of the request that is being parsed is complete
@@ -121,8 +120,9 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)  # pause writing while the client does not read
         self.watch_client()
-        if len(self.connections) > self.max_connections:
-            message = f"more than {self.max_connections} connections: try again later"
+        most = self.args.max_connections
+        if len(self.connections) > most:
+            message = f"more than {most} connections: try again later"
             self.refuse(ApiError(503, message, code="too_many_connections"))
 
     def watch_client(self):

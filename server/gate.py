@@ -4,7 +4,7 @@ Behind the Gate is a `Site`: app.py's Service, or the page with a record, which 
 
     uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers what passes
 
-Not run by itself: a Site makes the Gate, which is the ASGI application of an HTTP process.
+Not run by itself: a Site makes the Gate, which is the ASGI application of the HTTP process.
 """
 
 import asyncio
@@ -30,7 +30,6 @@ from server import live
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
 from server.protocol import ApiError, ClientGone, error_response
-from server.workers import WorkerSlot
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
 CHUNK = 2**18  # bytes of a record that are read at a time
@@ -237,15 +236,13 @@ def is_address(host: str) -> bool:
 
 class Site:
     """
-    Everything that the Gate and the connections need: the flags, the API keys, this HTTP process's
-    share of the connections, the counts of answers, and the router.
+    Everything that the Gate and the connections need: the flags, the API keys, the counts of
+    answers, and the router.
     """
 
-    def __init__(self, args, keys: list[str], name: str, slot: WorkerSlot, routes: list[Route]):
+    def __init__(self, args, keys: list[str], name: str, routes: list[Route]):
         self.args = args
         self.keys = keys
-        self.slot = slot
-        self.max_connections = max(1, args.max_connections // slot.num_processes)
         self.metrics = Metrics(name)
         self.router = Router(routes, redirect_slashes=False)
 
@@ -282,7 +279,7 @@ class ReplaySite(Site):
             Route("/record", self.show_record),
             Route("/livez", self.show_liveness),
         ]
-        super().__init__(args, keys, args.replay, WorkerSlot(), routes)
+        super().__init__(args, keys, args.replay, routes)
         self.open_record = open_record
 
     async def show_page(self, http):

@@ -30,7 +30,7 @@ from server.protocol import ApiError
 PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-MAX_LISTENERS = 16  # of an HTTP process
+MAX_LISTENERS = 16  # at once
 KEPT_LINES = 2000  # the last ones, from the snapshot before them on
 LINES_AN_EVENT = 200  # at most, so that no other call waits for a long history
 SNAPSHOT = '{"event":"snapshot"'
@@ -39,8 +39,8 @@ ENDED = '{"event":"engine","state":"ended"}'
 
 class Listeners:
     """
-    All calls of GET /events that this HTTP process answers, and the lines that they are sent. The
-    engine publishes to all HTTP processes as soon as one of them listens.
+    All calls of GET /events, and the lines that they are sent. The engine publishes as soon as
+    there is one.
     """
 
     def __init__(self, client: EngineClient, tokens: bool):

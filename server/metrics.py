@@ -8,18 +8,14 @@ boards and alerts work.
     metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
     metrics.text()
 
-Not run by itself: each HTTP process has one. It counts the answers that clients get; the engine's
+Not run by itself: the HTTP process has one. It counts the answers that clients get; the engine's
 own numbers come with its messages.
 """
 
-import os
 import time
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.multiprocess import MultiProcessCollector
-
-from server.workers import METRICS_FOLDER
 
 # Upper bounds of the histograms' buckets: vLLM's of all of its histograms, so that its boards and
 # rules find them, and finer ones in front for what is faster here. They are the same for every
@@ -31,8 +27,6 @@ LENGTHS = [m * 10**e for e in range(6) for m in (1, 2, 5)]  # 1 to 500,000 token
 
 
 class Metrics:
-    """The metrics of one HTTP process; `text` adds those of all others."""
-
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
         self.totals = {}  # the last value of each of the engine's counters
@@ -42,8 +36,8 @@ class Metrics:
             made = kind(f"vllm:{name}", about, labels, registry=self.registry, **options)
             return made.labels(model_name)  # there is one model: its label is found once
 
-        # Keyed by their names in Engine.stats(). Only one process updates these.
-        gauge = partial(metric, Gauge, multiprocess_mode="mostrecent")
+        # keyed by their names in Engine.stats()
+        gauge = partial(metric, Gauge)
         counter = partial(metric, Counter)
         self.gauges = {
             "running": gauge("num_requests_running", "Choices being computed."),
@@ -91,15 +85,7 @@ class Metrics:
         self.refused = partial(refused.labels, model_name)
 
     def text(self) -> bytes:
-        """
-        All metrics. Of several HTTP processes each writes its own to a file, and this is their
-        sum, those that have ended included.
-        """
-        registry = self.registry
-        if METRICS_FOLDER in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        return generate_latest(registry)
+        return generate_latest(self.registry)
 
     def count_tokens(self, choice, num_tokens):
         """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""

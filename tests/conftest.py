@@ -121,12 +121,3 @@ def models_are_trained_once(tmp_path_factory):
         return model.eval()
 
     test_paged.train = load_or_train
-
-
-@pytest.fixture
-def listener(tmp_path):
-    """The socket at which an engine waits for links."""
-    import serve
-
-    with serve.listen_for_links(str(tmp_path)) as listener:
-        yield listener

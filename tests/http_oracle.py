@@ -290,7 +290,7 @@ class Judge:
 
 
 class Books:
-    """The counts of an HTTP process, compared with its jobs."""
+    """The counts of the HTTP process, compared with its jobs."""
 
     def __init__(self, world):
         self.world = world

@@ -39,16 +39,12 @@ def python(code):
 class Process:
     """serve.py as a user starts it, on a free port; ready when it says so."""
 
-    def __init__(self, checkpoint, *flags, folder=None):
-        """`folder` is where it has the folder of its sockets."""
+    def __init__(self, checkpoint, *flags):
         command = [sys.executable, "serve.py", "--model", str(checkpoint), *flags]
         command += ["--port", "0", "--check"]
         command += [] if "--log-requests" in flags else ["--no-access-log"]
-        # by default a machine of many cores has more
-        command += [] if "--http-workers" in flags else ["--http-workers", "1"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        run = RUN | {"env": RUN["env"] | ({"TMPDIR": str(folder)} if folder else {})}
-        self.process = subprocess.Popen(command, **run, **pipes)
+        self.process = subprocess.Popen(command, **RUN, **pipes)
         output = ""
         self.greeting = ""
         while "http://" not in self.greeting:  # before it come the engine's statement or its error
@@ -76,17 +72,11 @@ class Process:
 
     @property
     def engine_pid(self) -> int:
-        """The only child, where there is no other HTTP process."""
-        return self.children[0]
-
-    @property
-    def children(self) -> list[int]:
-        """Those that multiprocessing spawned to run code (another tracks resources)."""
+        """The child that multiprocessing spawned to run code (another tracks resources)."""
         command = ["ps", "-wweo", "pid,ppid,args"]
         listing = subprocess.run(command, capture_output=True, text=True).stdout
-        pids = []
         for line in listing.splitlines():
             pid, parent, args = line.split(None, 2)
             if parent == str(self.process.pid) and "spawn_main" in args:
-                pids.append(int(pid))
-        return pids
+                return int(pid)
+        raise LookupError("it has no engine")

@@ -1,5 +1,5 @@
 """
-The engine of simulator_http.py: the real one with the real scheduler and links, in a process that
+The engine of simulator_http.py: the real one with the real scheduler and link, in a process that
 is played; but what its model says to a prompt is a script, known beforehand. `world` is the
 simulator's `World`, which has the clock and all processes.
 """
@@ -12,12 +12,13 @@ from types import SimpleNamespace
 from unittest import mock
 
 from simulated_runner import NoModel
-from virtual import Signal
+from virtual import Socket
 from wires import EOS, fake_score
 
-from engine import engine, links, process
-from engine.events import Subscribers
+from engine import engine, process
+from engine.events import Publisher
 from engine.grammar import Compiler
+from engine.link import Link
 from engine.runner import BROKEN, StepResult
 from params import NO_TOKEN, Settings
 
@@ -125,12 +126,11 @@ class EngineProcess:
     at any time.
     """
 
-    def __init__(self, world):
+    def __init__(self, world, sock: Socket):
         self.world = world
         self.loop = world.loop
-        self.sentinel = Signal()
+        self.sock = sock
         self.state = "starting"
-        self.links: links.Links | None = None
         self.engine: ScriptedEngine | None = None
         self.stalled_until = 0.0
         self.is_due = False
@@ -143,24 +143,23 @@ class EngineProcess:
     def load(self):
         if not self.is_dead:
             self.state = "loading"
-            self.links = links.Links(self.world.link_listener)
-            self.links.accept()
+            self.link = Link(self.sock)
             self.loop.call_later(self.world.settings["load_seconds"], self.begin)
 
     def begin(self):
         if not self.is_dead:
             self.state = "ready"
             self.engine = ScriptedEngine(self.world)
-            self.subscribers = Subscribers(self.engine)
+            self.publisher = Publisher(self.engine, self.link)
             self.compiler = Compiler(dict)
-            self.links.selector.on_ready = self.wake
-            self.links.set_greeting(process.greeting(self.engine))
+            self.link.selector.on_ready = self.wake
+            self.link.send(process.greeting(self.engine))
             self.wake()
 
     def cannot_load(self):
         """As a process that finds no model."""
         if self.state == "loading":
-            self.links.set_greeting({"op": "fatal", "message": "no model is there"})
+            self.link.send({"op": "fatal", "message": "no model is there"})
             self.die()
 
     def wake(self, seconds: float = 0.0):
@@ -175,21 +174,16 @@ class EngineProcess:
         wait = self.stalled_until - self.loop.time()
         if wait > 0:
             return self.wake(wait)
-        if not self.links.is_wanted:
-            self.engine.assert_idle()
+        if not self.link.is_open:
             return self.die()
-        settings = self.world.settings
-        process.serve_step(
-            self.engine, self.links, self.subscribers, settings["max_queue"], self.compiler
-        )
-        for link in self.links.links.values():
-            self.check_link(link)
-        if self.engine.has_work or self.links.selector.select(0) or not self.links.is_wanted:
-            self.wake(settings["step_seconds"])
+        process.serve_step(self.engine, self.link, self.publisher, self.compiler)
+        self.check_link(self.link)
+        if self.engine.has_work or self.link.selector.select(0) or not self.link.is_open:
+            self.wake(self.world.settings["step_seconds"])
 
-    def check_link(self, link: links.Link):
+    def check_link(self, link: Link):
         """
-        When nothing is on its way, the engine works at what an HTTP process waits for, and at
+        When nothing is on its way, the engine works at what the HTTP process waits for, and at
         nothing else.
         """
         http = self.world.client
@@ -198,10 +192,10 @@ class EngineProcess:
             return
         if http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread:
             return  # the engine has not heard all
-        mine = {id for id in self.engine.requests if id.startswith(f"{link.number}:")}
-        for first, choices in self.engine.promised.items():
-            mine |= {choice.id for choice in choices if first in mine}
-        waiting = {f"{link.number}:{id}" for id in http.choices}
+        mine = {*self.engine.requests}
+        for choices in self.engine.promised.values():
+            mine |= {choice.id for choice in choices}
+        waiting = http.choices.keys()
         if mine - waiting:
             raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
         is_behind = link.rows or link.messages or link.unsent
@@ -216,13 +210,8 @@ class EngineProcess:
         self.stalled_until = self.loop.time() + seconds
 
     def die(self):
-        if self.is_dead:
-            return
-        if self.links:
-            for link in self.links.links.values():
-                link.sock.close()
+        self.sock.close()
         self.state = "dead"
-        self.sentinel.end()
 
     def join(self, seconds=None):
         pass

@@ -61,7 +61,7 @@ class Text:
     first hits.
     """
 
-    id: str  # in the engine: link, colon, the link's own id
+    id: str
     tokens: list[int]  # the right answer
     reason: str  # and how it ends
     choice: int
@@ -142,18 +142,9 @@ class FaultyRunner(SimulatedRunner):
             text.broken_at = request.num_generated
 
 
-class Wire:
-    """One link of the engine's loop: its rows and errors are checked at once."""
-
-    def __init__(self, world: "World", number: int):
-        self.number = number
-        self.queue = partial(world.on_error, number)
-        self.queue_row = partial(world.on_row, number)
-
-
 class World:
     """
-    Everything around one engine: it is what the engine's loop takes for its links, so the loop
+    Everything around one engine: it is what the engine's loop takes for its link, so the loop
     itself is the real one. `run` plays all events, waits until the engine is idle, and raises
     AssertionError for what is not as it must be.
     """
@@ -173,7 +164,7 @@ class World:
         self.patience = 0  # steps that it has waited beyond that
         self.counts = Counter()  # what happened
         self.steps = 0  # that computed at least one token
-        self.num_links = 0
+        self.unsent = b""  # a link that is never behind
         self.is_over = False
 
     def renew(self):
@@ -190,7 +181,6 @@ class World:
         self.everybody: list[Text] = []
         self.reported_idle = True
         self.restarting = False
-        self.links: dict[int, Wire] = {}
 
     def run(self) -> Counter:
         """Play all events. Returns how often what happened."""
@@ -202,7 +192,7 @@ class World:
                 self.engine = engine_module.Engine(model, Settings(**settings["engine"]))
                 self.longest = longest_text(settings)
                 self.watch_scheduler()
-                loop.serve(self.engine, self, settings["max_queue"])
+                loop.serve(self.engine, self)
         self.counts["steps"] = self.steps
         return self.counts
 
@@ -234,24 +224,16 @@ class World:
         """Blocks behind its window, given back."""
         return request.block_table.count(self.engine.num_blocks)
 
-    # -- the engine's links ------------------------------------------------------------------------
+    # -- the engine's link -------------------------------------------------------------------------
 
     @property
-    def is_wanted(self) -> bool:
+    def is_open(self) -> bool:
         return not self.restarting and not self.is_over
 
-    def set_greeting(self, message: dict):
+    def send(self, message: dict):
         sizes = {"max_num_seqs": self.settings["engine"]["max_num_seqs"], "vocab_size": self.V}
         limits = {"max_model_len": self.longest, "eos_token_ids": tuple(self.eos)}
         assert message == {"op": "ready"} | sizes | limits
-        for _ in range(self.settings["links"]):
-            self.open_link()
-
-    def open_link(self):
-        """Its number begins with those of the links before it: 1, 10, 100, .."""
-        number = 10 ** (self.num_links % 12)
-        self.num_links += 1
-        self.links[number] = Wire(self, number)
 
     def receive(self, timeout: float | None):
         """
@@ -262,7 +244,7 @@ class World:
         if timeout is None:
             self.check_idle()
             self.countdown = 0
-        while self.countdown <= 0 and self.is_wanted:
+        while self.countdown <= 0 and self.is_open:
             if self.next_event == len(self.events):
                 self.is_over = not self.engine.has_work
                 return
@@ -291,37 +273,26 @@ class World:
 
     def add(self, event: dict):
         """A request. The right answer is worked out here, before the engine gets it."""
-        link = list(self.links.values())[event["link"] % len(self.links)]
-        yield from self.submit(link, event)
-
-    def submit(self, link: Wire, event: dict):
         id = event["id"]
         prompt = event["prompt"]
         params = event["params"]
         options = event["options"]
         n = options.get("n", 1)
-        ids = [f"{link.number}:{id}", *(f"{link.number}:{id}.{i}" for i in range(1, n))]
+        ids = [id, *(f"{id}.{i}" for i in range(1, n))]
         self.refusal = self.why_refused(ids, prompt, params)
         self.answered = None
         self.explained = ""
         if not self.refusal:
             self.accept(ids, prompt, params, options)
         asked = {"prompt": prompt, "params": dict(params), "options": options}
-        yield link, {"op": "add", "id": id} | asked
+        yield {"op": "add", "id": id} | asked
         assert self.answered == self.refusal, (
             f"request {id}: right is {self.refusal!r}, the engine answered {self.answered!r} "
             f"{self.explained}"
         )
-        if self.refusal:
-            self.counts["full queue" if self.refusal == "full" else "refused"] += 1
+        self.counts["refused"] += self.refusal is not None
 
     def why_refused(self, ids: list[str], prompt: list[int], params: dict) -> str | None:
-        max_queue = self.settings["max_queue"]
-        at_work = len(self.live) + len(self.promised)
-        if max_queue is not None:
-            rows = self.settings["engine"]["max_num_seqs"]
-            if at_work + len(ids) > rows + max_queue:
-                return "full"
         taken = any(id in self.live or id in self.promised for id in ids)
         fits = prompt and len(prompt) + params["max_tokens"] <= self.longest
         return None if fits and not taken and max(prompt) < self.V else "invalid"
@@ -378,13 +349,7 @@ class World:
 
     def hang_up(self, text: Text):
         self.ends(text)
-        link, id = self.link_and_id(text)
-        yield link, {"op": "abort", "id": id}
-
-    def link_and_id(self, text: Text) -> tuple[Wire, str]:
-        """The link that asked for it, and its name there."""
-        number, _, id = text.id.partition(":")
-        return self.links[int(number)], id
+        yield {"op": "abort", "id": text.id}
 
     def replace(self, event: dict):
         """
@@ -394,19 +359,8 @@ class World:
         text = self.find(event)
         if text:
             yield from self.hang_up(text)
-            link, id = self.link_and_id(text)
-            yield from self.submit(link, event | {"id": id})
+            yield from self.add(event | {"id": text.id})
             self.counts["id used again"] += 1
-
-    def gone(self, event: dict):
-        """An HTTP process dies, and another comes."""
-        link = list(self.links.values())[event["link"] % len(self.links)]
-        for text in [t for t in self.live.values() if t.id.startswith(f"{link.number}:")]:
-            self.ends(text)
-        del self.links[link.number]
-        yield link, {"op": "gone"}
-        self.open_link()
-        self.counts["link gone"] += 1
 
     def fault(self, event: dict):
         """The next step raises, when it is launched or when it is collected, or is late."""
@@ -458,9 +412,9 @@ class World:
 
     # -- what the engine says ----------------------------------------------------------------------
 
-    def on_row(self, link: int, row: list):
+    def queue_row(self, row: list):
         id, tokens, reason, cached, *scores = row
-        text = self.live.get(f"{link}:{id}")
+        text = self.live.get(id)
         assert text, f"{row} is for nobody"
         assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
@@ -507,13 +461,14 @@ class World:
             self.comes_alive(other)
         text.others = []
 
-    def on_error(self, link: int, message: dict):
+    def queue(self, message: dict):
+        """An error."""
         kind = message["kind"]
         if kind != "internal":
             self.answered = kind
             self.explained = message["message"]
             return
-        text = self.live.get(f"{link}:{message['id']}")
+        text = self.live.get(message["id"])
         assert text, f"{message} is for nobody"
         if text in self.failing:
             self.failing.remove(text)
@@ -702,14 +657,14 @@ class World:
             "queries": self.truth["queried tokens"],
             "hits": self.truth["hit tokens"],
             "preemptions": self.truth["preemptions"],
-            "at_work": len(self.live) + len(self.promised),
+            "steps": self.truth["steps"],
             "waited": self.waited,
             "prefilled": self.prefilled,
         }
         assert stats == right, f"stats {stats}, right: {right}"
         self.waited = []
         self.prefilled = []
-        self.reported_idle = not stats["at_work"]
+        self.reported_idle = not self.live
 
     def check_age(self, text: Text):
         """

@@ -1,5 +1,5 @@
 """
-The HTTP side through a million faults: real gate, jobs, connections, client and links, the real
+The HTTP side through a million faults: real gate, jobs, connections, client and link, the real
 scheduler behind them, and callers of every kind, all on a virtual clock.
 
     python -m tests.simulator_http --seed 7                 # one run
@@ -22,6 +22,7 @@ import math
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -39,7 +40,8 @@ from virtual import Listener, Loop, Socket, pair, selectors_of_memory
 from wires import TIMED, ByteTokenizer, Client, bytes_directory, read_answers, request
 
 import serve
-from engine import engine, links
+from engine import engine
+from engine import link as engine_link
 from engine import process as serving_loop
 from engine.engine import Engine
 from server import answers, client, connection, gate
@@ -177,8 +179,7 @@ class World:
             flags += ["--" + name.replace("_", "-"), str(settings[name])]
         self.args = serve.parse_args(flags)
         self.args.access_log = True  # it comes to `log`
-        self.listener = self.make_listener("tcp", True)
-        self.link_listener = self.make_listener("link", False)
+        self.listener = Listener(partial(self.make_pair, "tcp", True))
         self.engines: list[EngineProcess] = []
         self.states: list[tuple[float, str]] = [(self.now, "loading")]  # of the client
         self.is_running = True  # the HTTP process
@@ -199,11 +200,9 @@ class World:
     def now(self) -> float:
         return self.loop.now
 
-    def make_listener(self, kind: str, hard: bool) -> Listener:
+    def make_pair(self, kind: str, hard: bool) -> tuple[Socket, Socket]:
         most = self.settings[f"{kind}_piece"]
-        return Listener(
-            lambda: pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard)
-        )
+        return pair(self.settings[f"{kind}_room"], lambda: self.rng.randint(1, most), hard)
 
     def connect(self) -> Socket:
         """A connection to the server; one that it refuses is reset."""
@@ -220,17 +219,18 @@ class World:
         self.jobs.append(answers.Job(*args))
         return self.jobs[-1]
 
-    def start_engine(self) -> EngineProcess:
-        self.engines.append(EngineProcess(self))
+    def start_engine(self) -> tuple[EngineProcess, Socket]:
+        ours, theirs = self.make_pair("link", False)
+        self.engines.append(EngineProcess(self, theirs))
         if len(self.engines) > 2:
             raise Violation("an engine that dies for the second time is started again")
-        return self.engines[-1]
+        return self.engines[-1], ours
 
     def log(self, event: str, **fields):
         if event == "access" and "id" in fields:
             self.access.setdefault(fields["id"], []).append(fields)
 
-    def handle_message(self, running: Engine, link, message: dict, max_queue: int):
+    def handle_message(self, running: Engine, link, message: dict):
         """The engine must get the fields that the client sent."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
@@ -246,9 +246,10 @@ class World:
                     raise Violation(f"call {call['id']}: {what}")
             if message["prompt"] not in prompts_of(call):
                 raise Violation(f"call {call['id']}: the engine gets another prompt")
-        handle_message(running, link, message, max_queue)
-        if running.num_at_work > self.most:
-            raise Violation(f"the engine has {running.num_at_work} choices, at most {self.most}")
+        handle_message(running, link, message)
+        count = len(running.requests) + sum(map(len, running.promised.values()))
+        if count > self.most:
+            raise Violation(f"the engine has {count} choices, at most {self.most}")
 
     # what happens
 
@@ -295,8 +296,8 @@ class World:
                 self.loop.end_tasks()
 
     def start_server(self):
-        """As serve.py does in its first HTTP process."""
-        self.client = client.EngineClient("nowhere", self.start_engine)
+        """As serve.py does."""
+        self.client = client.EngineClient(self.start_engine)
         texts = encoder.Encoder(bytes_directory(), ByteTokenizer())
         self.service = api.Service(self.client, texts, self.args, KEYS)
         self.client.on_state = self.note_state
@@ -462,7 +463,7 @@ class World:
     def check_end(self):
         """The server was stopped, or its engine is gone for good."""
         late = self.ended_at - self.drained_at
-        if late > 3 * api.LINGER_SECONDS + 3 + self.pause:
+        if late > 3 * gate.LINGER_SECONDS + 3 + self.pause:
             raise Violation(f"the HTTP process ends {late:.1f} s after it had to")
         if self.client.choices:
             raise Violation(f"the HTTP process has ended, but has {self.client.choices}")
@@ -488,11 +489,8 @@ def stand_ins(world: World):
         },
         answers: {"secrets": chance, "PING_SECONDS": settings["ping_seconds"]},
         gate: {"log": world.log, "Connection": NumberedConnection},
-        client: {
-            "connect": lambda path: world.link_listener.connect(),
-            "STALL_SECONDS": 1.0,
-        },
-        links: {"time": clock, "selectors": selectors_of_memory},
+        client: {"STALL_SECONDS": 1.0},
+        engine_link: {"selectors": selectors_of_memory},
         connection: {"uuid": ids},
         engine: {"time": clock},
         serving_loop: {"handle_message": world.handle_message},

@@ -10,11 +10,11 @@ import random
 
 FEATURES = [
     "n", "priorities", "salts", "stop tokens", "prompt scores", "logprobs", "shared prefixes",
-    "forks", "overlap", "padding", "prefix cache", "several links", "windows",
+    "forks", "overlap", "padding", "prefix cache", "windows",
 ]  # fmt: skip
 FAULTS = [
     "abort", "step raises", "late step", "broken logits", "tiny pool", "clock jump",
-    "id used again", "full queue", "refused", "link gone", "restart",
+    "id used again", "refused", "restart",
 ]  # fmt: skip
 STATES = [
     "any", "waiting", "preempted", "prefilling", "scoring", "promising", "active", "to come",
@@ -45,7 +45,7 @@ def longest_text(settings: dict) -> int:
 # How often something happens, where requests come 20 times: a feature or fault of the life
 WEIGHTS = {
     "abort": 10, "step raises": 1, "late step": 1, "broken logits": 1, "clock jump": 1,
-    "id used again": 8, "refused": 1, "full queue": 10, "link gone": 1, "restart": 1, "forks": 4,
+    "id used again": 8, "refused": 1, "restart": 1, "forks": 4,
 }  # fmt: skip
 SIMPLE_FAULTS = {
     "step raises": [
@@ -55,7 +55,6 @@ SIMPLE_FAULTS = {
     ],
     "late step": [{"do": "fault", "where": "late", "how": seconds} for seconds in (0.5, 100.0)],
     "clock jump": [{"do": "jump", "seconds": seconds} for seconds in (0.001, 10.0, 10_000.0)],
-    "link gone": [{"do": "gone", "link": link} for link in range(3)],
     "restart": [{"do": "restart"}],
 }
 
@@ -101,8 +100,6 @@ class Life:
             "context": rng.choice([4, 12, 40, 100]),
             "eos": rng.randrange(self.V) if has["stop tokens"] and rng.random() < 0.5 else None,
             "padded": has["padding"],
-            "max_queue": rng.choice([0, 1, 4]) if has["full queue"] else None,
-            "links": rng.randint(2, 3) if has["several links"] else 1,
             "tick": rng.choice([0.0, 0.01, 1.0, 30.0]),  # seconds that a step takes
             "window": rng.choice([0] * 7 + [1, 2, 3, 5, 8, 13, 21]) if has["windows"] else 0,
         }
@@ -115,16 +112,13 @@ class Life:
         events = [self.event(rng.choice(kinds), i) for i in range(rng.randint(20, 400))]
         pace = rng.choice([0, 1, 4, 10])  # the mean of steps between two events
         for event in events:
-            after = min(50, int(rng.expovariate(1 / pace))) if pace else 0
-            event["after"] = 0 if event.pop("at once", False) else after
+            event["after"] = min(50, int(rng.expovariate(1 / pace))) if pace else 0
         return events
 
     def event(self, kind: str, number: int) -> dict:
         match kind:
             case "request":
                 return self.request(number)
-            case "full queue":  # right after the event before it
-                return self.request(number) | {"at once": True}
             case "refused":
                 return self.refused(number)
             case "id used again":
@@ -161,7 +155,7 @@ class Life:
         if has["prompt scores"] and rng.random() < 0.6:
             options["prompt_logprobs"] = rng.choice([0, 0, 1, 2])
         prompt = self.prompt(length)
-        event = {"do": "add", "link": rng.randrange(3), "id": str(number)}
+        event = {"do": "add", "id": str(number)}
         return event | {"prompt": prompt, "params": params, "options": options}
 
     def prompt(self, length: int) -> list[int]:

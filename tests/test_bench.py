@@ -85,7 +85,7 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "grammar": ("--model DIR --repeats 1", "held, tok/s"),
     "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
-    "server": ("--model DIR --streams 3 --repeats 2 --http-workers 2", "3 streams"),
+    "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),
     "overhead": ("--model DIR", "floor, ms"),
 }
 

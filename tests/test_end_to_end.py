@@ -33,7 +33,6 @@ from assets import load
 from checkpoint import load_checkpoint, load_config, save_checkpoint
 from engine.events import open_record, replay
 from model import GPT
-from server.workers import can_share_port
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -77,15 +76,9 @@ def checkpoint(tmp_path_factory):
     return out
 
 
-on_linux = pytest.mark.skipif(not can_share_port(), reason="one port for several processes")
-TWO_HTTP_PROCESSES = ["--http-workers", "2"] if can_share_port() else []
-
-
 @pytest.fixture(scope="module")
-def server(checkpoint, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sockets")
-    with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=folder) as server:
-        server.folder = folder
+def server(checkpoint):
+    with Process(checkpoint) as server:
         yield server
 
 
@@ -222,23 +215,6 @@ def address_of(url: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def http_processes(url: str) -> list[int]:
-    """Those that listen there."""
-    _, port = address_of(url)
-    listening = set()
-    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, local, _, state, *_, inode, _ = line.split()[:11]
-        if local.endswith(f":{port:04X}") and state == "0A":
-            listening.add(f"socket:[{inode}]")
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # ended, or not ours
-            sockets = {os.readlink(file) for file in (folder / "fd").iterdir()}
-            if listening & sockets:
-                pids.append(int(folder.name))
-    return pids
-
-
 def cpu_seconds(pid: int) -> float:
     """
     CPU time of a process so far: how long it takes for something, whatever else the machine does.
@@ -253,15 +229,12 @@ JSON = {"Content-Type": "application/json"}
 
 
 class Watch:
-    """
-    Asks /livez every 50 ms, each time on a connection of its own: to whichever process the kernel
-    chooses.
-    """
+    """Asks /livez every 50 ms, each time on a connection of its own."""
 
-    def __init__(self, url):
-        self.url = url
-        self.pids = http_processes(url)
-        # the most that an HTTP process has computed while each answer was waited for
+    def __init__(self, server: Process):
+        self.url = server.url
+        self.pid = server.process.pid
+        # that the HTTP process has computed while each answer was waited for
         self.seconds = []
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.ask)
@@ -276,10 +249,9 @@ class Watch:
 
     def ask(self):
         while not self.ended.wait(0.05):
-            before = list(map(cpu_seconds, self.pids))
+            before = cpu_seconds(self.pid)
             is_alive = httpx.get(f"{self.url}/livez", timeout=30).status_code == 200
-            after = list(map(cpu_seconds, self.pids))
-            spent = max(b - a for a, b in zip(before, after, strict=True))
+            spent = cpu_seconds(self.pid) - before
             self.seconds.append(spent if is_alive else float("inf"))
 
 
@@ -315,8 +287,7 @@ def test_the_server_answers_during_an_attack(server, name):
     Nothing that one client sends keeps others waiting for a second. Each of these did, some for
     minutes.
     """
-    with Watch(server.url) as watch, ThreadPoolExecutor(4) as pool:
-        assert len(watch.pids) == 2
+    with Watch(server) as watch, ThreadPoolExecutor(4) as pool:
         wait_until(lambda: watch.seconds)
         if name == "trailers":
             list(pool.map(trailers, [server.url] * 3))
@@ -334,38 +305,6 @@ def test_the_server_answers_during_an_attack(server, name):
 
 # --------------------------------------------------------------------------------------------------
 # Load
-
-
-@on_linux
-def test_two_processes_serve_as_one(server):
-    """
-    Each shows the counts of both. A process that is killed is started again, and meanwhile nobody
-    is refused: connections wait in its socket.
-    """
-    body = {"prompt": [1, 2, 3, 4, 5], "max_tokens": 3, "ignore_eos": True}
-
-    def complete() -> int:
-        """On a connection of its own: to whichever process the kernel chooses."""
-        return httpx.post(f"{server.url}/v1/completions", json=body, timeout=30).status_code
-
-    def counts() -> list[float]:
-        """Tokens that all processes have counted, and a count of the engine's own."""
-        text = httpx.get(f"{server.url}/metrics", timeout=30).text
-        names = ("generation_tokens_total", "prefix_cache_queries_total")
-        values = [re.findall(rf"^vllm:{name}{{.*}} (\S+)", text, re.M) for name in names]
-        return [sum(map(float, value)) for value in values]
-
-    processes = http_processes(server.url)
-    assert len(processes) == 2
-    tokens, queries = counts()
-    assert [complete() for _ in range(12)] == [200] * 12
-    for _ in range(6):
-        wait_until(lambda: counts() == [tokens + 12 * 3, queries + 12 * 5])
-    (worker,) = set(processes) - {server.process.pid}
-    os.kill(worker, signal.SIGKILL)
-    wait_until(lambda: worker not in http_processes(server.url))
-    assert [complete() for _ in range(12)] == [200] * 12
-    wait_until(lambda: len(http_processes(server.url)) == 2)
 
 
 @pytest.mark.parametrize(
@@ -405,15 +344,14 @@ def memory(pid: int) -> int:
 
 
 @pytest.mark.slow
-def test_half_a_minute_of_everything_at_once(checkpoint, tmp_path):
+def test_half_a_minute_of_everything_at_once(checkpoint):
     """
     Clients that come, hang up and send nonsense, and a pool that preempts: no 500, nothing is held
     when all is quiet, and no process has grown by 100 MB. Smaller leaks do not show in so short a
     time: caches are filling.
     """
-    small_pool = ["--kv-blocks", "60"]
-    with Process(checkpoint, *TWO_HTTP_PROCESSES, *small_pool, folder=tmp_path) as server:
-        pids = [server.process.pid, *server.children]
+    with Process(checkpoint, "--kv-blocks", "60") as server:
+        pids = [server.process.pid, server.engine_pid]
         before = [memory(pid) for pid in pids]
         until = time.monotonic() + 30
         outcomes = set()
@@ -455,29 +393,25 @@ def test_half_a_minute_of_everything_at_once(checkpoint, tmp_path):
 
 def test_a_hang_up_drains_and_exits_0(server, client, checkpoint):
     """
-    SIGHUP cut the streams of all HTTP processes. It drains as SIGTERM does, which it raises. The
-    last test of this server: running requests are finished, new ones refused, the exit is clean,
-    and nothing is left behind.
+    SIGHUP cut all streams. It drains as SIGTERM does, which it raises. The last test of this
+    server: running requests are finished, new ones refused, and the exit is clean.
     """
     assert server.greeting == f"serving {checkpoint} at {server.url}\n"  # scripts wait for it
     body = {"model": str(checkpoint), "prompt": "x", "stream": True, "max_tokens": 400}
     create = partial(client.completions.create, **body, extra_body={"ignore_eos": True})
-    streams = [create() for _ in range(6)]  # one HTTP process has some, the other the rest
+    streams = [create() for _ in range(6)]
     for stream in streams:
         next(stream)
     server.process.send_signal(signal.SIGHUP)
     while httpx.get(f"{server.url}/readyz", timeout=30).status_code != 503:
         time.sleep(0.01)
     with pytest.raises(openai.InternalServerError, match="draining"):
-        while True:  # the other HTTP process may hear of it later
-            create().close()
+        create()
     for stream in streams:
         *_, last = stream
         assert last.choices[0].finish_reason == "length"
     assert server.process.wait(60) == 0
-    # of those in another HTTP process the first hears a little later
-    assert re.search("finishing [1-6] requests?;", server.process.stdout.read())
-    assert not list(server.folder.glob("pagedgpt-*"))
+    assert "finishing 6 requests;" in server.process.stdout.read()
 
 
 def has_handler(pid: int, number: int) -> bool:
@@ -489,17 +423,13 @@ def has_handler(pid: int, number: int) -> bool:
 @pytest.mark.skipif(
     sys.platform != "linux", reason="needs /proc, to know when the handler is there"
 )
-def test_sigterm_while_it_starts_leaves_nothing_behind(checkpoint, tmp_path):
-    """Until the event loop ran, the signal killed the process: the folder of its sockets stayed."""
+def test_sigterm_while_it_starts_is_no_failure(checkpoint):
+    """Until the event loop ran, the signal killed the process."""
     command = [sys.executable, "serve.py", "--model", str(checkpoint), "--port", "0"]
-    run = RUN | {"env": RUN["env"] | {"TMPDIR": str(tmp_path)}}
-    with subprocess.Popen(command, **run) as process:
-        wait_until(
-            lambda: list(tmp_path.glob("pagedgpt-*")) and has_handler(process.pid, signal.SIGTERM)
-        )
+    with subprocess.Popen(command, **RUN) as process:
+        wait_until(lambda: has_handler(process.pid, signal.SIGTERM))
         process.terminate()
         assert process.wait(30) == 0
-    assert not list(tmp_path.glob("pagedgpt-*"))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
@@ -538,22 +468,15 @@ def test_engine_killed(chat_server, expected):
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
-def test_server_killed(checkpoint, tmp_path):
+def test_server_killed(checkpoint):
     """
-    kill -9 of the server: the engine and the other HTTP process find their links and orders closed
-    and leave, instead of keeping the memory and the port for ever, and the folder of sockets goes
-    with the engine.
+    kill -9 of the server: the engine finds its link closed and leaves, instead of keeping the
+    memory for ever.
     """
-    with Process(checkpoint, *TWO_HTTP_PROCESSES, folder=tmp_path) as server:
-        left = set(server.children)
-        assert len(left) == 1 + bool(TWO_HTTP_PROCESSES)
+    with Process(checkpoint) as server:
+        engine = server.engine_pid
         server.process.kill()
-        deadline = time.monotonic() + 60
-        while left and time.monotonic() < deadline:
-            time.sleep(0.01)
-            left = {pid for pid in left if is_alive(pid)}
-    assert not left, "a process outlived its server"
-    assert not list(tmp_path.glob("pagedgpt-*"))
+        wait_until(lambda: not is_alive(engine))
 
 
 def is_alive(pid: int) -> bool:

@@ -23,7 +23,7 @@ DEFAULTS = """{
     "max_num_seqs": null, "token_budget": null, "prefill_share": 0.25, "policy": "priority",
     "graphs": true, "prefix_cache": true, "check": false, "host": "127.0.0.1", "port": 8000,
     "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
-    "allowed_origins": [], "served_model_name": null, "http_workers": null, "max_queue": 256,
+    "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
     "drain_seconds": 30.0, "log_requests": false, "access_log": true, "prompt": null, "chat":
     false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
@@ -63,7 +63,6 @@ FLAGS = r"""
 --allowed-origins https://a:443 * -> {"allowed_origins": ["https://a", "*"]}
 --allowed-origins http://a:443 -> {"allowed_origins": ["http://a:443"]}
 --served-model-name gpt -> {"served_model_name": "gpt"}
---http-workers 2 -> {"http_workers": 2}
 --max-queue 0 -> {"max_queue": 0}
 --max-body-mib 0.5 -> {"max_body_mib": 0.5}
 --max-connections 1 -> {"max_connections": 1}
@@ -102,7 +101,6 @@ def test_every_flag_is_in_the_table():
 WRONG = """
 --max-tokens 0 -> 0 is too small, wanted at least 1
 --max-connections 0 -> 0 is too small, wanted at least 1
---http-workers 0 -> 0 is too small, wanted at least 1
 --block-size 0 -> 0 is too small, wanted at least 1
 --kv-blocks 0 -> 0 is too small, wanted at least 1
 --max-model-len 0 -> 0 is too small, wanted at least 1
@@ -152,57 +150,49 @@ def test_a_gpu_that_is_not_there(device, monkeypatch):
 
 
 @pytest.fixture
-def run_engine(monkeypatch, listener):
+def run_engine(monkeypatch):
     """Runs `serve.engine_process` here: returns the loop, a mock, and what HTTP was sent."""
     monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
 
-    def run(build, *flags) -> tuple[Mock, bytes]:
+    def run(build) -> tuple[Mock, bytes]:
         serve_engine = Mock()
         monkeypatch.setattr(serve, "build_engine", build)
         monkeypatch.setattr(loop, "serve", serve_engine)
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(listener.getsockname())
-            serve.engine_process(serve.parse_args([*flags]), listener)
-            client.settimeout(60)
-            return serve_engine, b"" if serve_engine.called else client.recv(4096)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            serve.engine_process(serve.parse_args([]), theirs)
+            return serve_engine, b"" if serve_engine.called else ours.recv(4096)
 
     return run
 
 
-def test_the_engines_process_hands_the_queues_length_to_the_loop(
-    run_engine, monkeypatch, tmp_path, capfd
-):
-    """One core is left to HTTP; and when all are gone, so is the folder of the sockets."""
+def test_the_engines_process_leaves_a_core_to_http(run_engine, monkeypatch, capfd):
     set_threads = Mock()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", set_threads)
     engine = Mock()
     engine.statement.return_value = "what was built"
-    serve_engine, _ = run_engine(lambda args: engine, "--max-queue", "5")
-    ((ran, links, max_queue, _), _) = serve_engine.call_args
-    assert ran is engine
-    assert max_queue == 5
-    assert len(links.links) == 1
+    serve_engine, _ = run_engine(lambda args: engine)
+    assert serve_engine.call_args[0][0] is engine
     set_threads.assert_called_once_with(3)
     assert capfd.readouterr().err == "what was built\n"
-    assert not tmp_path.exists()
 
 
 @pytest.mark.parametrize(
     ("error", "message"),
     [(ValueError("no model"), "no model"), (KeyError("a bug"), "KeyError: 'a bug'")],
 )
-def test_an_engine_that_cannot_be_built_says_why_to_all(run_engine, error, message):
+def test_an_engine_that_cannot_be_built_says_why(run_engine, error, message):
     """In one line, and a bug by its name."""
     serve_engine, sent = run_engine(Mock(side_effect=error))
     assert json.loads(sent) == {"op": "fatal", "message": message}
     assert not serve_engine.called
 
 
-def test_a_process_that_is_started_gets_no_signals(monkeypatch):
+def test_an_engine_that_starts_gets_no_signals(monkeypatch):
     """
-    A terminal signals all of its processes, but when to stop is for the first to say. Its own come
-    afterwards; and what multiprocessing starts beside the first process would let them through
+    A terminal signals all of its processes, but when to stop is for the HTTP process to say. Its
+    own come afterwards; and what multiprocessing starts beside the engine would let them through
     again: it is there already.
     """
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -215,7 +205,7 @@ def test_a_process_that_is_started_gets_no_signals(monkeypatch):
     context.Process.return_value.start = note_blocked
     monkeypatch.setattr(serve.resource_tracker, "ensure_running", note_blocked)
     monkeypatch.setattr(serve, "context", context)
-    serve.start_process(len, "a", "b")
+    _, link = serve.start_engine(None)
+    link.close()
     note_blocked()
-    context.Process.assert_called_once_with(target=len, args=("a", "b"), daemon=True)
     assert seen == [seen[0], seen[0] | held, seen[0]]

@@ -32,9 +32,9 @@ ORDER = [
     "checkpoint", "kernels",
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
     "ops.flex", "ops.linear", "ops.fused", "ops.choice",
-    "engine.runner", "engine.sizing", "engine.links", "engine.events", "engine.grammar",
+    "engine.runner", "engine.sizing", "engine.link", "engine.events", "engine.grammar",
     "engine.engine", "engine.process",
-    "server.workers", "server.tools", "server.text", "server.protocol",
+    "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",
     "training.fast", "training.report", "training.machine", "train",
@@ -130,8 +130,8 @@ def test_nothing_imports_upwards():
 
 
 def test_drawers_stand_on_each_other():
-    """server/ on engine/ by its links alone, engine/ on ops/, and ops/ on the files of the root."""
-    allowed = {"ops": ("ops",), "engine": ("ops", "engine"), "server": ("server", "engine.links")}
+    """server/ on engine/ by its link alone, engine/ on ops/, and ops/ on the files of the root."""
+    allowed = {"ops": ("ops",), "engine": ("ops", "engine"), "server": ("server", "engine.link")}
     for drawer, below in allowed.items():
         for path in (ROOT / drawer).glob("*.py"):
             modules = {name for name in imports(path) if name.partition(".")[0] in allowed}

@@ -71,8 +71,8 @@ def test_other_fields_have_their_type(name):
     SamplingParams(min_tokens=16, stop_token_ids=[5], ignore_eos=True, logit_bias={1: 100, 2: -100})
 
 
-def test_an_http_process_can_import_the_parameters():
-    """torch takes a second and 200 MB, in each of the HTTP processes."""
+def test_the_http_process_can_import_the_parameters():
+    """torch takes a second and 200 MB, in the HTTP process."""
     code = "import params, sys; print(*sys.modules.keys() & {'torch', 'numpy', 'pydantic'})"
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
 

@@ -35,10 +35,7 @@ def forks(tmp_path_factory):
 
 @pytest.fixture
 def repo():
-    """
-    A copy of it, under a short name: the tests put sockets beside it, whose path has room for 107
-    bytes.
-    """
+    """A copy of it, which is gone after the test."""
     with tempfile.TemporaryDirectory() as folder:
         yield copy_repo(Path(folder) / "repo")
 

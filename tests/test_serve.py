@@ -197,7 +197,7 @@ def test_an_error_of_another_kind_keeps_its_traceback():
 
 
 def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
-    """The engine's process imports them; the HTTP processes, which need none, print it."""
+    """The engine's process imports them; the HTTP process, which needs none, prints it."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     bpe_tokenizer([]).save(tmp_path)
     command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]

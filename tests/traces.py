@@ -109,7 +109,6 @@ SETTINGS = [
     ["--max-queue 8", "--max-queue 64", "--max-queue 256"],
     ["--policy fcfs", "--policy priority", "--policy sjf"],
     ["--prefill-share 0", "--prefill-share 0.25", "--prefill-share 0.9"],
-    ["--http-workers 1", "--http-workers 2"],
 ]
 FIRST_SETTINGS = "qwen3 --block-size 16 --kv-blocks 48"  # of the seeds
 

@@ -1,5 +1,5 @@
 """
-Sockets and time in memory: what asyncio and the engine's links need of a system, without one.
+Sockets and time in memory: what asyncio and the engine's link need of a system, without one.
 
     loop = Loop()                       # and its clock
     ours, theirs = pair(room=1000)      # a connection
@@ -137,14 +137,6 @@ class Loop(asyncio.BaseEventLoop):
 
     # what programs ask
 
-    def add_reader(self, source: "Signal", callback: Callable, *args):
-        source.on_end = lambda: self.call_soon(callback, *args)
-        if source.has_ended:
-            source.on_end()
-
-    def remove_reader(self, source: "Signal"):
-        source.on_end = lambda: None
-
     def run_in_executor(self, executor, function: Callable, *args) -> asyncio.Future:
         """A thread does one job after the other."""
         future = self.create_future()
@@ -170,18 +162,6 @@ class Loop(asyncio.BaseEventLoop):
     async def create_server(self, factory: Callable, *, sock: "Listener", **options):
         sock.serve(lambda connection: Transport(self, connection, factory()), self)
         return sock
-
-
-class Signal:
-    """The end of a process, which a loop can wait for. It is its own file descriptor."""
-
-    def __init__(self):
-        self.has_ended = False
-        self.on_end: Callable = lambda: None
-
-    def end(self):
-        self.has_ended = True
-        self.on_end()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -276,8 +256,6 @@ def pair(
 class Listener:
     """A listening socket: connections wait in `backlog` until a loop takes them in."""
 
-    is_writable = False
-
     def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
         self.make_pair = make_pair
         self.backlog: list[Socket] = []
@@ -285,17 +263,10 @@ class Listener:
         self.take: Callable | None = None
         self.on_change: Callable = lambda: None
 
-    def setblocking(self, flag: bool):
-        assert not flag
-
     def getsockname(self) -> tuple[str, int]:
         if self.is_closed:
             raise OSError
         return "127.0.0.1", 8000
-
-    @property
-    def is_readable(self) -> bool:
-        return bool(self.backlog)
 
     def connect(self) -> Socket:
         if self.is_closed:
@@ -304,11 +275,6 @@ class Listener:
         self.backlog.append(theirs)
         self.on_change()
         return ours
-
-    def accept(self) -> tuple[Socket, None]:
-        if not self.backlog:
-            raise BlockingIOError
-        return self.backlog.pop(0), None
 
     def serve(self, take: Callable, loop: Loop):
         """As asyncio's servers do, `take` makes a transport of each connection."""
@@ -333,37 +299,26 @@ class Listener:
 
 class Selector:
     """
-    selectors.DefaultSelector for these sockets; `on_ready` is called when a `select` would find
-    something new.
+    selectors.DefaultSelector for one of these sockets; `on_ready` is called when a `select` would
+    find something new.
     """
 
     READ = 1
     WRITE = 2
 
     def __init__(self):
-        self.keys: dict = {}
         self.on_ready: Callable = lambda: None
 
-    def register(self, sock, interest: int, data=None):
-        self.keys[sock] = interest, data
-        sock.on_change = lambda: self.on_ready()
+    def register(self, sock, interest: int):
+        self.sock = sock
+        self.interest = interest
+        sock.on_change = lambda: self.select(0) and self.on_ready()
 
     modify = register
 
-    def unregister(self, sock):
-        del self.keys[sock]
-        sock.on_change = lambda: None
-
-    def select(self, timeout: float | None) -> list:
-        ready = []
-        for sock, (interest, data) in self.keys.items():
-            mask = self.READ * sock.is_readable + self.WRITE * sock.is_writable
-            if mask & interest:
-                ready.append((SimpleNamespace(data=data), mask & interest))
-        return ready
-
-    def close(self):
-        self.keys.clear()
+    def select(self, timeout: float | None) -> list[int]:
+        ready = self.READ * self.sock.is_readable + self.WRITE * self.sock.is_writable
+        return [ready] if ready & self.interest else []
 
 
 selectors_of_memory = SimpleNamespace(

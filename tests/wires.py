@@ -28,14 +28,13 @@ from uvicorn.server import ServerState
 from virtual import Loop, Socket, Transport, pair
 
 import serve
-from engine.links import to_line
+from engine.link import to_line
 from server import answers, gate, metrics
 from server import app as api
 from server import client as client_module
 from server.client import EngineClient
 from server.connection import Connection
 from server.text import Encoder
-from server.workers import WorkerSlot
 from tokenizer import TextStream, TokenizerError
 from training.corpus import bpe_tokenizer
 
@@ -226,7 +225,7 @@ class Engine:
         self.sock, self.link = pair(hard=False)
         self.received = b""
         self.stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits"], 0)
-        self.stats |= {"preemptions": 0, "at_work": 0, "waited": [], "prefilled": []}
+        self.stats |= {"preemptions": 0, "waited": [], "prefilled": []}
 
     @property
     def heard(self) -> list[dict]:
@@ -325,7 +324,6 @@ class House:
         *flags: str,
         keys=(),
         ready: bool = True,
-        slot: WorkerSlot | None = None,
         directory=None,
         tokenizer=None,
     ):
@@ -336,12 +334,11 @@ class House:
         self.patches = pytest.MonkeyPatch()
         for module in TIMED:
             self.patches.setattr(module, "time", self.clock.clock)
-        self.patches.setattr(client_module, "connect", self.connect_engine)
         variables = self.args.default_chat_template_kwargs
         directory = directory or bytes_directory()
         self.encoder = Encoder(directory, tokenizer or ByteTokenizer(), variables)
-        link = EngineClient("nowhere", lambda: None)
-        self.service = api.Service(link, self.encoder, self.args, list(keys), slot=slot)
+        client = EngineClient(self.start_engine)
+        self.service = api.Service(client, self.encoder, self.args, list(keys))
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()
@@ -351,9 +348,9 @@ class House:
         )
         self.service.loop = self.clock
 
-    def connect_engine(self, path: str) -> Socket:
+    def start_engine(self) -> tuple[None, Socket]:
         self.engines.append(Engine(self))
-        return self.engine.link
+        return None, self.engine.link
 
     @property
     def engine(self) -> Engine:

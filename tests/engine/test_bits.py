@@ -17,7 +17,6 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -112,7 +111,7 @@ NEIGHBOURS = REQUESTS["neighbours"]
 
 
 def message(name: str, vocabulary: int) -> dict:
-    """What an HTTP process would send. All prompts begin with the same 9 tokens."""
+    """What the HTTP process would send. All prompts begin with the same 9 tokens."""
     params = SHARED | (ASKS | NEIGHBOURS)[name]
     length = params.pop("length")
     rng = random.Random(length)
@@ -146,9 +145,10 @@ class Service:
 
     def add(self, *names: str):
         for name in names:
-            link = SimpleNamespace(number=len(self.answers))
-            self.answers[f"{link.number}:{name}"] = []
-            add_request(self.engine, link, message(name, self.engine.config.vocab_size))
+            id = f"{len(self.answers)}:{name}"
+            self.answers[id] = []
+            request = message(name, self.engine.config.vocab_size)
+            add_request(self.engine, request | {"id": id})
 
     def step(self):
         for output in self.engine.step():

@@ -247,16 +247,16 @@ def test_an_add_message_carries_a_bias_and_is_refused_with_the_reason():
     """JSON has texts as keys. All else that a message asks for is the simulator's."""
     engine = simulated_engine()
     errors = []
-    link = SimpleNamespace(number=4, queue=errors.append)
+    link = SimpleNamespace(queue=errors.append)
     message = {"op": "add", "id": "a", "prompt": [1]}
-    handle_message(engine, link, message | {"params": {"logit_bias": {"5": 2.5}}}, None)
-    assert engine.requests["4:a"].params.logit_bias == {5: 2.5}
+    handle_message(engine, link, message | {"params": {"logit_bias": {"5": 2.5}}})
+    assert engine.requests["a"].params.logit_bias == {5: 2.5}
     for wrong in {"max_tokens": 0}, {"temprature": 1}, {"temperature": "hot"}:
-        handle_message(engine, link, message | {"id": "b", "params": wrong}, None)
+        handle_message(engine, link, message | {"id": "b", "params": wrong})
         error = errors.pop()
         assert (error["id"], error["kind"]) == ("b", "invalid")
         assert next(iter(wrong)) in error["message"]
-    assert list(engine.requests) == ["4:a"]
+    assert list(engine.requests) == ["a"]
 
 
 def test_requests_without_a_seed_are_drawn_one():

@@ -20,9 +20,9 @@ from wires import House
 import serve
 from engine import events, process
 from engine.events import (
+    Publisher,
     Recorder,
     RecordError,
-    Subscribers,
     Tallies,
     open_record,
     record_to,
@@ -127,11 +127,11 @@ new: active"""
 def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds, monkeypatch):
     """
     After each step; see RecordedWorld. All that a line can tell happens in these lives: overlap,
-    windows, forks, preemptions, failed steps. 34: many preemptions; 47: a window leaves blocks
+    windows, forks, preemptions, failed steps. 49: many preemptions; 45: a window leaves blocks
     while a plan is made.
     """
     seen = Counter()
-    for seed in (*seeds, 34, 47):
+    for seed in (*seeds, 49, 45):
         life = RecordedWorld(*a_life(seed))
         life.run()
         for line in map(json.loads, life.lines):
@@ -179,32 +179,21 @@ def test_a_reader_may_begin_at_any_time(world):
 
 
 # --------------------------------------------------------------------------------------------------
-# To HTTP processes
-
-
-class Link:
-    """What the engine sends to an HTTP process."""
-
-    def __init__(self, number: int):
-        self.number = number
-        self.unsent = b""
-
-    def queue_row(self, row: list):
-        pass
+# To the HTTP process
 
 
 class Stage:
-    """The loop of an engine, its links 0 and 1, and a clock: one command is one turn of it."""
+    """The loop of an engine, its link and a clock: one command is one turn of it."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(events, "time", self)
         self.now = 1000.0
         self.engine = simulated_engine(num_blocks=8, overlap=False)
-        self.subscribers = Subscribers(self.engine)
-        self.all = [Link(0), Link(1)]
-        self.links = dict(enumerate(self.all))
+        self.publisher = Publisher(self.engine, self)
         self.messages = []
         self.sent = []
+        self.unsent = b""
+        self.queue_row = self.flush = lambda ignored: None
 
     def monotonic(self) -> float:
         return self.now
@@ -212,103 +201,85 @@ class Stage:
     def receive(self, timeout):
         return self.messages
 
-    def flush(self, stats):
-        pass
-
-    def send(self, link, message: dict):
+    def send(self, message: dict):
         names = [json.loads(line)["event"] for line in message["lines"].split("\n") if line]
-        self.sent.append(f"{link.number}: {' '.join(names) or 'end'}")
+        self.sent += names or ["end"]
 
-    def act(self, command: str, argument="0"):
-        link = self.all[int(float(argument)) % 2]
+    def act(self, command: str, argument=""):
         self.messages = []
         if command == "wait":
             self.now += float(argument)
         elif command == "request":
-            self.engine.add_request("0:a", [1, 2, 3], greedy(20))
+            self.engine.add_request("a", [1, 2, 3], greedy(20))
         elif command == "record":
             self.engine.recorder = Recorder(self.engine)
             self.engine.recorder.listeners.append(str)
         elif command == "clog":
-            link.unsent = b"the end of a message"
+            self.unsent = b"the end of a message"
         elif command == "read":
-            link.unsent = b""
-        elif command == "join":
-            self.messages = [(link, {"op": "listen", "on": True, "tokens": False})]
-        elif command == "leave":
-            self.messages = [(link, {"op": "listen", "on": False})]
-        elif command == "gone":
-            self.messages = [(link, {"op": "gone"})]
-            del self.links[link.number]
-        process.serve_step(self.engine, self, self.subscribers, None, Compiler(dict))
+            self.unsent = b""
+        elif command in ("join", "leave"):
+            self.messages = [{"op": "listen", "on": command == "join", "tokens": False}]
+        process.serve_step(self.engine, self, self.publisher, Compiler(dict))
 
     def news(self) -> str:
         """Messages, and whether the engine records, and in how many seconds one is due."""
-        words = sorted(self.sent)
+        words = [" ".join(self.sent)] if self.sent else []
         self.sent.clear()
         if not self.engine.recorder:
             words.append("off")
-        due = self.subscribers.due_in(self)
+        due = self.publisher.due_in()
         return "; ".join(words if due is None else [*words, f"due in {due:.2f}"])
 
 
 SCENES = {
-    # nothing is computed before; then a snapshot at once, to all links; lines at most every 0.1 s
-    "ten messages a second, to all": """
+    # nothing is computed before; then a snapshot at once; lines at most every 0.1 s
+    "ten messages a second": """
         request     => off
-        leave 0     => off
-        join 0      => 0: snapshot; 1: snapshot
+        leave       => off
+        join        => snapshot
         turn        => due in 0.10
         wait 0.06   => due in 0.04
-        wait 0.06   => 0: step step step; 1: step step step
-        wait 0.2    => 0: step; 1: step
+        wait 0.06   => step step step
+        wait 0.2    => step
     """,
     # its lines are not kept for it; it got a whole snapshot ten times a second for ever
     "a link that is behind gets one snapshot": """
-        join 0      => 0: snapshot; 1: snapshot
+        join        => snapshot
         request     => due in 0.10
-        clog 0      => due in 0.10
-        wait 0.2    => 1: step step step; due in 0.10
-        read 0      => due in 0.10
-        wait 0.2    => 0: snapshot; 1: step step
-        wait 0.2    => 0: step; 1: step
-        wait 0.2    => 0: step; 1: step
+        clog        => due in 0.10
+        wait 0.2    => due in 0.10
+        wait 0.2    => due in 0.10
+        read        => due in 0.10
+        wait 0.2    => snapshot
+        wait 0.2    => step
+        wait 0.2    => step
     """,
     # a page that is loaded again finds what happened meanwhile
     "ten minutes after the last listener recording ends": """
-        join 0      => 0: snapshot; 1: snapshot
-        join 1      =>
-        leave 0     =>
-        wait 1000   =>
-        leave 1     =>
+        join        => snapshot
+        leave       =>
         wait 599    =>
-        request     => 0: step; 1: step
-        join 0      => due in 0.10
-        leave 0     => due in 0.10
-        wait 599    => 0: step step step; 1: step step step
-        wait 2      => 0: end; 0: step; 1: end; 1: step; off
+        request     => step
+        join        => due in 0.10
+        wait 1000   => step step
+        leave       => due in 0.10
+        wait 599    => step step
+        wait 2      => step end; off
         wait 1      => off
-        join 1      => 0: snapshot; 1: snapshot
-    """,
-    # the engine wrote to its closed socket, and died
-    "a link that dies while it listens is forgotten": """
-        request     => off
-        join 0      => 0: snapshot; 1: snapshot
-        gone 0      => due in 0.10
-        wait 1      => 1: step idle
-        wait 601    => 1: end; off
+        join        => snapshot
     """,
     "a file is written without listeners": """
         record      =>
-        join 0      => 0: snapshot; 1: snapshot
-        leave 0     =>
-        wait 601    => 0: end; 1: end
+        join        => snapshot
+        leave       =>
+        wait 601    => end
     """,
 }
 
 
 @pytest.mark.parametrize("title", SCENES)
-def test_http_processes_get_lines_while_one_has_listeners(title, monkeypatch):
+def test_the_http_process_gets_lines_while_it_has_listeners(title, monkeypatch):
     stage = Stage(monkeypatch)
     play(SCENES[title], stage.act, stage.news)
 

@@ -8,6 +8,7 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 
 import json
 import random
+import socket
 import time
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +24,9 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine.engine import Engine
-from engine.grammar import Compiler, Grammar, Grammars, begin_masks
-from engine.process import handle_message, send_output
+from engine.grammar import Compiler, Grammar, Grammars, begin_masks, compilers
+from engine.link import Link, to_line
+from engine.process import handle_message, queue_output, serve
 from model import GPT, GPTConfig
 from ops.sampling import masked
 from params import SamplingParams
@@ -344,13 +346,13 @@ def ask(id: str, kind: str | None = None, text: str = "") -> dict:
     return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
 
 
-def passed_on(compiler: Compiler) -> list[tuple]:
-    """All that wait, once they are compiled: (link, message)."""
-    pairs = []
+def passed_on(compiler: Compiler) -> list[dict]:
+    """All messages that wait, once their grammars are compiled."""
+    messages = []
     while compiler.waiting:
-        pairs += compiler.pass_on([])
+        messages += compiler.pass_on([])
         time.sleep(0.001)
-    return pairs
+    return messages
 
 
 def chain(count: int) -> str:
@@ -368,15 +370,15 @@ def references(count: int) -> str:
 def test_a_long_chain_of_rules_does_not_overflow_the_stack(grammars, kind, text):
     """Would catch: 60 KB from a client that end the server's process (a segmentation fault)."""
     compiler = Compiler(lambda: grammars)
-    assert not list(compiler.pass_on([(None, ask("a", kind, text))]))
-    [(_, message)] = passed_on(compiler)
+    assert not list(compiler.pass_on([ask("a", kind, text)]))
+    [message] = passed_on(compiler)
     assert allowed_tokens(message["grammar"].result())
 
 
 def test_messages_go_by_one_whose_grammar_is_compiled(grammars):
     """
-    Would catch: a loop that waits for a compiler; a request that is added after its abort, or after
-    its link has closed, or that is dropped with another's.
+    Would catch: a loop that waits for a compiler; a request that is added after its abort, or that
+    is dropped with another's.
     """
     may_go_on = Event()
 
@@ -385,16 +387,13 @@ def test_messages_go_by_one_whose_grammar_is_compiled(grammars):
         return grammars.compile(kind, text)
 
     compiler = Compiler(lambda: SimpleNamespace(compile=compile_late))
-    closed, other = object(), object()
-    first = [(closed, ask("a", "regex", "a")), (other, ask("a", "regex", "b"))]
-    first += [(other, ask("b", "regex", "c")), (other, ask("c"))]
-    assert [message["id"] for _, message in compiler.pass_on(first)] == ["c"]
-    left = [(closed, {"op": "gone"}), (other, {"op": "abort", "id": "b"})]
-    assert list(compiler.pass_on(left)) == left
+    first = [ask("a", "regex", "a"), ask("b", "regex", "c"), ask("c")]
+    assert [message["id"] for message in compiler.pass_on(first)] == ["c"]
+    aborts = [{"op": "abort", "id": id} for id in "bc"]
+    assert list(compiler.pass_on(aborts)) == aborts
     assert not list(compiler.pass_on([]))
     may_go_on.set()
-    [(link, message)] = passed_on(compiler)
-    assert link is other
+    [message] = passed_on(compiler)
     assert message["id"] == "a"
     assert allowed_tokens(message["grammar"].result())
 
@@ -406,13 +405,13 @@ def test_a_refused_grammar_is_the_clients_to_change(model):
         raise ImportError("llguidance is not installed")
 
     refusals = []
-    link = SimpleNamespace(number=0, queue=refusals.append)
+    link = SimpleNamespace(queue=refusals.append)
     compiler = Compiler(open_grammars)
-    passed = list(compiler.pass_on([(link, ask("a", "regex", "("))]))
+    passed = list(compiler.pass_on([ask("a", "regex", "(")]))
     passed += passed_on(compiler)
-    [(_, message)] = passed
+    [message] = passed
     engine = new_engine(model)
-    handle_message(engine, link, message, None)
+    handle_message(engine, link, message)
     assert refusals == [
         {"op": "error", "id": "a", "message": "llguidance is not installed", "kind": "invalid"}
     ]
@@ -639,27 +638,33 @@ def test_grammars_of_aborted_requests_are_not_compiled(grammars, monkeypatch):
 
     monkeypatch.setattr(grammars, "compile", compile)
     compiler = Compiler(lambda: grammars)
-    link = object()
     texts = [{"kind": "regex", "text": text} for text in "abcd"]
     adds = [{"op": "add", "id": text["text"], "grammar": text} for text in texts]
-    assert not list(compiler.pass_on((link, add) for add in adds))
+    assert not list(compiler.pass_on(adds))
     ends = [{"op": "abort", "id": "b"}, {"op": "abort", "id": "c"}]
-    list(compiler.pass_on((link, end) for end in ends))
+    list(compiler.pass_on(ends))
     go_on.set()
     adds[3]["grammar"].result(10)
-    assert [message["id"] for _, message in compiler.pass_on([])] == ["a", "d"]
+    assert [message["id"] for message in compiler.pass_on([])] == ["a", "d"]
     assert begun == ["a", "d"]
 
 
-class Wire:
-    """A link that keeps what it is to send."""
+def test_grammars_are_not_compiled_for_an_http_process_that_is_gone():
+    """Would catch an engine that stays for minutes, with all of its memory."""
+    begun, go_on = [], Event()
 
-    def __init__(self):
-        self.queued = []
-        self.links = {0: self}
+    def compile(kind, text):
+        begun.append(text)
+        go_on.wait(10)
 
-    def queue(self, message: dict):
-        self.queued.append(message)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"".join(to_line(ask(id, "regex", id)) for id in "abc"))
+        theirs.shutdown(socket.SHUT_WR)
+        serve(simulated_engine(), Link(ours), lambda: SimpleNamespace(compile=compile))
+    go_on.set()
+    compilers.submit(int).result(10)
+    assert len(begun) <= 1  # one may have begun before
 
 
 def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):
@@ -669,13 +674,13 @@ def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):
     """
     engine = new_engine(model)
     grammar = grammars.compile("choice", '["a"]')
-    engine.add_request("0:x", [1, 2], SamplingParams(min_tokens=9, grammar=grammar))
-    wire = Wire()
+    engine.add_request("x", [1, 2], SamplingParams(min_tokens=9, grammar=grammar))
+    queued = []
     outputs = []
     while engine.has_work:
         outputs += engine.step()
-    send_output(wire, outputs[-1])
+    queue_output(SimpleNamespace(queue=queued.append), outputs[-1])
     assert_idle(engine)
-    [message] = wire.queued
+    [message] = queued
     assert message["kind"] == "invalid"
     assert "min_tokens and logit_bias forbid them" in message["message"]

@@ -129,7 +129,7 @@ class Scenario:
     def run(self, steps: int):
         engine = self.engine
         for _ in range(steps):
-            while self.rng.random() < 0.3 and engine.num_at_work < 14:
+            while self.rng.random() < 0.3 and len(engine.requests) < 14:
                 self.arrive()
             if engine.requests and self.rng.random() < 0.06:
                 self.hang_up(self.rng.choice(sorted(engine.requests)))

@@ -5,17 +5,14 @@ engine is sent, what a client is sent, and when.
 
 import asyncio
 import json
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual import Signal
 from wires import House, request
 
 from server import answers
 from server.protocol import NOT_SERVED, ApiError, CompletionRequest
-from server.workers import WorkerSlot
 
 ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -97,8 +94,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
 
 def test_the_queue_counts_choices():
     """
-    More than ever fit is a 400, for it is no use to try again. The engine says how many choices it
-    works at, of all HTTP processes; ours may be more than it has said.
+    More than ever fit is a 400, for it is no use to try again.
     """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         message = "6 prompts x n in one call, at most 5 are taken: split it"
@@ -109,15 +105,10 @@ def test_the_queue_counts_choices():
         assert refusal_of(house.ask(n=2)) == (429, "queue_full", message)
         house.ask()
         message = "1 choice beside 5 in work: at most 5 are taken, try again later"
-        for at_work in (0, 5):
-            house.engine.step(at_work=at_work)
-            assert refusal_of(house.ask()) == (429, "queue_full", message)
-    with House("--max-num-seqs", "2", "--max-queue", "3") as house:
-        house.engine.step(at_work=4)
+        assert refusal_of(house.ask()) == (429, "queue_full", message)
+        house.engine.step({"0": b"x"}, "length")
         house.ask()
-        assert len(house.choices) == 1
-        house.engine.step(at_work=5)
-        assert refusal_of(house.ask())[2] == message
+        assert len(house.choices) == 5
 
 
 # --------------------------------------------------------------------------------------------------
@@ -324,7 +315,7 @@ def test_an_error_ends_a_stream_that_had_begun(house):
 @STREAMED
 def test_a_refusal_of_the_engine_becomes_its_status(house, stream):
     """A stream is refused with the same status: its headers wait for the first event."""
-    kinds = {"invalid": (400, None), "full": (429, "queue_full"), "other": (500, None)}
+    kinds = {"invalid": (400, None), "other": (500, None)}
     for number, (kind, expected) in enumerate(kinds.items()):
         caller = house.ask(["a", "b"], stream=stream)
         fail(house, str(2 * number + 1), kind)
@@ -511,11 +502,9 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
 @pytest.mark.parametrize("seconds, signals", [(5, 1), (2, 2)])
 def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
     """
-    After --drain-seconds, or at the second signal. Each is passed on: other processes were killed
-    in the middle of their answers. An idle server ends at once.
+    After --drain-seconds, or at the second signal. An idle server ends at once.
     """
     with House("--drain-seconds", "5") as house:
-        house.service.workers = workers = Mock(processes={})
         caller = house.ask()
         stop(house)
         house.clock.run(seconds - 0.1)
@@ -528,42 +517,12 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
         assert refusal_of(caller) == (503, "stopping", message)
         assert is_over(house)
         assert not house.choices
-        assert workers.stop.call_count == signals
     with House() as house:
         capsys.readouterr()
         stop(house)
         house.clock.run(0.1)
         assert is_over(house)
         assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_first_process_speaks_for_all(number, capsys):
-    """
-    It alone greets, counts the engine's numbers, takes signals and waits for the other processes.
-    Each ends when the engine is gone for good.
-    """
-    is_first = number == 0
-    with House(slot=WorkerSlot(number, 2)) as house:
-        house.engine.step(queries=3, at_work=7)
-        greeting = "serving fake at http://127.0.0.1:8000"
-        assert (greeting in capsys.readouterr().out) == is_first
-        counted = 'prefix_cache_queries_total{model_name="fake"} 3.0'
-        assert (counted in house.get("/metrics").body) == is_first
-        house.service.workers = Mock(processes={1: None})
-        house.service.on_signal(15, None)
-        house.clock.settle()
-        assert house.service.draining == is_first
-        stop(house) if not is_first else None
-        assert ("finishing 7 requests" in capsys.readouterr().err) == is_first
-        house.clock.run(10)
-        assert not is_over(house)
-        house.service.workers.processes.clear()
-        house.clock.run(0.1)
-        assert is_over(house)
-    with House(ready=False, slot=WorkerSlot(number, 2)) as house:
-        house.engine.die()
-        assert is_over(house)
 
 
 def test_a_dead_engine_is_started_again_once(house, capfd):
@@ -615,26 +574,3 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
         house.ask()
         house.clock.run(50)
     assert house.get("/livez").status == 503
-
-
-def test_a_process_stops_at_once_when_the_first_one_has_ended():
-    with House(slot=WorkerSlot(1, 2)) as house:
-        caller = house.ask()
-        first = Signal()
-        house.service.loop.add_reader(first, house.service.first_process_ended, first)
-        first.end()
-        house.clock.run(0.1)
-        assert house.service.server.should_exit
-        assert caller.answer().status == 503
-
-
-def test_a_late_process_waits_a_second_for_the_engines_greeting():
-    with House(ready=False, slot=WorkerSlot(1, 2)) as house:
-        for greets in (False, True):
-            task = house.clock.create_task(house.service.wait_for_greeting())
-            house.clock.run(0.9)
-            assert not task.done()
-            if greets:
-                house.engine.ready()
-            house.clock.run(0.03 if greets else 0.11)
-            assert task.done()

@@ -3,13 +3,10 @@ The engine's client, over a wire that the test holds: what it writes and when, h
 the link unread, and what it does when the engine is deaf or gone. Time is the test's own.
 """
 
-from types import SimpleNamespace
-
 import pytest
-from virtual import Signal
 from wires import House
 
-from engine.links import to_line
+from engine.link import to_line
 from server.client import IDLE
 
 
@@ -162,33 +159,24 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert end["error"]["message"] == "broken"
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
-    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"at_work": 5}}]
+    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"running": 5}}]
     house.engine.say(*steps, step_of(house, "1", b"e"))
-    assert house.service.client.stats["at_work"] == 0  # the last step has the last word
+    assert house.service.client.stats["running"] == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------
 # An engine that is gone
 
 
-@pytest.mark.parametrize(
-    "words, reason", [(None, "the engine stopped unexpectedly"), ("no model here", "no model here")]
-)
-def test_an_engine_that_dies_before_it_took_the_link_in_is_noticed(words, reason):
-    """Half a second after its process, in which its last words may still be read."""
-    house = House(ready=False)
-    client = house.service.client
-    client.process = SimpleNamespace(sentinel=Signal())
-    with house:
-        client.process.sentinel.end()
-        house.clock.run(0.4)
-        assert client.state == "loading"
-        if words:
+@pytest.mark.parametrize("words", ["the engine stopped unexpectedly", "no model here"])
+def test_an_engine_that_dies_while_it_loads_ends_the_server(words):
+    """With its last words, if it has any."""
+    with House(ready=False) as house:
+        if words == "no model here":
             house.engine.say({"op": "fatal", "message": words})
-            house.engine.die()
-            assert (client.state, client.reason) == ("dead", words)
-        house.clock.run(0.2)
-        assert (client.state, client.reason) == ("dead", reason)
+        house.engine.die()
+        client = house.service.client
+        assert (client.state, client.reason) == ("dead", words)
         assert len(house.engines) == 1
         assert house.service.server.should_exit
 
@@ -198,7 +186,6 @@ def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
     caller = house.ask()
     house.clock.call_soon(client.transport.pause_reading)
     house.engine.step({"0": b"x"}, "length")
-    house.clock.call_soon(client._process_ended, Signal(), client.transport)
     house.engine.die()
     house.clock.run(1)
     assert not caller.said
@@ -212,16 +199,14 @@ def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
 
 def test_a_restart_begins_anew(house, client):
     """Another link; what was not sent or half read is forgotten, and nothing counts as in work."""
-    started = []
-    client.start = lambda: started.append(len(house.engines))
-    house.engine.step(at_work=3)
+    house.engine.step(running=3)
     house.clock.do(client.pause_writing)
     caller = house.ask()
     house.engine.say({"op": "fatal", "message": "no memory"})
     house.engine.send(b'{"op": "st')
     house.engine.die()
     assert caller.answer().status == 500
-    assert started == [2]  # connected first: an engine without links ends
+    assert len(house.engines) == 2
     assert (client.stats, client.unsent, client.is_full) == (IDLE, {}, False)
     house.engine.ready(max_model_len=77)
     assert client.state == "ready"

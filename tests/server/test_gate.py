@@ -427,7 +427,6 @@ def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_termi
     [
         ("access", {"client": None, "status": 400, "error": "no HTTP"}, "400 (no HTTP)"),
         ("engine_died", {"reason": "it stopped"}, "engine died reason=it stopped"),
-        ("worker_died", {"pid": 12, "code": -9}, "worker died pid=12 code=-9"),
         ("request", {"id": "r", "prompt": ["\x1b\n"]}, r"request id=r prompt=['\\x1b\\n']"),
     ],
 )

@@ -28,7 +28,7 @@ from tests.traces import SEEDS, Campaign, save_models
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
 get = partial(httpx.get, timeout=30)
-QUIET = ["--http-workers", "1", "--no-access-log", "--check"]
+QUIET = ["--no-access-log", "--check"]
 
 SOAK_SECONDS = 60 * float(os.environ.get("SOAK_MINUTES", "0"))  # for which servers are killed
 

@@ -1,6 +1,5 @@
 """Behaviour of the kernel: real sockets, processes and signals."""
 
-import contextlib
 import json
 import os
 import signal
@@ -9,42 +8,24 @@ import pytest
 from processes import python, read_until
 
 import serve
-from server import client
-from server.workers import can_share_port, share_port
 
 
-@pytest.mark.skipif(not can_share_port(), reason="one port for several processes")
-def test_a_port_is_shared_with_nobody_else():
-    """
-    SO_REUSEPORT lets any process of the same user in: two servers would share one port's clients,
-    in silence.
-    """
-    with contextlib.ExitStack() as stack:
-        sockets = share_port(serve.listen(serve.parse_args(["--port", "0"])), 3)
-        for sock in sockets:
-            stack.enter_context(sock)
-        assert len({sock.getsockname() for sock in sockets}) == 1
-        with pytest.raises(SystemExit, match="choose another --port"):
-            serve.listen(serve.parse_args(["--port", str(sockets[0].getsockname()[1])]))
-
-
-def test_signals_do_not_reach_the_engine(listener):
+def test_signals_do_not_reach_the_engine():
     """
     Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while
     Python started up.
     """
     before = signal.getsignal(signal.SIGINT)
-    link = client.connect(listener.getsockname())
-    args = serve.parse_args(["--model", "/no/model"])
-    process = serve.start_process(serve.engine_process, args, listener)
+    process, link = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
     assert signal.getsignal(signal.SIGINT) is before
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
     link.settimeout(60)
     assert "no model in /no/model" in json.loads(read_until(link, b"\n"))["message"]
-    assert link.recv(1) == b""
     process.join(30)
     assert process.exitcode == 0
+    link.settimeout(1)
+    assert link.recv(1) == b"", "its end of the link is open in this process, too"
 
 
 @pytest.mark.parametrize("before, ends", [("SIG_DFL", 1), ("SIG_IGN", 0)])

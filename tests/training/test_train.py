@@ -321,7 +321,7 @@ SETTINGS = {
     "--device=cuda": GPU,
     "--device=cuda --minutes=5 --steps=7": GPU | {"steps": 7},
     "--device=cuda --minutes=5": GPU | {"steps": None},
-    "--preset=gpt2-124M": {"arch": "gpt2", "activation": "gelu_new", "steps": 2000, "matrix_lr": 0.01},
+    "--preset=gpt2-124M": {"arch": "gpt2", "steps": 2000, "matrix_lr": 0.01, "n_embd": 768},
     "--activation=relu2": SMALL | {"activation": "relu2"},
     "--preset=shakespeare_char": {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0},
     "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0},

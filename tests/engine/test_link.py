@@ -1,0 +1,128 @@
+"""
+The engine's link to the HTTP process, without an engine: neither waits for the other, and nothing
+is lost or mixed up.
+"""
+
+import json
+import math
+import selectors
+import socket
+from functools import partial
+
+import pytest
+
+from engine.events import Publisher
+from engine.grammar import Compiler
+from engine.link import Link, to_line
+from engine.process import serve_step
+from tests.simulated_runner import finish, greedy, simulated_engine, tokens_of
+
+STATS = {"running": 0}
+
+
+@pytest.fixture
+def ends():
+    """The link, and the socket of the HTTP process."""
+    ours, theirs = socket.socketpair()
+    theirs.settimeout(2)  # both ends are in this thread: messages are there at once
+    with ours, theirs:
+        yield Link(ours), theirs
+
+
+def row(id: str, *tokens: int, end: str | None = None) -> list:
+    return [id, [*tokens], end, 7, None, None]
+
+
+def read(sock) -> list[dict]:
+    """All messages that are there; waits for one."""
+    data = sock.recv(2**24)
+    while not data.endswith(b"\n"):
+        data += sock.recv(2**24)
+    return [json.loads(part) for part in data.splitlines()]
+
+
+def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
+    """In their order, and they take no more memory than they need."""
+    link, sock = ends
+    engine, other = (simulated_engine(context_length=1000, num_blocks=300) for _ in range(2))
+    turn = partial(serve_step, engine, link, Publisher(engine, link), Compiler(dict))
+    for each in engine, other:
+        each.add_request("a", [1, 2, 3], greedy(900))
+    while engine.has_work:  # five times what a link holds
+        if engine.num_steps == 500:  # it comes and ends in the meantime
+            engine.add_request("b", [1], greedy(1))
+        turn()
+    assert list(link.rows) == ["a", "b"]
+    assert len(link.unsent) < 1000
+    messages = []
+    while link.unsent:
+        messages += read(sock)
+        turn()
+    messages += read(sock)
+    rows = [row for message in messages for row in message["out"]]
+    tokens = [token for id, new, *_ in rows if id == "a" for token in new]
+    assert tokens == tokens_of(finish(other), "a")
+    assert [row[2] for row in rows if row[0] == "b"] == ["length"]
+    assert sum(len(message["stats"]["waited"]) for message in messages) == 2
+    assert not link.rows
+    events = link.selector.get_key(link.sock).events
+    assert events == selectors.EVENT_READ, "else the engine would never rest again"
+
+
+def test_an_idle_engine_wakes_when_a_full_link_has_room(ends):
+    """Would catch the last tokens of an answer that never come."""
+    link, sock = ends
+    link.send({"text": "x" * 2**20})
+    assert link.unsent
+    while link.unsent:
+        sock.recv(2**24)
+        link.receive(timeout=2)
+
+
+def test_an_error_comes_once_and_after_the_tokens_before_it(ends):
+    link, sock = ends
+    link.queue_row(row("a", 1))
+    link.queue({"op": "error", "id": "a"})
+    link.flush(STATS)
+    assert [message["op"] for message in read(sock)] == ["step", "error"]
+    link.queue_row(row("b", 1))
+    link.flush(STATS)
+    assert [message["op"] for message in read(sock)] == ["step"]
+
+
+def test_stats_are_sent_when_they_change(ends):
+    """Without tokens, too: a prompt may take many steps. But an idle engine is silent."""
+    link, sock = ends
+    for steps in (1, 1, 2, 2, 1):
+        link.flush({"steps": steps})
+    assert [message["stats"]["steps"] for message in read(sock)] == [1, 2, 1]
+
+
+def test_a_link_ends_with_its_other_side(ends):
+    """Which may end with messages unread, and just when it is sent more."""
+    link, sock = ends
+    sock.sendall(to_line({"op": "abort", "id": "a"}))
+    assert link.receive(timeout=None) == [{"op": "abort", "id": "a"}]
+    sock.close()
+    assert link.is_open
+    link.flush(STATS)
+    assert not link.is_open
+    link.is_open = True
+    assert link.receive(timeout=10) == []
+    assert not link.is_open
+
+
+@pytest.mark.parametrize(
+    "value, received",
+    [
+        ({5: 1.5, 50256: -100.0}, {"5": 1.5, "50256": -100.0}),
+        ([-(2**63), 2**64 - 1], [-(2**63), 2**64 - 1]),
+        ("line\nbreak \u2028 \x00 é", "line\nbreak \u2028 \x00 é"),
+        ([math.nan, -math.inf, 1e-300, -9999.0], [None, None, 1e-300, -9999.0]),
+    ],
+)
+def test_values_cross_a_link(value, received):
+    """A message is one line, whatever a text has in it; a seed has 64 bits; JSON has no NaN."""
+    line = to_line({"value": value})
+    assert line.count(b"\n") == 1
+    assert json.loads(line) == {"value": received}
