@@ -82,6 +82,7 @@ SMALL |= {"matrix_decay": 0.5, "vector_decay": 0.1, "beta2": 0.99, "decay": 0.6}
 MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
 SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
 SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16}
+SHAKESPEARE_CPU |= {"momentum": 0.9}
 SHAKESPEARE_CUDA = {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0}
 SHAKESPEARE_CUDA |= {"steps": 1715, "eval_every": 350}  # 28 epochs
 # GPT-2 small, with the biases and the activation that OpenAI gave it
@@ -493,8 +494,10 @@ class Run:
 def open_out(args: Namespace) -> dict | None:
     """The state to resume from, None for a new run; or exit. Nothing is deleted yet."""
     out = Path(args.out)
-    if args.resume:
-        path = out / "train_state.pt"
+    path = out / "train_state.pt"
+    # torchrun --max-restarts runs the same command again
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if args.resume or (restarted and path.exists()):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state["args"].keys() != vars(args).keys():
@@ -506,7 +509,7 @@ def open_out(args: Namespace) -> dict | None:
                 "--out, or start anew: without --resume, with --overwrite where there is a model"
             )
     is_base = args.init and Path(args.init).resolve() == out.resolve()
-    if (out / "config.json").exists() and (is_base or not args.overwrite):
+    if (out / "config.json").exists() and (is_base or not (args.overwrite or restarted)):
         sys.exit(
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"

@@ -87,6 +87,16 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     assert "val loss:" in capsys.readouterr().out
 
 
+def test_what_torchrun_starts_again_goes_on(tiny, out, monkeypatch, capsys):
+    """With --max-restarts, the same command ended with "holds a model"."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    stop_after(monkeypatch, [7])
+    for _ in range(2):  # nothing was saved before the first
+        train.main([*tiny, "--steps=20"])
+    assert "20 steps, from step 7, 35% done" in capsys.readouterr().out
+    assert read_log(out)[-1]["step"] == 20
+
+
 def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     """
     Would catch: a run that is begun, or a model that is overwritten; a run that was stopped taken
