@@ -21,6 +21,7 @@ each other, and so for whatever else runs.
 """
 
 import argparse
+import gc
 import inspect
 import json
 import math
@@ -43,6 +44,7 @@ from types import SimpleNamespace
 
 from common import (
     SPINS_SERVING,
+    SPINS_TRAINING,
     Parser,
     add_flag,
     announce,
@@ -839,20 +841,25 @@ def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=
     Runs of train.py by seeds. Their held-out loss is nanoGPT's estimate, 200 batches of random
     windows, made 20 times a run. Seconds are those of steps alone, in which the first twentieth,
     which compiles, counts as much as the second. Before that, train.py itself by the first seed,
-    from its start to its end, with nothing compiled before.
+    from its start to its end, with nothing compiled before. The recipe has its number of steps.
     """
-    flags = [*recipe.split(), "--overwrite", "--out", tempfile.mkdtemp(), "--seed"]
-    names = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-    env = os.environ | {name: tempfile.mkdtemp() for name in names}
-    began = perf_counter()
-    subprocess.run([sys.executable, "train.py", *flags, str(seeds[0])], env=env, check=True)
-    whole = round(perf_counter() - began, 1)
-    rows = [train_once(train.parse_args([*flags, str(seed)]), goal) for seed in seeds]
+    with tempfile.TemporaryDirectory() as folder:
+        flags = [*recipe.split(), "--overwrite", "--out", f"{folder}/out", "--seed"]
+        runs = [train.parse_args([*flags, str(seed)]) for seed in seeds]
+        if (runs[0].steps or 0) < ESTIMATES:
+            raise ValueError(f"--recipe has too few steps: add --steps, at least {ESTIMATES}")
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
+        env = os.environ | caches | {"GOMP_SPINCOUNT": SPINS_TRAINING}
+        began = perf_counter()
+        subprocess.run([sys.executable, "train.py", *flags, str(seeds[0])], env=env, check=True)
+        whole = round(perf_counter() - began, 1)
+    rows = [train_once(run, goal) for run in runs]
     return {"whole process, s": whole} | {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def train_once(args, goal: float) -> dict:
     """The losses and times of a run."""
+    gc.collect()  # the run before, and its graph
     process = train.init_process(args)
     run = train.Run(args, train.load_corpus(args.data, process), process)
     times = []

@@ -49,7 +49,7 @@ from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer, load_tokenizer
 from training.corpus import Corpus, batch_rows, count_windows, load_corpus
-from training.fast import Muon, captured, maps_of
+from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
     Process,
@@ -360,7 +360,7 @@ class Run:
         if process.compile:
             self.module = torch.compile(self.model)
             if process.device.type == "cuda":
-                self.train_step = captured(self.train_step)
+                self.train_step = CudaGraph(self.train_step)
         self.step = 0
         self.share = 0.0  # of the run that is done: of its steps, or of its minutes
         self.log = []  # the lines of log.jsonl
@@ -399,7 +399,7 @@ class Run:
 
     def train_step(self, x, y, rate) -> torch.Tensor:
         """
-        `update` on the device: gradients, then weights. rate: a number, or on a GPU a tensor ().
+        `update` on the device: gradients, then weights. rate: a number, or a tensor () in a graph.
         """
         parts = self.args.accumulate
         loss = torch.zeros((), device=x.device)
@@ -484,7 +484,8 @@ class Run:
             )
         self.model.load_state_dict(state.pop("model"))  # no second copy stays in memory
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            # the settings are this run's: a GPU's differ from a CPU's
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
         self.step = state["step"]
         self.share = state["share"]
         self.log = state["log"]
@@ -502,14 +503,15 @@ def open_out(args: Namespace) -> dict | None:
             state = torch.load(path, map_location="cpu", weights_only=True)
             if state["args"].keys() != vars(args).keys():
                 raise ValueError("another version of train.py wrote it")
-            return state
+            if args.resume or is_same_run(state["args"], args):
+                return state
         except Exception as error:  # a damaged file raises errors of any kind
             sys.exit(
                 f"nothing to resume, {path} cannot be read ({error!r:.200}): name the run with "
                 "--out, or start anew: without --resume, with --overwrite where there is a model"
             )
     is_base = args.init and Path(args.init).resolve() == out.resolve()
-    if (out / "config.json").exists() and (is_base or not (args.overwrite or restarted)):
+    if (out / "config.json").exists() and (is_base or not args.overwrite):
         sys.exit(
             f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
             "another directory"
@@ -517,6 +519,12 @@ def open_out(args: Namespace) -> dict | None:
     with exit_if_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)
     return None
+
+
+def is_same_run(saved: dict, args: Namespace) -> bool:
+    """Whether the flags are those of the run that was saved, but for what that run filled in."""
+    names = saved.keys() - RESUMABLE - {"dtype", "init"}
+    return all(saved[name] == getattr(args, name) for name in names)
 
 
 def delete_checkpoint(out: Path):
@@ -595,7 +603,7 @@ def main(argv: list[str] | None = None):
         state = open_out(args)
         if state:  # the settings of the interrupted run, but for the machine's
             now = {name: getattr(args, name) for name in RESUMABLE}
-            args = Namespace(**state["args"] | now)
+            args = Namespace(**state["args"] | now | {"resume": True})
             args.init = args.init and args.out  # it has all that is needed
 
         # corpus and model
@@ -616,7 +624,7 @@ def main(argv: list[str] | None = None):
                 delete_checkpoint(run.out)
                 if args.init:  # all of it: a resumed run does without that directory
                     copy_companions(args.init, run.out)
-                    save_checkpoint(run.model, run.out)
+                    run.save()
                 else:
                     corpus.tokenizer.save(run.out)
     except ValueError as error:  # of a model or a tokenizer, and written to be read

@@ -256,7 +256,7 @@ class Publisher:
         self.link = link
         self.is_on = False
         self.has_listeners = False
-        self.left_at = 0.0  # when the last one of them left
+        self.left_at = 0.0  # when the last listener left
         self.is_up_to_date = False  # the link got all lines so far
         self.lines: list[str] = []  # since the last message
         self.sent_at = 0.0

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shlex
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -74,7 +75,7 @@ def toy(monkeypatch, tmp_path) -> Path:
 
 
 def run(monkeypatch, command: str):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *command.split()])
+    monkeypatch.setattr(sys, "argv", ["bench.py", *shlex.split(command)])
     bench.main(bench.__doc__, bench.COMMANDS)
 
 
@@ -87,6 +88,11 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),
     "overhead": ("--model DIR", "floor, ms"),
+    "train": (
+        "--seeds 1 2 --goal 9 --recipe '--data=DIR --steps=20 --n_layer=1 --n_embd=16 "
+        "--context_length=16 --batch_size=2 --device=cpu'",
+        "s to goal",
+    ),
 }
 
 

@@ -7,8 +7,7 @@ a model that exists, and the clock of a run whose length is set by --minutes.
     clock = Clock(run, started)
     run.share = clock.share(step_seconds)       # after each few steps
 
-`process` goes wherever something depends on it: no other file asks torch.distributed or the
-environment.
+`process` goes wherever something depends on it: no other file asks torch.distributed.
 """
 
 import os
@@ -24,6 +23,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
 from common import plural
@@ -78,10 +78,7 @@ class Process:
         if self.world == 1:
             return
         grads = [p.grad for p in model.parameters()]
-        flat = self.mean(torch.cat([grad.flatten() for grad in grads]))
-        parts = flat.split([grad.numel() for grad in grads])
-        for grad, part in zip(grads, parts, strict=True):
-            grad.copy_(part.view_as(grad))
+        vector_to_parameters(self.mean(parameters_to_vector(grads)), grads)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The x (N, ..) of all processes, (world N, ..)."""

@@ -61,8 +61,8 @@ def test_a_seed_is_always_the_same_run():
     ]
 
 
-def test_the_first_process_answers_while_the_model_loads():
-    """The others wait for the engine's greeting; a supervisor asks this one whether it lives."""
+def test_the_server_answers_while_the_model_loads():
+    """A supervisor asks whether it lives."""
     settings, _ = simulator.draw(0, 0)
     settings |= {"start_seconds": 0.1, "load_seconds": 0.3, "turn_seconds": 0.0}
     calls = [{"id": 0, "key": None, "path": "/livez"}]

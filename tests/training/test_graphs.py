@@ -5,7 +5,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from training.fast import WARM_UP, captured
+from training.fast import WARM_UP, CudaGraph
 
 
 class Replay:
@@ -47,7 +47,7 @@ def test_replays_read_the_batch_and_the_rate_of_their_call(graphs):
         graphs[-1].captures[:] = [((x, y, rate), result)]
         return result
 
-    train_step = captured(step)
+    train_step = CudaGraph(step)
     long, short = torch.Size([2, 8]), torch.Size([8, 2])
     for shape in (short, long):
         results = []

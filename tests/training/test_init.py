@@ -211,7 +211,7 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
 
 
 def test_two_processes_train_as_one(base, corpus, out, tmp_path):
-    """All begin with the same weights, also those that DDP would take from the first."""
+    """All begin with the same weights, which nothing sends."""
     one = tmp_path / "one"
     finetune(base, corpus, one)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]

@@ -95,6 +95,9 @@ def test_what_torchrun_starts_again_goes_on(tiny, out, monkeypatch, capsys):
         train.main([*tiny, "--steps=20"])
     assert "20 steps, from step 7, 35% done" in capsys.readouterr().out
     assert read_log(out)[-1]["step"] == 20
+    with pytest.raises(SystemExit, match="out holds a model"):
+        train.main([*tiny, "--steps=19"])  # another run, which was refused before the restart
+    assert read_log(out)[-1]["step"] == 20
 
 
 def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
@@ -370,6 +373,17 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_p
         train.main(["--resume", f"--out={moved}", "--device=cuda", "--compile"])
     changed = {"out": str(moved), "resume": True, "device": "cuda", "compile": True}
     assert asked == [vars(train.parse_args([*tiny, "--steps=1"])) | changed]
+
+
+def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
+    """A CPU's AdamW, which is not `capturable`, kept a resumed GPU from its graph."""
+    train.main([*tiny, "--steps=2"])
+    state = torch.load(out / "train_state.pt", weights_only=True)
+    for group in state["optimizers"][1]["param_groups"]:
+        group["capturable"] = True
+    run = new_run([*tiny, "--steps=2"], corpus)
+    run.load(state)
+    assert not any(group["capturable"] for group in run.optimizers[1].param_groups)
 
 
 # --------------------------------------------------------------------------------------------------
