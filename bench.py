@@ -850,11 +850,15 @@ def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=
             raise ValueError(f"--recipe has too few steps: add --steps, at least {ESTIMATES}")
         caches = {"TORCHINDUCTOR_CACHE_DIR": folder, "TRITON_CACHE_DIR": folder}
         env = os.environ | caches | {"GOMP_SPINCOUNT": SPINS_TRAINING}
+        command = [sys.executable, "train.py", *flags, str(seeds[0])]
         began = perf_counter()
-        subprocess.run([sys.executable, "train.py", *flags, str(seeds[0])], env=env, check=True)
-        whole = round(perf_counter() - began, 1)
+        subprocess.run(command, env=env, check=True)
+        seconds = perf_counter() - began
     rows = [train_once(run, goal) for run in runs]
-    return {"whole process, s": whole} | {name: [row[name] for row in rows] for name in rows[0]}
+    figures = {"whole process, s": round(seconds, 1)}
+    for name in rows[0]:
+        figures[name] = [row[name] for row in rows]
+    return figures
 
 
 def train_once(args, goal: float) -> dict:
@@ -872,14 +876,20 @@ def train_once(args, goal: float) -> dict:
         times.append(perf_counter() - began)
         losses.append(estimate(run))
     times[0] = times[1]
+    at_goal = None
     good = [i for i, loss in enumerate(losses, 1) if loss <= goal]
-    tokens = args.steps / ESTIMATES * args.batch_size * args.context_length
+    if good:
+        at_goal = round(sum(times[: good[0]]), 1)
+    steps = args.steps / ESTIMATES
+    tokens = steps * args.batch_size * args.context_length
+    rate = tokens / median(times)
+    best = min(losses)
     return {
-        "best": round(min(losses), 4),
+        "best": round(best, 4),
         "last": round(losses[-1], 4),
-        "s to goal": round(sum(times[: good[0]]), 1) if good else None,
+        "s to goal": at_goal,
         "s": round(sum(times), 1),
-        "ktok/s": round(tokens / median(times) / 1e3, 1),
+        "ktok/s": round(rate / 1e3, 1),
     }
 
 
@@ -895,9 +905,11 @@ def estimate(run: train.Run) -> float:
     run.model.eval()
     for _ in range(200):
         chosen = torch.randint(len(windows), (B,), generator=random)
-        x, y = train.tokens_and_targets(windows[chosen].to(run.process.device))
+        rows = windows[chosen].to(run.process.device)
+        x, y = train.tokens_and_targets(rows)
         with run.process.autocast():
-            total += run.model(x, y, run.process.ops)[1]
+            _, loss = run.model(x, y, run.process.ops)
+        total += loss
     run.model.train()
     return float(total) / 200
 

@@ -624,7 +624,7 @@ def main(argv: list[str] | None = None):
                 delete_checkpoint(run.out)
                 if args.init:  # all of it: a resumed run does without that directory
                     copy_companions(args.init, run.out)
-                    run.save()
+                    save_checkpoint(run.model, run.out)
                 else:
                     corpus.tokenizer.save(run.out)
     except ValueError as error:  # of a model or a tokenizer, and written to be read
