@@ -459,9 +459,8 @@ def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     engine.add_request("byte", [7], replace(params, grammar=with_lacking.compile("regex", "a\tb")))
     late = replace(params, min_tokens=9)
     engine.add_request("short", [7], replace(late, grammar=grammars.compile("regex", "a|b")))
-    engine.add_request(
-        "complex", [7], replace(params, grammar=grammars.compile("regex", LONG_WORDS))
-    )
+    long = replace(params, max_tokens=200)
+    engine.add_request("complex", [7], replace(long, grammar=grammars.compile("regex", LONG_WORDS)))
     with pytest.raises(ValueError, match="end-of-text"):
         forever = replace(params, ignore_eos=True)
         engine.add_request("forever", [7], replace(forever, grammar=grammars.compile("regex", "a")))
