@@ -18,7 +18,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -26,13 +25,13 @@ import httpx
 import openai
 import pytest
 import torch
+from browser import save_random_model
 from processes import RUN, Process, read_until, wait_until
 from wires import request
 
 from assets import load
-from checkpoint import load_checkpoint, load_config, save_checkpoint
+from checkpoint import load_checkpoint
 from engine.events import open_record, replay
-from model import GPT
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -518,15 +517,12 @@ def test_prompt_at_the_terminal(checkpoint, expected):
     assert re.fullmatch(rf"loading .* \.\.\n{note}\n", errors)
 
 
-def test_ctrl_c_at_the_terminal(checkpoint, tmp_path):
+def test_ctrl_c_at_the_terminal(tmp_path):
     """
     Ctrl-C stops the text, not with a traceback. The text is so long that no machine is done before
-    the signal.
+    the signal, and this model does not end it by chance.
     """
-    sizes = {"context_length": 50_000, "eos_token_ids": ()}  # nor does it end by chance
-    long = GPT(replace(load_config(checkpoint), **sizes))
-    save_checkpoint(long, tmp_path)
-    load_tokenizer(checkpoint).save(tmp_path)
+    save_random_model(tmp_path, context_length=50_000)
     process = at_terminal(tmp_path, "--prompt", "x", "--max-tokens", "40000", "--kv-blocks", "2600")
     assert process.stdout.read(2)[0] == "x"
     process.send_signal(signal.SIGINT)

@@ -646,8 +646,10 @@ def test_hovering_says_what_a_block_is(open_record):
     assert f"tokens {4 * last} to {4 * last + 3}, 2 of 4 slots filled" in words(block)
     # right of the last column, and left of the first, there is none
     for x in ("GUTTER + grid.w * grid.columns + 2", "GUTTER - 2"):
-        assert page(f"blockAt({{ offsetX: {x}, offsetY: 2 }})") is None
-    assert page("blockAt({ offsetX: GUTTER + 2, offsetY: grid.h + 2 })") == page("grid.columns")
+        assert page(f"layOut(), blockAt({{ offsetX: {x}, offsetY: 2 }})") is None
+    below = "layOut(), [blockAt({ offsetX: GUTTER + 2, offsetY: grid.h + 2 }), grid.columns]"
+    block, columns = page(below)
+    assert block == columns
 
 
 def test_a_click_opens_the_drawer_and_draws_the_table_and_nothing_moves(open_record):
