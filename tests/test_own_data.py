@@ -119,9 +119,12 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
 
 @pytest.mark.parametrize("inside", ["", "inner/out"])
 def test_a_corpus_within_its_own_source_is_refused(inside, notes):
-    """Made again, it had its own tokenizer.json and meta.json as texts."""
-    with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
-        prepare("text", notes, notes / inside)
+    """Made again, it had its own tokenizer.json and meta.json as texts, to train on or held out."""
+    outside = notes.parent / "a.txt"
+    outside.write_text("note " * 20)
+    for sources in ([str(notes)], [f"--val={notes}", str(outside)]):
+        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
+            run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
 
 
@@ -266,6 +269,21 @@ def test_tools_are_shown_as_to_a_request(checkpoint, tmp_path):
     rest = [*unscored(*b"u:hi\na:"), *b"yes\n"]
     assert corpus.train.tolist() == unscored(*b'[{"type": "function"}]') + rest
     assert corpus.val.tolist() == unscored(*b"null") + rest
+
+
+def test_arguments_of_a_call_are_an_object_as_in_a_request(checkpoint, tmp_path):
+    """A text, as OpenAI's files have it, was written as a string of JSON, with its quotes."""
+    template = PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson")
+    (checkpoint / "chat_template.jinja").write_text(template)
+    paths = []
+    for arguments in ('{"a": 1}', {"a": 1}):
+        function = {"name": "f", "arguments": arguments}
+        message = {"role": "assistant", "tool_calls": [{"function": function}]}
+        paths.append(write_lines(tmp_path / str(len(paths)), [message]))
+    text, value = paths
+    corpus = prepare("chat", text, tmp_path, f"--init={checkpoint}", f"--val={value}")
+    assert corpus.train.tolist() == [*unscored(*b"a:"), *b'{"a": 1}\n']
+    assert corpus.val.tolist() == corpus.train.tolist()
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):

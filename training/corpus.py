@@ -199,7 +199,7 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     try:
         tokenizer = args.init and load_tokenizer(args.init)
         documents = {}
-        for source in args.sources:
+        for source in filter(None, [*args.sources, args.val]):
             if args.out.resolve().is_relative_to(source.resolve()):
                 sys.exit(f"--out {args.out} is in {source}, which is read: name another --out")
             documents |= read(source, args.init)

@@ -51,6 +51,13 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     return tokens
 
 
+def with_object(call: dict) -> dict:
+    """A call whose arguments, perhaps a text of JSON, are an object, as serve.py shows them."""
+    if isinstance(call.get("arguments"), str):
+        call["arguments"] = json.loads(call["arguments"])
+    return call
+
+
 def read(path: Path, init: str | None) -> dict:
     """
     The tokens of each dialogue of a file by its line, in the chat template of the checkpoint
@@ -62,7 +69,7 @@ def read(path: Path, init: str | None) -> dict:
     dialogues = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
-            line = json.loads(line)
+            line = json.loads(line, object_hook=with_object)
             chat.variables = {"tools": line.get("tools") or None}
             dialogues[path.resolve(), number] = encode(chat, line["messages"])
         except MALFORMED as error:

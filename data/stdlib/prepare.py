@@ -37,8 +37,8 @@ def is_held_out(name: str) -> bool:
 
 def read_library(root: Path) -> tuple[list[str], list[str]]:
     """The files to train on and those held out, each in the order of their names."""
-    train: list[str] = []
-    val: list[str] = []
+    train = []
+    val = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
         if is_included(name):
             side = val if is_held_out(name.as_posix()) else train
