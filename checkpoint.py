@@ -152,7 +152,8 @@ def load_config(directory: str | Path) -> GPTConfig:
         raise CheckpointError(f"{path}: {error}") from None
     except MALFORMED as error:
         raise CheckpointError(
-            f"{path} is not a model configuration ({error}): restore or download the file"
+            f"{path} is not a model configuration, or generation_config.json beside it is broken "
+            f"({error}): restore or download the file"
         ) from error
 
 

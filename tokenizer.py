@@ -415,8 +415,8 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from None
     except MALFORMED as error:
         raise TokenizerError(
-            f"{path} is not a tokenizer this code reads ({type(error).__name__}: {error}): "
-            "restore it"
+            f"{path} is not a tokenizer this code reads, or its tokenizer_config.json is broken "
+            f"({type(error).__name__}: {error}): restore it"
         ) from error
 
 
