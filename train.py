@@ -138,7 +138,7 @@ def build_parser() -> Parser:
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
     flag("--n_embd", "width, a multiple of n_head", 256)
-    flag("--context_length", "tokens the model sees", 256)
+    flag("--context_length", "tokens the model sees; nanoGPT calls it block_size", 256)
     about = "tokens of a window until the last quarter of the run; default: --context_length"
     flag("--short_context", about, kind=positive)
     about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
@@ -166,9 +166,10 @@ def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
     flag("--minutes", "time of a run without --steps, once the corpus is made", 2.25)
-    flag("--steps", "optimizer steps; default: as many as there is time for", kind=positive)
+    about = "optimizer steps, nanoGPT's max_iters; default: as many as there is time for"
+    flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
-    about = "parts of a device's sequences that are computed one by one, for less memory"
+    about = "parts in which a device computes its share of that, one by one, for less memory"
     flag("--accumulate", about, 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     flag("--vector_lr", "peak learning rate of AdamW: embeddings and norms, with --init all", 4e-3)
@@ -545,7 +546,7 @@ def catch_signals() -> list[int]:
     From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
     step; a second one kills.
     """
-    caught: list[int] = []
+    caught = []
 
     def note(number, frame):
         caught.append(number)
@@ -581,7 +582,10 @@ def train(run: Run, caught: list[int], started: float) -> bool:
         for step, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=step, loss=round(loss, 5), norm=round(norm, 4))
         # all processes must stop alike
-        stop, share = process.mean_of(bool(caught), clock.share(step_seconds))
+        votes = torch.tensor(
+            [bool(caught), clock.share(step_seconds)], dtype=torch.float64, device=process.device
+        )
+        stop, share = process.mean(votes).tolist()
         if not args.steps:  # with --steps, `update` knows the share
             run.share = share
         print_progress(run, loss, step_seconds)

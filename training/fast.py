@@ -294,7 +294,7 @@ class Muon(torch.optim.Optimizer):
         """
         self.maps = matrices
         self.process = process
-        alike: dict[tuple, list] = {}
+        alike = {}
         for p in matrices:
             alike.setdefault(tuple(sorted(self.size(p))), []).append(p)
         groups = [{"params": same} for same in alike.values()]

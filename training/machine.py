@@ -84,14 +84,11 @@ class Process:
         """The x (N, ..) of all processes, (world N, ..)."""
         if self.world == 1:
             return x
-        every = x.new_empty(self.world * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(every, x.contiguous())
+        every = torch.cat([x] * self.world)  # to be written over
+        # torch 2.13 warns of the old name, which older ones have alone
+        all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        all_gather(every, x.contiguous())
         return every
-
-    def mean_of(self, *values) -> list[float]:
-        """Average plain numbers over the processes: all must decide alike."""
-        x = torch.tensor(values, dtype=torch.float64, device=self.device)
-        return self.mean(x).tolist()
 
     def wait(self):
         """Wait until all processes are here."""
@@ -173,8 +170,10 @@ def init_process(args: Namespace) -> Process:
     """
     device = pick_device(args.device)
     if device.type == "cpu":
+        group = {"backend": "gloo"}
         torch.set_num_threads(count_cores())
     else:
+        group = {"backend": "nccl", "device_id": device}
         count = torch.cuda.device_count()
         if device.index >= count:
             sys.exit(
@@ -187,15 +186,17 @@ def init_process(args: Namespace) -> Process:
         torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
     if args.dtype is None:
         args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
+    rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
-        if device.type == "cpu":
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("nccl", device_id=device)
+        store = next(dist.rendezvous("env://"))[0]
+        # torchrun keeps it when it restarts the processes, which would wait for those that died
+        # at the addresses in it: each attempt has names of its own
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = dist.PrefixStore(attempt, store)
+        dist.init_process_group(store=store, rank=rank, world_size=world, **group)
     compiled = device.type == "cuda" if args.compile is None else args.compile
     dtype = getattr(torch, args.dtype)
-    rank = int(os.environ.get("RANK", 0))
     return Process(device, dtype, compiled, rank, world, training_ops(device))
 
 
@@ -225,14 +226,16 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
                 f"--data {args.data} has other tokens than {args.init}: make it with `python "
                 f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
             )
-        # float32: weights, gradients, and AdamW's means of gradients and of their squares
-        needed = 16 * model.num_weights
+        # float32: weights, gradients, and AdamW's means of gradients and of their squares; the
+        # gradients of several processes are copied into one message
+        each = 16 if process.world == 1 else 20
+        needed = each * model.num_weights
         if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
             needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         free, _ = memory_of(process.device)
         text = (
-            f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, 16 "
-            "bytes each in every process, and activations more; "
+            f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, "
+            f"{each} bytes each in every process, and activations more; "
             f"{process.device} has {free / 2**30:.2f} GiB free"
         )
         if needed > free and not args.resume:  # else a part of it is in memory
@@ -267,7 +270,7 @@ class Clock:
     def __init__(self, run, started: float):
         self.run = run
         self.end = started + 60 * run.args.minutes * (1 - run.share)
-        self.counted: float | None = None  # until when the run's time has been counted
+        self.counted = None  # or seconds: until when the run's time has been counted
         self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
     def share(self, step_seconds: float) -> float:

@@ -4,8 +4,6 @@ opens as that family in transformers again.
 """
 
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 import transformers
 from runs import MACHINE, ROOT, read_log, same, stop_after
 from test_crashes import Disk, lay_out
+from test_torchrun import torchrun
 
 import train
 from checkpoint import PREFIX, hub_parts, load_checkpoint
@@ -214,9 +213,7 @@ def test_two_processes_train_as_one(base, corpus, out, tmp_path):
     """All begin with the same weights, which nothing sends."""
     one = tmp_path / "one"
     finetune(base, corpus, one)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
-    command += [ROOT / "train.py", *argv(base, corpus, out)]
-    subprocess.run(command, check=True, timeout=120, capture_output=True)
+    torchrun(ROOT / "train.py", *argv(base, corpus, out))
     for alone, together in zip(read_log(one), read_log(out), strict=True):
         assert together == pytest.approx(alone, abs=2e-4)
 
@@ -285,7 +282,10 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
 def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     base, corpus, out, monkeypatch, capsys
 ):
-    """16 bytes a weight and process: what is refused with one byte less fits."""
+    """
+    16 bytes a weight and process, 20 where gradients are also a message to other processes: what is
+    refused with one byte less fits.
+    """
     count = sum(p.numel() for p in load_checkpoint(base).parameters())
     free = 16 * count - 1
     monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
@@ -302,6 +302,10 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
         machine.load_to_train(args, loaded, MACHINE)
     gpu = replace(MACHINE, device=torch.device("cuda"))
     assert machine.load_to_train(args, loaded, gpu)
+    with pytest.raises(ValueError, match=f"take {20 * count / 2**30:.2f} GiB to train, 20 bytes"):
+        machine.load_to_train(args, loaded, replace(gpu, world=2))
+    free = 20 * count
+    assert machine.load_to_train(args, loaded, replace(gpu, world=2))
     free = 0  # to resume, what was saved is in memory before this is asked
     train.main(["--resume", f"--out={out}"])
 
@@ -316,10 +320,12 @@ def test_a_configuration_says_what_the_weights_are(corpus, out, base):
 
 
 def test_a_broken_tokenizer_is_named(base, corpus, out):
-    """It was reported as config.json."""
-    (base / "tokenizer.json").write_text("{")
-    with pytest.raises(SystemExit, match=r"tokenizer\.json is not a tokenizer .*: restore it"):
-        finetune(base, corpus, out)
+    """It was reported as config.json, and tokenizer_config.json as tokenizer.json."""
+    message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        (base / name).write_text("{")
+        with pytest.raises(SystemExit, match=message):
+            finetune(base, corpus, out)
 
 
 def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
