@@ -343,7 +343,8 @@ def test_broken_configurations(tmp_path, content):
     if content not in NO_CONFIGURATION:
         content = json.dumps(changed(content))
     (tmp_path / "config.json").write_text(content)
-    refused(tmp_path, r"config\.json is not a model .* generation_config\.json .* \(.*: restore or download")
+    message = r"config\.json is not a model .* generation_config\.json .* \(.*: restore or download"
+    refused(tmp_path, message)
 
 
 REFUSED = """
