@@ -48,6 +48,8 @@ class Metrics:
             "queries": counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "hits": counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("num_preemptions", "Requests preempted for lack of blocks."),
+            "guessed": counter("spec_decode_num_draft_tokens", "Tokens guessed (--speculate)."),
+            "right": counter("spec_decode_num_accepted_tokens", "Of these, the right ones."),
         }
         timing = partial(metric, Histogram, buckets=SECONDS)
         self.delays = {  # of each request; its n choices share a prompt
