@@ -97,8 +97,11 @@ class Speculator:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
         if plan.drafts:
-            computed = [[r] * n for r, n in plan.work[: len(plan.decodes)]]
-            plan.sampled = sum(computed, []) + plan.completed
+            work = plan.work[: len(plan.decodes)]
+            plan.sampled = [r for r, n in work for _ in range(n)] + plan.completed
+            allocator = self.scheduler.block_allocator
+            plan.evicted += allocator.evicted  # for the drafts
+            allocator.evicted = []
 
     def _begin(self, request: Request) -> GrowingText:
         """The text of a request that is new here, in place of those that have ended."""

@@ -14,7 +14,7 @@ from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num
 from engine.engine import Engine
 from ops import cpu
 from paged import Request, Scheduler, SchedulerSettings
-from params import SamplingParams, Settings
+from params import SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
@@ -190,6 +190,22 @@ def test_a_draft_takes_what_blocks_and_rows_are_free():
     assert speculator.num_guessed - before == MOST_ROWS - 2
 
 
+def test_a_block_evicted_for_a_draft_is_told_at_once():
+    """Would catch: a record that has a block in the cache which a draft has taken from it."""
+    scheduler, speculator, r = begin(num_blocks=5)
+    other = Request("other", [50] * 8, 1)
+    scheduler.add_request(other)
+    scheduler.update(scheduler.plan(0), [7, 0])  # r holds 2 blocks, other's 2 are cached
+    scheduler.block_allocator.allocate_one()  # somebody else's
+    texts = {r: [8, 9, 10]}
+    held = list(scheduler.block_allocator.idle)
+    plan = scheduler.plan(1)
+    speculator.texts[r] = Mock(guess=lambda most: texts[r][:most])
+    speculator.plan_drafts(plan)
+    assert plan.drafts == texts and plan.evicted == held[:1]
+    assert scheduler.block_allocator.evicted == []
+
+
 def test_a_draft_is_written_into_blocks_of_its_own():
     """Would catch: a draft that is written into a block which a fork still reads."""
     scheduler, speculator, r = begin()
@@ -302,7 +318,7 @@ def test_an_answer_comes_in_pieces_of_several_tokens():
     outputs = []
     while engine.has_work:
         outputs += engine.step()
-    assert sum((o.tokens for o in outputs), []) == request.generated_tokens
+    assert [t for o in outputs for t in o.tokens] == request.generated_tokens
     assert len(outputs) < 40 and max(len(o.tokens) for o in outputs) > 2
     assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
 
