@@ -296,6 +296,46 @@ def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
 
 
 @needs_compiler
+def test_random_lives(guesses_of):
+    """Requests come, fork and hang up at any time, in tiny pools: those that end are right."""
+    work = asks(28)
+    plain = new_engine(trained_model(), attention="cpu", max_num_seqs=1)
+    expected = [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
+    known = {(tuple(p), q.seed): answer for (p, q), answer in zip(work, expected, strict=True)}
+    guesses_of(known)
+    num_right = num_preemptions = num_aborts = num_copies = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        rows = rng.choice([1, 2, 5])
+        settings = {"num_blocks": rng.choice([14, 40]), "prefix_cache": rng.random() < 0.7}
+        engine = speculating(
+            max_num_seqs=rows, token_budget=rows + rng.choice([1, 3, 20]), **settings
+        )
+        answers = {}
+        waiting = rng.sample(range(28), 20)
+        while engine.has_work or waiting:
+            while waiting and rng.random() < 0.3:
+                i = waiting.pop()
+                prompt, params = work[i]
+                n = 2 if params.temperature == 0 and rng.random() < 0.5 else 1
+                request = engine.add_request(i, prompt, params, priority=rng.randrange(3), n=n)
+                answers[i] = request
+            if engine.requests and rng.random() < 0.02:
+                id = rng.choice(list(engine.requests))
+                engine.abort(id)
+                answers.pop(id, None)
+                num_aborts += 1
+            engine.step()
+        for i, request in answers.items():
+            assert request.generated_tokens == expected[i], f"seed {seed}"
+        assert_idle(engine)
+        num_right += engine.speculator.num_right
+        num_preemptions += engine.scheduler.num_preemptions
+        num_copies += engine.scheduler.num_copies
+    assert min(num_right, num_preemptions, num_aborts, num_copies) > 5
+
+
+@needs_compiler
 def test_a_text_that_repeats_itself_takes_fewer_steps():
     engine = speculating()
     plain = new_engine(trained_model(), attention="cpu")
