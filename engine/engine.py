@@ -87,7 +87,8 @@ class Engine:
         if settings.speculate and (self.overlap or not self.runner.recorded):
             raise ValueError(
                 "--speculate is for the CPU's own kernels (--attention cpu, which needs a C "
-                f"compiler), without overlap; here attention is {self.runner.ops.name}: leave the flag out"
+                f"compiler), without overlap; here attention is {self.runner.ops.name}: leave it "
+                "out"
             )
         self.in_flight: InFlight | None = None
         self.recorder: Recorder | None = None  # is sent what each step does
