@@ -10,6 +10,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
+    python bench.py drafts        # answers with --speculate and without, one at a time
     python bench.py grammar       # answers by JSON schema beside free ones
     python bench.py train         # losses and times of train.py, by nanoGPT's estimate
 
@@ -37,6 +38,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, count, pairwise, product
 from operator import eq
+from pathlib import Path
 from random import Random
 from statistics import mean, median
 from time import perf_counter
@@ -453,6 +455,50 @@ def write_gguf(gpt: GPT, path: str, format: str):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def bench_drafts(model="out/stdlib", quantize="none") -> dict:
+    """
+    Answers with drafts (--speculate) and without, one at a time and by turns: to code of paged.py,
+    greedy and at temperature 0.8, and to random tokens at temperature 1. Output tokens a second,
+    tokens a step, and how many of the answers are equal.
+    """
+    tokenizer = load_tokenizer(model)
+    engines = {}
+    for name, speculate in ("with", True), ("without", False):
+        settings = Settings(speculate=speculate, quantize=quantize, prefix_cache=False)
+        engines[name] = Engine(build_model(model), settings)
+    length = min(256, engines["with"].max_model_len // 2)
+    code = tokenizer.encode((Path(__file__).parent / "paged.py").read_text())
+    codes = [code[i * length :][:length] for i in range(7)]
+    rng = Random(0)
+    randoms = [random_tokens(rng, 64, tokenizer.vocab_size) for _ in range(7)]
+    cases = {
+        "code, greedy": (codes, 0.0),
+        "code, temperature 0.8": (codes, 0.8),
+        "random tokens, temperature 1": (randoms, 1.0),
+    }
+    return {case: with_and_without(engines, length, *rest) for case, rest in cases.items()}
+
+
+def with_and_without(
+    engines: dict[str, Engine], length: int, prompts: Answers, temperature: float
+) -> dict:
+    """Medians over the prompts, of which the first is warm-up."""
+    rates = defaultdict(list)
+    answers = defaultdict(list)
+    steps = defaultdict(int)
+    for prompt in prompts:
+        for name, engine in engines.items():
+            before = engine.num_steps
+            seconds, texts = timed(engine, [(prompt, length)], temperature)
+            rates[name].append(length / seconds)
+            steps[name] += engine.num_steps - before
+            answers[name] += texts
+    result = {f"{name}, tok/s": round(median(values[1:])) for name, values in rates.items()}
+    result["tokens a step"] = round(len(prompts) * length / steps["with"], 2)
+    equal = sum(map(eq, answers["with"], answers["without"]))
+    return result | {"equal answers": f"{equal} of {len(prompts)}"}
 
 
 def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:

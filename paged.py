@@ -400,7 +400,9 @@ class Plan:
     """The work of one step: which requests compute how many tokens."""
 
     step: int = 0  # its number, for traces
-    decodes: list[Request] = field(default_factory=list)  # one token each
+    decodes: list[Request] = field(default_factory=list)  # one token each, and those of drafts
+    # of decodes: tokens that are guessed to follow (engine/drafts.py)
+    drafts: dict[Request, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
     completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
     sampled: list[Request] = field(default_factory=list)  # get a token: decodes, then completed
@@ -416,7 +418,7 @@ class Plan:
     @property
     def work(self) -> list[tuple[Request, int]]:
         """Each request that takes part, and how many of its tokens are computed."""
-        return [(r, 1) for r in self.decodes] + self.chunks
+        return [(r, 1 + len(self.drafts.get(r, ()))) for r in self.decodes] + self.chunks
 
     @property
     def num_tokens(self) -> int:
@@ -609,7 +611,7 @@ class Scheduler:
         """
         Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
         shared; it is prefilling then. With a sliding window a long prompt gets only the blocks that
-        one window needs; `_extend` adds more as old ones are freed. Returns False, with nothing
+        one window needs; `extend` adds more as old ones are freed. Returns False, with nothing
         changed, if there is no room.
         """
         # a request that was preempted with a token to come cannot be computed before it is known
@@ -639,7 +641,7 @@ class Scheduler:
         request.num_committed = len(hits)
         request.prefill_target = num_tokens
         request.row = self.free_rows.pop()
-        self._move(request, "prefilling")
+        self.move(request, "prefilling")
         self.num_queried_tokens += num_tokens
         self.num_hit_tokens += num_hit_tokens
         return True
@@ -801,7 +803,7 @@ class Scheduler:
                 break
             share = -(-left // max(1, num_sharers - i))
             missing = request.prefill_target - request.prefill_cursor
-            n = self._extend(request, min(share, missing))
+            n = self.extend(request, min(share, missing))
             if n == 0:  # it waits for blocks that are about to come back
                 continue
             plan.chunks.append((request, n))
@@ -809,10 +811,10 @@ class Scheduler:
                 plan.completed.append(request)
             left -= n
 
-    def _extend(self, request: Request, n: int) -> int:
+    def extend(self, request: Request, n: int) -> int:
         """
-        Lengthen a prompt's block table for its next n tokens, as far as blocks are free (the
-        watermark apart). Returns how many it has room for. Without a window it has its blocks.
+        Lengthen a block table for the next n tokens, as far as blocks are free (the watermark
+        apart). Returns how many it has room for. Without a window a prompt has its blocks.
         """
         allocator = self.block_allocator
         table = request.block_table
@@ -844,6 +846,8 @@ class Scheduler:
         """
         for request in plan.decodes:  # the hot loop
             request.num_filled_slots += 1
+        for request, draft in plan.drafts.items():
+            request.num_filled_slots += len(draft)
         for request, n in plan.chunks:
             request.prefill_cursor += n
             request.num_filled_slots += n
@@ -853,7 +857,7 @@ class Scheduler:
             request.num_to_come += 1
             request.generated_tokens.append(TO_COME)
             if len(request.generated_tokens) >= request.max_new_tokens:
-                self._move(request, "ending")
+                self.move(request, "ending")
 
     def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
@@ -867,12 +871,12 @@ class Scheduler:
         for request, n in plan.chunks:
             if request.row is not None:  # not preempted since
                 request.num_computed_slots += n
-                plan.committed += self._commit(request)
+                plan.committed += self.commit(request)
         for request in plan.decodes:  # the hot loop
             if request.row is not None:
                 request.num_computed_slots = computed = request.num_computed_slots + 1
                 if computed % S == 0:
-                    plan.committed += self._commit(request)
+                    plan.committed += self.commit(request)
         for request, token in zip(plan.sampled, tokens):  # noqa: B905  the hot loop
             if request.num_to_come:
                 request.generated_tokens[-request.num_to_come] = token
@@ -887,7 +891,7 @@ class Scheduler:
             self.complete(request)
         return finished
 
-    def _commit(self, request: Request) -> list[int]:
+    def commit(self, request: Request) -> list[int]:
         """
         Commit its full blocks, and only then leave some behind: so they can still be hit. Returns
         the blocks that are new in the prefix cache.
@@ -919,16 +923,16 @@ class Scheduler:
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
-        self._move(request, "active")
+        self.move(request, "active")
 
     # -- a token that is refused -------------------------------------------------------------------
 
     def hold(self, request: Request):
         """An active or ending request sits out until `release`."""
-        self._move(request, "held")
+        self.move(request, "held")
 
     def release(self, request: Request):
-        self._move(request, "active")
+        self.move(request, "active")
 
     def go_back(self, request: Request, *plans: Plan):
         """
@@ -945,16 +949,20 @@ class Scheduler:
         position = request.num_tokens - 1
         request.num_filled_slots = position
         request.num_computed_slots = position
-        end = self.blocks_for(position + 1)
-        self.block_allocator.free_blocks_for_request(request.block_table[end:])
-        del request.block_table[end:]
-        plans[0].committed += self._commit(request)
+        self.give_back_unused(request)
+        plans[0].committed += self.commit(request)
         if self.block_allocator.sink in request.block_table[self.first_block(position) :]:
             self._preempt(request)  # a later step has left a block that this position sees
         else:
             self.hold(request)
 
-    def _move(self, request: Request, status: str):
+    def give_back_unused(self, request: Request):
+        """Its blocks behind the slot of its last token."""
+        end = self.blocks_for(request.num_tokens)
+        self.block_allocator.free_blocks_for_request(request.block_table[end:])
+        del request.block_table[end:]
+
+    def move(self, request: Request, status: str):
         """Move a request from the list of its status to that of another."""
         getattr(self, request.status).remove(request)
         request.status = status

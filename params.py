@@ -219,6 +219,9 @@ class Settings(SchedulerSettings):
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
     # asynchronous scheduling: plan a step while the one before runs; None: on a GPU
     overlap: bool | None = None
+    speculate: bool = setting(
+        False, "on a CPU: guess tokens from the text so far, and check several in one step"
+    )
     seed: int | None = None  # for drawing the seeds of requests without one; None: from the system
 
     # for debugging

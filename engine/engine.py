@@ -23,6 +23,7 @@ import torch
 from tqdm import tqdm
 
 from common import plural
+from engine.drafts import Speculator
 from engine.events import Recorder
 from engine.grammar import MASK_SECONDS, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
@@ -82,6 +83,13 @@ class Engine:
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
+        self.speculator = Speculator(self.scheduler)
+        if settings.speculate and (self.overlap or not self.runner.recorded):
+            raise ValueError(
+                "--speculate is for the CPU's own kernels (--attention cpu, which needs a C "
+                f"compiler), without overlap; here attention is {self.runner.ops.name}: leave it "
+                "out"
+            )
         self.in_flight: InFlight | None = None
         self.recorder: Recorder | None = None  # is sent what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running
@@ -276,6 +284,8 @@ class Engine:
         if self.scheduler.held:
             self._release_held()
         plan = self.scheduler.plan(self.num_steps)
+        if self.settings.speculate:
+            self.speculator.plan_drafts(plan)
         if not plan.decodes and not plan.chunks:
             if self.recorder and (plan.preempted or plan.grown):
                 self.recorder.planned(plan)
@@ -316,6 +326,10 @@ class Engine:
             result = self.runner.wait_for(flight)
         except BaseException as error:
             return self._fail(plan, error)
+        if plan.drafts:
+            tokens = self.speculator.take_drafts(plan, result.tokens)
+            result = result._replace(tokens=tokens)
+            self.num_decode_tokens += sum(map(len, plan.drafts.values()))
         for request, (start, scores) in result.prompt_scores.items():
             if self.requests.get(request.id) is request:  # not aborted since
                 kept = self.prompt_scores.setdefault(request.id, [])
@@ -339,15 +353,15 @@ class Engine:
                 self._fork_choices(request)
         if self.settings.check:
             self.scheduler.check()
-        if result.logprobs or result.failed or self.prompt_scores:
-            return [self._output(r, token, result) for r, token in new]
+        if result.logprobs or result.failed or self.prompt_scores or plan.drafts:
+            return [self._output(r, [*plan.drafts.get(r, ()), token], result) for r, token in new]
         rest = (None, None, None)
         return [  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
             tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest))
             for r, token in new
         ]
 
-    def _output(self, r: Request, token: int, result: StepResult) -> Output:
+    def _output(self, r: Request, tokens: list[int], result: StepResult) -> Output:
         """The result of a step for a request. One that has failed is aborted."""
         if r in result.failed:
             self.abort(r.id)
@@ -356,7 +370,7 @@ class Engine:
         logprobs = result.logprobs.get(r)
         prompt_logprobs = self.prompt_scores.pop(r.id, None)
         hits = r.num_hit_tokens
-        return Output(r.id, [token], r.finish_reason, hits, None, logprobs, prompt_logprobs)
+        return Output(r.id, tokens, r.finish_reason, hits, None, logprobs, prompt_logprobs)
 
     def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
         """
@@ -513,6 +527,8 @@ class Engine:
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
+            "guessed": self.speculator.num_guessed,
+            "right": self.speculator.num_right,
             "steps": self.num_steps,
             **delays,
         }

@@ -96,10 +96,13 @@ class Recorder:
 
     def resolved(self, plan: Plan, new: list[tuple[Request, int]]):
         """The tokens of a step are known, and its full blocks committed."""
-        self.line |= {"resolved": plan.step, "sampled": len(new)}
-        self._add(committed=plan.committed)
+        answers = [(r, [*plan.drafts.get(r, ()), token]) for r, token in new]
+        self.line |= {"resolved": plan.step, "sampled": sum(len(tokens) for _, tokens in answers)}
+        drafts = [[r.arrival_number, len(draft)] for r, draft in plan.drafts.items() if draft]
+        self._add(drafts=drafts, committed=plan.committed)
         if self.has_tokens:
-            self._add(tokens=[[r.arrival_number, token] for r, token in new if token != NO_TOKEN])
+            pairs = [(r.arrival_number, token) for r, tokens in answers for token in tokens]
+            self._add(tokens=[pair for pair in pairs if pair[1] != NO_TOKEN])
 
     def failed(self):
         """A step failed: no line has what its plan moved, so a snapshot follows."""

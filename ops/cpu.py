@@ -332,7 +332,7 @@ class CpuKernels:
             inputs, last = flat_inputs(plan, known.S, known.last_token.numpy())
             n = len(inputs)
             columns.numpy().T[:n] = inputs
-            if plan.chunks:
+            if plan.chunks or n > len(logits):
                 self.library.run(self.pool, program, before_head, n)
                 return x[:n], model.logits(x[last], ops), rows[last], positions[last] + 1
             self.library.run(self.pool, program, len(kept), n)

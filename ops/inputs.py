@@ -106,14 +106,15 @@ def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[in
     last = []
     for request, n in plan.work:
         start = request.num_filled_slots
-        end = start + n
-        for position, token in enumerate(request.tokens_between(start, end), start):
+        tokens = request.tokens_between(start, start + n) + plan.drafts.get(request, [])
+        first = request.num_tokens - 1  # that is the input of a new token
+        for position, token in enumerate(tokens, start):
             if token is TO_COME:
                 token = last_token[request.row]
             slot = request.block_table[position // S] * S + position % S
+            if position >= first:
+                last.append(len(inputs))
             inputs.append((token, position, slot, request.row))
-        if end == request.num_tokens:
-            last.append(len(inputs) - 1)
     return inputs, last
 
 

@@ -44,10 +44,14 @@ class Metrics:
             "waiting": gauge("num_requests_waiting", "Choices waiting for their turn."),
             "kv_usage": gauge("kv_cache_usage_perc", "Share of KV blocks held by requests, 0..1."),
         }
+        guessed = counter("spec_decode_num_draft_tokens", "Tokens guessed (--speculate).")
+        right = counter("spec_decode_num_accepted_tokens", "Guessed tokens that were right.")
         self.counters = {
             "queries": counter("prefix_cache_queries", "Prompt tokens looked up in the cache."),
             "hits": counter("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
             "preemptions": counter("num_preemptions", "Requests preempted for lack of blocks."),
+            "guessed": guessed,
+            "right": right,
         }
         timing = partial(metric, Histogram, buckets=SECONDS)
         self.delays = {  # of each request; its n choices share a prompt

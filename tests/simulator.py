@@ -657,6 +657,8 @@ class World:
             "queries": self.truth["queried tokens"],
             "hits": self.truth["hit tokens"],
             "preemptions": self.truth["preemptions"],
+            "guessed": 0,
+            "right": 0,
             "steps": self.truth["steps"],
             "waited": self.waited,
             "prefilled": self.prefilled,

@@ -83,6 +83,7 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "scheduler": ("", "a step, ms"),
     "generate": ("", "8 x 64 in, 64 out"),
     "quality": ("--model DIR --data DIR", "int8"),
+    "drafts": ("--model DIR", "code, greedy"),
     "grammar": ("--model DIR --repeats 1", "held, tok/s"),
     "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),

@@ -33,7 +33,7 @@ ORDER = [
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
     "ops.flex", "ops.linear", "ops.fused", "ops.choice",
     "engine.runner", "engine.sizing", "engine.link", "engine.events", "engine.grammar",
-    "engine.engine", "engine.process",
+    "engine.drafts", "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",

@@ -225,7 +225,7 @@ class Engine:
         self.sock, self.link = pair(hard=False)
         self.received = b""
         self.stats = dict.fromkeys(["running", "waiting", "kv_usage", "queries", "hits"], 0)
-        self.stats |= {"preemptions": 0, "waited": [], "prefilled": []}
+        self.stats |= {"preemptions": 0, "guessed": 0, "right": 0, "waited": [], "prefilled": []}
 
     @property
     def heard(self) -> list[dict]:

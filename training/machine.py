@@ -190,9 +190,11 @@ def init_process(args: Namespace) -> Process:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]
-        # torchrun keeps it when it restarts the processes, which would wait for those that died
-        # at the addresses in it: each attempt has names of its own
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        # On one machine torchrun keeps it when it restarts the processes, which would wait for
+        # those that died at the addresses in it: each attempt has names of its own.
+        attempt = "0"
+        if int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world:
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
         dist.init_process_group(store=store, rank=rank, world_size=world, **group)
     compiled = device.type == "cuda" if args.compile is None else args.compile

@@ -133,6 +133,7 @@ function applyStep(line) {
     if (hits || q.preemptions) tell(kind, q.r, text, q.table.slice(0, hits / size))
   })
   each("chunks", (q, first, n) => fill(q, first + n))
+  each("drafts", (q, n) => fill(q, q.filled + n))
   for (const block of committed) state.committed.add(block)
   each("ended", (q, reason, n) => {
     tell("ended", q.r, `${reason} after ${count(n, "token")}`)

@@ -34,9 +34,11 @@ from browser import (  # noqa: F401
 from processes import Process
 
 from engine.events import Recorder
+from ops.cpu import c_compiler
 from params import SamplingParams
 from server.live import page as page_html
 from server.live import page_headers
+from test_paged import new_engine, trained_model
 from tests.simulated_runner import HostTokens, SimulatedRunner, simulated_engine
 
 FOLDER = ROOT / "server/page"
@@ -166,12 +168,25 @@ def frequent_snapshots(*args, **settings) -> list[tuple]:
         return random_record(*args, **settings)
 
 
+def record_of_drafts() -> list[tuple]:
+    """Texts that repeat themselves, some ended early."""
+    if not c_compiler():
+        pytest.skip("no C compiler here, so no drafts")
+    settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24}
+    engine = new_engine(trained_model(), speculate=True, **settings)
+    arrivals = {4 * i: [(str(i), [i, 7, 8, 9] * 3, 5 + 3 * i, 1 + i % 2)] for i in range(9)}
+    told = record(engine, arrivals, {15: ["2"]})
+    assert sum("drafts" in line for line in lines_of(told)) > 5
+    return told
+
+
 RECORDS = {
     "small": small_record,
     "random": lambda: random_record(1),
     "overlap": lambda: random_record(2, overlap=True),
     "tight": lambda: random_record(3, 40, num_blocks=12, overlap=True, token_budget=8),
     "snapshots": lambda: frequent_snapshots(4),
+    "drafts": record_of_drafts,
 }
 
 

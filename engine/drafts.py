@@ -1,0 +1,177 @@
+"""
+Speculative decoding without a draft model: the text so far guesses how it goes on.
+
+    plan = scheduler.plan(step)
+    speculator.plan_drafts(plan)                     # guess, in the room that the plan leaves
+    ...                                              # compute the step, guesses and all
+    tokens = speculator.take_drafts(plan, tokens)    # keep what was guessed right
+
+A step of one token reads all weights, and a step of a few hardly takes longer. So where the last
+tokens of a text stood in it before, those that followed them there are its draft (prompt lookup,
+Saxena 2023; vLLM's method "ngram"). Behind the last token t and a draft a b c, four tokens are
+sampled at once:
+
+    computed    t  a  b  c
+    sampled     a  b  x  y      a and b were right; x is the token after them, y is worth nothing
+
+The noise of a token depends on its request's seed and on its position, and its logits do not depend
+on the rows beside it (ops/cpu.c). So a text is to the bit what it would be without drafts, greedy
+or sampled: a wrong guess costs time, never a token.
+"""
+
+from paged import TO_COME, Plan, Request, Scheduler
+
+MATCHED = 3  # tokens that must have stood in the text before
+MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
+LONGEST_PAUSE = 32  # steps without a draft, after one wrong guess upon another
+
+
+class GrowingText:
+    """A request's text, and where in it any MATCHED tokens stood last."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.can_guess = can_guess(request)
+        self.tokens = list(request.prompt_tokens)
+        self.num_generated = 0  # tokens of the answer among them
+        self.place_after: dict[tuple, int] = {}  # MATCHED tokens -> the place behind them
+        self.num_indexed = MATCHED  # the next such place to enter; the end is none
+        # what its guesses were worth
+        self.length = 1  # of the next draft
+        self.pause = 1  # steps after the next wrong guess
+        self.steps_left = 0  # of a pause
+
+    def guess(self, most: int) -> list[int]:
+        """At most so many tokens that may come next; none where the text's end is new to it."""
+        if not self.can_guess or most < 1:
+            return []
+        new = self.request.generated_tokens[self.num_generated :]
+        self.num_generated += len(new)
+        self.tokens += new
+        tokens = self.tokens
+        for place in range(self.num_indexed, len(tokens)):
+            self.place_after[tuple(tokens[place - MATCHED : place])] = place
+        self.num_indexed = max(self.num_indexed, len(tokens))
+        place = self.place_after.get(tuple(tokens[-MATCHED:]))
+        if self.steps_left:
+            self.steps_left -= 1
+            return []
+        if place is None:
+            return []
+        # a text that repeats a few tokens over and over goes on with them
+        period = len(tokens) - place
+        return [tokens[place + i % period] for i in range(min(most, self.length))]
+
+    def learn(self, num_right: int):
+        """Longer drafts after right ones, and longer and longer pauses after wrong ones."""
+        self.length = 2 * num_right + 1
+        if num_right:
+            self.pause = 1
+        else:
+            self.steps_left = self.pause
+            self.pause = min(LONGEST_PAUSE, 2 * self.pause)
+
+
+class Speculator:
+    """The drafts of an engine without overlap: guesses need the tokens before them."""
+
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler = scheduler
+        self.texts: dict[Request, GrowingText] = {}
+        self.num_guessed = 0  # tokens, and of these the right ones
+        self.num_right = 0
+
+    def plan_drafts(self, plan: Plan):
+        """
+        Add drafts to a plan, as far as its tokens stay below MOST_ROWS and the budget, and blocks
+        are free. `plan.sampled` then has a request once for each of its tokens.
+        """
+        room = min(MOST_ROWS, self.scheduler.token_budget) - plan.num_tokens
+        if room <= 0:
+            return
+        for request in plan.decodes:
+            text = self.texts.get(request) or self._begin(request)
+            wanted = min(room, request.max_new_tokens - request.num_generated - 1)
+            draft = text.guess(wanted)
+            if draft:
+                self._add_draft(plan, request, draft)
+                room -= len(draft)
+        if plan.drafts:
+            work = plan.work[: len(plan.decodes)]
+            plan.sampled = [r for r, n in work for _ in range(n)] + plan.completed
+            allocator = self.scheduler.block_allocator
+            plan.evicted += allocator.evicted  # for the drafts
+            allocator.evicted = []
+
+    def _begin(self, request: Request) -> GrowingText:
+        """The text of a request that is new here, in place of those that have ended."""
+        self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
+        self.texts[request] = text = GrowingText(request)
+        return text
+
+    def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
+        """As far as there are free blocks for it."""
+        num_blocks = len(request.block_table)
+        num_slots = self.scheduler.extend(request, 1 + len(draft))
+        if len(request.block_table) > num_blocks:
+            plan.grown.append(request)
+        if num_slots > 1:
+            plan.drafts[request] = draft[: num_slots - 1]
+
+    def take_drafts(self, plan: Plan, tokens: list[int]) -> list[int]:
+        """
+        Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
+        known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
+        request then stands once; returns the last token of each, and leaves in `plan.drafts` what
+        was accepted before it.
+        """
+        kept = []
+        start = 0
+        for request in plan.decodes:
+            draft = plan.drafts.get(request, [])
+            sampled = tokens[start : start + 1 + len(draft)]
+            start += len(sampled)
+            n = num_right(draft, sampled, request.stop_token_ids)
+            kept.append(sampled[n])
+            if draft:
+                self.num_guessed += len(draft)
+                self.num_right += n
+                self.texts[request].learn(n)
+                plan.drafts[request] = draft[:n]
+                self._accept(request, plan, len(draft))
+        plan.sampled = plan.decodes + plan.completed
+        return kept + tokens[start:]
+
+    def _accept(self, request: Request, plan: Plan, num_guessed: int):
+        """Known are now all tokens of its draft in the plan, of so many; one is still to come."""
+        if not request.num_to_come:  # aborted since
+            return
+        scheduler = self.scheduler
+        right = plan.drafts[request]
+        request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
+        request.num_to_come = 1
+        request.num_computed_slots += len(right)
+        request.num_filled_slots -= num_guessed - len(right)
+        if request.status == "ending" and not request.is_done:
+            scheduler.move(request, "active")
+        scheduler.give_back_unused(request)
+        plan.committed += scheduler.commit(request)
+
+
+def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
+    """How many tokens of a draft are what was sampled; behind one that ends the text, none."""
+    for i, token in enumerate(draft):
+        if token != sampled[i] or token in stop_token_ids:
+            return i
+    return len(draft)
+
+
+def can_guess(request: Request) -> bool:
+    """
+    Not where a token's choice needs more than its logits and its position: a grammar's state, the
+    counts of a penalty; nor where tokens are scored.
+    """
+    params = request.params
+    if params is None:
+        return True
+    return not (request.grammar or params.penalises or params.logprobs is not None)

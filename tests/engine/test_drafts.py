@@ -1,0 +1,390 @@
+"""
+Drafts (engine/drafts.py): what is guessed, what of it counts, and that answers are to the bit those
+without drafts, whatever was guessed. On machines without a C compiler, which have no drafts, only
+the scheduler's side is tested.
+"""
+
+import random
+from functools import partial
+from unittest.mock import Mock
+
+import pytest
+
+from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
+from engine.engine import Engine
+from ops import cpu
+from paged import Request, Scheduler, SchedulerSettings
+from params import SamplingParams
+from test_paged import assert_idle, new_engine, trained_model
+
+needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+
+
+# --------------------------------------------------------------------------------------------------
+# What is guessed
+
+
+def text_of(*tokens: int, answer=()) -> GrowingText:
+    text = GrowingText(Request("r", list(tokens), 100, generated_tokens=list(answer)))
+    text.length = MOST_ROWS
+    return text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "guessed"),
+    [
+        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 3, [4, 5, 6]),
+        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 5, [4, 5, 6, 1, 2]),
+        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 8, [4, 5, 6, 1, 2, 3, 4, 5]),  # and so on
+        ((9, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3), 2, [5, 1]),  # what stood there last
+        ((7, 7, 7, 7), 4, [7, 7, 7, 7]),
+        ((7, 7, 7), 4, []),  # its end is no repetition of itself
+        ((1, 2, 3, 4, 9, 2, 3), 4, []),  # two tokens are too few
+        ((1, 2), 4, []),
+        ((1, 2, 3, 4, 1, 2, 3), 0, []),
+    ],
+)
+def test_a_text_goes_on_as_it_did(tokens, most, guessed):
+    assert text_of(*tokens).guess(most) == guessed
+    # the same if the last of them have come one by one
+    text = text_of(tokens[0])
+    for i in range(1, len(tokens)):
+        text.guess(1)
+        text.request.generated_tokens.append(tokens[i])
+    assert text.guess(most) == guessed
+
+
+def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
+    text = GrowingText(Request("r", [7] * 9, 100))
+    lengths = []
+    for right in (1, 3, 7, 2):
+        lengths.append(len(text.guess(MOST_ROWS)))
+        text.learn(right)
+    assert lengths == [1, 3, 7, 8]
+    assert len(text.guess(MOST_ROWS)) == 5
+    pauses = []
+    for _ in range(8):
+        text.learn(0)
+        steps = 0
+        while not text.guess(MOST_ROWS):
+            steps += 1
+        pauses.append(steps)
+    assert pauses == [1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
+    assert len(text.guess(MOST_ROWS)) == 1, "after a wrong guess a short one"
+    text.learn(1)
+    text.learn(0)
+    assert [len(text.guess(2)) for _ in range(2)] == [0, 1], "a right guess forgives all"
+
+
+def test_how_much_of_a_draft_counts():
+    assert num_right([1, 2, 3], [1, 2, 9, 3], frozenset()) == 2
+    assert num_right([1, 2, 3], [1, 2, 3, 4], frozenset()) == 3
+    assert num_right([1, 2, 3], [2, 2, 3, 4], frozenset()) == 0
+    assert num_right([1, 2, 3], [1, 2, 3, 4], frozenset([2])) == 1, "2 is the text's last token"
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks and books: a scheduler, and a model that counts up
+
+
+def begin(max_new_tokens=50, num_blocks=8, watermark=0.0, **request):
+    """A request with a prompt of 6 tokens and its first token; blocks of 4."""
+    settings = SchedulerSettings(max_num_seqs=4, watermark=watermark)
+    scheduler = Scheduler("fcfs", 16, 4 * num_blocks, settings=settings)
+    r = Request("r", [0, 1, 2, 3, 4, 5], max_new_tokens, **request)
+    scheduler.add_request(r)
+    scheduler.update(scheduler.plan(0), [6])
+    return scheduler, Speculator(scheduler), r
+
+
+def step(scheduler, speculator, drafts: dict):
+    """One with these drafts."""
+    texts = {r: Mock(guess=lambda most, d=draft: d[:most]) for r, draft in drafts.items()}
+    for r in scheduler.active:
+        speculator.texts[r] = texts.get(r) or Mock(guess=Mock(return_value=[]))
+    plan = scheduler.plan(1)
+    speculator.plan_drafts(plan)
+    scheduler.check(plan)
+    tokens = []
+    for request, n in plan.work:
+        first = request.num_tokens
+        tokens += range(first, first + n) if request in plan.decodes else [first]
+    scheduler.advance(plan)
+    tokens = speculator.take_drafts(plan, tokens)
+    finished = scheduler.resolve(plan, tokens)
+    scheduler.check()
+    return plan, finished
+
+
+def test_right_tokens_count_and_wrong_ones_leave_nothing():
+    scheduler, speculator, r = begin()
+    allocator = scheduler.block_allocator
+    assert r.block_table == [0, 1]
+    # three slots more than its second block has: one of the draft's goes to a third
+    plan, _ = step(scheduler, speculator, {r: [7, 8, 99, 10, 11]})
+    assert plan.grown == [r]
+    assert plan.drafts == {r: [7, 8]}
+    assert r.generated_tokens == [6, 7, 8, 9]
+    assert (r.num_filled_slots, r.num_computed_slots, r.num_to_come) == (9, 9, 0)
+    assert r.block_table == [0, 1, 2] and allocator.free == [7, 6, 5, 4, 3]
+    assert allocator.block_cache.held.keys() == {0, 1}
+    assert (speculator.num_guessed, speculator.num_right) == (5, 2)
+    speculator.texts[r].learn.assert_called_with(2)
+    # all wrong: a step as without a draft, and the block for it is free again
+    plan, _ = step(scheduler, speculator, {r: [0] * 6})
+    assert r.generated_tokens == [6, 7, 8, 9, 10]
+    assert r.block_table == [0, 1, 2] and allocator.free == [7, 6, 5, 4, 3]
+    # all right, over two ends of blocks
+    plan, _ = step(scheduler, speculator, {r: [11, 12, 13, 14, 15, 16, 17]})
+    assert r.generated_tokens == [*range(6, 19)]
+    assert r.num_committed == 4
+    held = allocator.block_cache.held
+    assert [held[b].tokens for b in r.block_table[:4]] == [
+        tuple(range(i, i + 4)) for i in (0, 4, 8, 12)
+    ]
+    step(scheduler, speculator, {})
+    assert r.generated_tokens == [*range(6, 20)]
+
+
+def test_a_draft_ends_where_the_answer_does():
+    scheduler, speculator, r = begin(max_new_tokens=5)
+    plan, finished = step(scheduler, speculator, {r: [7, 8, 9, 10, 11, 12]})
+    assert plan.drafts == {r: [7, 8, 9]}, "with the token after them these are the last"
+    assert finished == [r] and r.finish_reason == "length"
+    assert r.generated_tokens == [6, 7, 8, 9, 10]
+    assert scheduler.is_done() and scheduler.block_allocator.num_free == 8
+    # a wrong draft that could have been the last
+    scheduler, speculator, r = begin(max_new_tokens=5)
+    _, finished = step(scheduler, speculator, {r: [7, 99, 9]})
+    assert finished == [] and r.status == "active"
+    assert r.generated_tokens == [6, 7, 8]
+
+
+def test_a_stop_token_in_a_draft_ends_the_answer():
+    scheduler, speculator, r = begin(stop_token_ids=frozenset([8]))
+    plan, finished = step(scheduler, speculator, {r: [7, 8, 9]})
+    assert finished == [r] and r.finish_reason == "stop"
+    assert plan.drafts == {r: [7]}
+    assert r.generated_tokens == [6, 7, 8]
+    assert scheduler.block_allocator.num_free == 8
+
+
+def test_a_draft_takes_what_blocks_and_rows_are_free():
+    scheduler, speculator, r = begin(num_blocks=2)
+    plan, _ = step(scheduler, speculator, {r: [7, 8, 9]})
+    assert plan.drafts == {r: [7]}, "its block has two slots"
+    scheduler, speculator, r = begin(num_blocks=4, watermark=0.5)
+    plan, _ = step(scheduler, speculator, {r: [7, 8, 9]})
+    assert plan.drafts == {r: [7]}, "the others are kept for requests that must grow"
+    scheduler, speculator, r = begin(num_blocks=16)
+    plan, _ = step(scheduler, speculator, {r: [*range(7, 20)]})
+    assert plan.num_tokens == MOST_ROWS
+    # another prompt has the room
+    scheduler.add_request(Request("other", [7] * 12, 5))
+    plan, _ = step(scheduler, speculator, {r: [1] * 9})
+    assert plan.drafts == {}
+    other = scheduler.active[1]
+    before = speculator.num_guessed
+    plan, _ = step(scheduler, speculator, {r: [1] * 4, other: [1] * 9})
+    assert plan.sampled == [r, other]
+    assert speculator.num_guessed - before == MOST_ROWS - 2
+
+
+def test_a_block_evicted_for_a_draft_is_told_at_once():
+    """Would catch: a record that has a block in the cache which a draft has taken from it."""
+    scheduler, speculator, r = begin(num_blocks=5)
+    other = Request("other", [50] * 8, 1)
+    scheduler.add_request(other)
+    scheduler.update(scheduler.plan(0), [7, 0])  # r holds 2 blocks, other's 2 are cached
+    scheduler.block_allocator.allocate_one()  # somebody else's
+    texts = {r: [8, 9, 10]}
+    held = list(scheduler.block_allocator.idle)
+    plan = scheduler.plan(1)
+    speculator.texts[r] = Mock(guess=lambda most: texts[r][:most])
+    speculator.plan_drafts(plan)
+    assert plan.drafts == texts and plan.evicted == held[:1]
+    assert scheduler.block_allocator.evicted == []
+
+
+def test_a_draft_is_written_into_blocks_of_its_own():
+    """Would catch: a draft that is written into a block which a fork still reads."""
+    scheduler, speculator, r = begin()
+    fork = scheduler.fork(r, "fork")
+    plan, _ = step(scheduler, speculator, {r: [7, 8], fork: [7]})
+    assert len(plan.copies) == 1
+    assert r.block_table[0] == fork.block_table[0] and r.block_table[1] != fork.block_table[1]
+    assert r.generated_tokens == [6, 7, 8, 9] and fork.generated_tokens == [6, 7, 8]
+
+
+# --------------------------------------------------------------------------------------------------
+# Engines
+
+
+def speculating(**settings) -> Engine:
+    sizes = {"num_blocks": 100, "max_num_seqs": 4, "token_budget": 32, "attention": "cpu"}
+    return new_engine(trained_model(), speculate=True, **sizes | settings)
+
+
+def asks(n: int) -> list[tuple[list[int], SamplingParams]]:
+    """Of all kinds: greedy, sampled, filtered; with penalties, biases and scores."""
+    rng = random.Random(n)
+    extras = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 1.3, "top_k": 7, "top_p": 0.9},
+        {"temperature": 0.9, "min_p": 0.1, "logit_bias": {3: 2.0}},
+        {"temperature": 0.7, "repetition_penalty": 1.2},
+        {"logprobs": 2},
+        {"temperature": 1.0, "stop_token_ids": [4, 9], "min_tokens": 3},
+    ]
+    work = []
+    for i in range(n):
+        prompt = 3 * [rng.randrange(29) for _ in range(rng.randint(1, 9))]
+        own = {"temperature": 0.0, "max_tokens": rng.randint(3, 24), "seed": i} | extras[i % 7]
+        work.append((prompt, SamplingParams(**own, ignore_eos=True)))
+    return work
+
+
+@pytest.fixture
+def guesses_of(monkeypatch):
+    """guesses_of(answers): guess by these, and now and then wrongly."""
+
+    def begin_to_guess(answers: dict[tuple, list[int]]):
+        rng = random.Random(0)
+
+        def guess(text: GrowingText, most: int) -> list[int]:
+            r = text.request
+            answer = answers[tuple(r.prompt_tokens), r.params.seed]
+            draft = answer[r.num_generated : r.num_generated + rng.randint(0, max(0, most))]
+            if draft and rng.random() < 0.5:
+                draft[rng.randrange(len(draft))] = rng.randrange(29)
+            return draft if text.can_guess else []
+
+        monkeypatch.setattr(GrowingText, "guess", guess)
+
+    return begin_to_guess
+
+
+@needs_compiler
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_seqs": 1, "token_budget": 8},
+        {"max_num_seqs": 3, "token_budget": 5, "prefix_cache": False},
+        {"num_blocks": 24, "watermark": 0},  # preempts
+    ],
+)
+def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
+    """Whatever is guessed, in any batch."""
+    work = asks(28)
+    plain = new_engine(trained_model(), quantize=quantize, attention="cpu", max_num_seqs=1)
+    expected = [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
+    known = {(tuple(p), q.seed): answer for (p, q), answer in zip(work, expected, strict=True)}
+    guesses_of(known)
+    engine = speculating(quantize=quantize, check=True, **settings)
+    prompts, params = zip(*work, strict=True)
+    assert engine.generate(prompts, list(params), progress=False) == expected
+    assert_idle(engine)
+    speculator = engine.speculator
+    assert 20 < speculator.num_right < speculator.num_guessed - 20
+    total = sum(map(len, expected))
+    assert engine.counts()["decode tokens"] == total - len(work) or engine.scheduler.num_preemptions
+    # and once more, with hits of blocks that drafts have filled
+    assert engine.generate(prompts, list(params), progress=False) == expected
+
+
+@needs_compiler
+def test_random_lives(guesses_of):
+    """Requests come, fork and hang up at any time, in tiny pools: those that end are right."""
+    work = asks(28)
+    plain = new_engine(trained_model(), attention="cpu", max_num_seqs=1)
+    expected = [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
+    known = {(tuple(p), q.seed): answer for (p, q), answer in zip(work, expected, strict=True)}
+    guesses_of(known)
+    num_right = num_preemptions = num_aborts = num_copies = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        rows = rng.choice([1, 2, 5])
+        settings = {"num_blocks": rng.choice([14, 40]), "prefix_cache": rng.random() < 0.7}
+        engine = speculating(
+            max_num_seqs=rows, token_budget=rows + rng.choice([1, 3, 20]), **settings
+        )
+        answers = {}
+        waiting = rng.sample(range(28), 20)
+        while engine.has_work or waiting:
+            while waiting and rng.random() < 0.3:
+                i = waiting.pop()
+                prompt, params = work[i]
+                n = 2 if params.temperature == 0 and rng.random() < 0.5 else 1
+                request = engine.add_request(i, prompt, params, priority=rng.randrange(3), n=n)
+                answers[i] = request
+            if engine.requests and rng.random() < 0.02:
+                id = rng.choice(list(engine.requests))
+                engine.abort(id)
+                answers.pop(id, None)
+                num_aborts += 1
+            engine.step()
+        for i, request in answers.items():
+            assert request.generated_tokens == expected[i], f"seed {seed}"
+        assert_idle(engine)
+        num_right += engine.speculator.num_right
+        num_preemptions += engine.scheduler.num_preemptions
+        num_copies += engine.scheduler.num_copies
+    assert min(num_right, num_preemptions, num_aborts, num_copies) > 5
+
+
+@needs_compiler
+def test_a_text_that_repeats_itself_takes_fewer_steps():
+    engine = speculating()
+    plain = new_engine(trained_model(), attention="cpu")
+    prompt = [5, 6, 7, 8] * 5
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    answer = engine.generate([prompt], greedy, progress=False)
+    assert answer == plain.generate([prompt], greedy, progress=False)
+    assert engine.num_steps < plain.num_steps
+    assert engine.num_steps == plain.num_steps - engine.speculator.num_right
+    stats = engine.stats()
+    assert stats["right"] == engine.speculator.num_right > 0
+    assert stats["guessed"] >= stats["right"]
+
+
+@needs_compiler
+def test_an_answer_comes_in_pieces_of_several_tokens():
+    engine = speculating()
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    request = engine.add_request("a", [5, 6, 7, 8] * 5, params)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [t for o in outputs for t in o.tokens] == request.generated_tokens
+    assert len(outputs) < 40 and max(len(o.tokens) for o in outputs) > 2
+    assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
+
+
+@needs_compiler
+def test_a_step_with_drafts_that_fails_leaves_no_block_behind(guesses_of):
+    engine = speculating()
+    ask = partial(SamplingParams, temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
+    guesses_of({(tuple([5, 6, 7, 8] * 3), 1): [0] * 20})
+    engine.add_request("a", [5, 6, 7, 8] * 3, ask())
+    while not engine.speculator.num_guessed:
+        engine.step()
+    engine.runner.wait_for = Mock(side_effect=RuntimeError("broken"))
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    assert [o.error for o in outputs] == ["RuntimeError: broken"]
+    del engine.runner.wait_for
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"attention": "torch"}, {"attention": "cpu", "overlap": True}]
+)
+def test_drafts_are_refused_where_they_are_not_checked(settings):
+    if settings["attention"] == "cpu" and not cpu.c_compiler():
+        pytest.skip("needs a C compiler")
+    with pytest.raises(ValueError, match=r"--speculate is for .*: leave it out"):
+        new_engine(trained_model(), speculate=True, **settings)
