@@ -469,7 +469,8 @@ def bench_drafts(model="out/stdlib", quantize="none") -> dict:
         settings = Settings(speculate=speculate, quantize=quantize, prefix_cache=False)
         engines[name] = Engine(build_model(model), settings)
     length = min(256, engines["with"].max_model_len // 2)
-    code = tokenizer.encode((Path(__file__).parent / "paged.py").read_text())
+    text = Path(__file__).with_name("paged.py").read_text()
+    code = tokenizer.encode(text)
     codes = [code[i * length :][:length] for i in range(7)]
     rng = Random(0)
     randoms = [random_tokens(rng, 64, tokenizer.vocab_size) for _ in range(7)]
