@@ -555,6 +555,28 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     assert len(house.engines) == 2
 
 
+def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypatch):
+    """
+    With too many open files, say: the server said "restarting" for ever, and neither served nor
+    ended.
+    """
+
+    def fail():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(house.service.client, "start", fail)
+    caller = house.ask()
+    house.engine.die()
+    assert refusal_of(caller)[:2] == (500, "engine_dead")
+    reason = "the engine stopped unexpectedly, and no new one can start: too many open files"
+    assert refusal_of(house.call("GET", "/readyz")) == (
+        503,
+        "dead",
+        f"the server is dead: {reason}",
+    )
+    assert is_over(house)
+
+
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
     """One that has nothing to do may be silent, and its silence counts from the first request."""
     house.clock.run(3600)
