@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common import plural
+from common import plural, say
 from server import live
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
@@ -49,7 +49,7 @@ def log(event: str, **fields):
         line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
     else:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    print(line, file=sys.stderr, flush=True)
+    say(line)
 
 
 def short(event: str, fields: dict) -> str:
@@ -302,7 +302,7 @@ class ReplaySite(Site):
     async def run(self, sock):
         """Serve until a signal."""
         server = self.make_server(lambda *_: setattr(server, "should_exit", True))
-        print(f"showing {self.args.replay} at {base_url(sock)}", flush=True)
+        say(f"showing {self.args.replay} at {base_url(sock)}", sys.stdout)
         await server.serve(sockets=[sock])
 
 

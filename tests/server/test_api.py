@@ -4,7 +4,9 @@ engine is sent, what a client is sent, and when.
 """
 
 import asyncio
+import io
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -553,6 +555,31 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     house.engine.die()
     assert is_over(house)
     assert len(house.engines) == 2
+
+
+class Full(io.TextIOBase):
+    def write(self, text: str):
+        raise OSError("no space left on device")
+
+
+def test_words_that_nobody_takes_do_not_stop_the_server(house, monkeypatch):
+    """
+    On a full disk, or once the reader of a pipe was gone, an engine that died was not started
+    again, and after SIGTERM a server at work never ended.
+    """
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Full())
+    house.args.access_log = True
+    house.ask()
+    house.engine.die()
+    house.engine.ready()
+    assert house.get("/readyz").status == 200
+    caller = house.ask()
+    stop(house)
+    house.engine.step({"1": b"x"}, "length")
+    house.clock.run(0.1)
+    assert caller.answer().status == 200
+    assert is_over(house)
 
 
 def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypatch):
