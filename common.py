@@ -80,7 +80,7 @@ def announce(what: str):
     torchrun one process prints it.
     """
     if os.environ.get("RANK", "0") == "0":
-        print(f"{what} ..", file=sys.stderr, flush=True)
+        say(f"{what} ..")
 
 
 def say(line: str, file=None):

@@ -128,6 +128,8 @@ class Gate:
             logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
             if error:
                 logged["error"] = error.reason
+                # whose frames hold this error, and megabytes of prompts until garbage is collected
+                error.__traceback__ = None
             self.note_end(scope["client"], status, logged)
 
     def note_end(self, client, status, logged):
