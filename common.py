@@ -12,6 +12,7 @@ and settings that must be made before torch is loaded (nothing here loads it).
 """
 
 import argparse
+import contextlib
 import difflib
 import gc
 import json
@@ -79,7 +80,16 @@ def announce(what: str):
     torchrun one process prints it.
     """
     if os.environ.get("RANK", "0") == "0":
-        print(f"{what} ..", file=sys.stderr, flush=True)
+        say(f"{what} ..")
+
+
+def say(line: str, file=None):
+    """
+    Print a line of a server, on stderr if not told otherwise. Where a full disk, or a pipe whose
+    reader is gone, does not take it, the server goes on.
+    """
+    with contextlib.suppress(OSError):
+        print(line, file=file or sys.stderr, flush=True)
 
 
 def plural(count: int, noun: str) -> str:

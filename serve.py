@@ -35,6 +35,7 @@ from common import (
     collect_garbage_rarely,
     end_with_one_line,
     not_installed,
+    say,
 )
 
 if __name__ == "__main__":
@@ -98,7 +99,7 @@ def engine_process(args: Namespace, sock: socket.socket):
         # One core is left to HTTP: on two the p99 of the time between tokens is then 5 ms, not 30.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         engine = build_engine(args)
-        print(engine.statement(), file=sys.stderr, flush=True)
+        say(engine.statement())
     except Exception as error:  # of any kind: the server's user gets one line
         message = str(error)
         if isinstance(error, ModuleNotFoundError):

@@ -23,7 +23,6 @@ which they became idle. Imports no torch.
 
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import date
@@ -31,6 +30,7 @@ from itertools import count, islice, takewhile
 from pathlib import Path
 from typing import BinaryIO
 
+from common import say
 from paged import Plan, Request
 from params import NO_TOKEN
 
@@ -327,7 +327,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
                 file.truncate(end)
                 raise OSError("no space is left for the next lines")
         except OSError as error:
-            print(f"--record {path} ends here: {error}", file=sys.stderr, flush=True)
+            say(f"--record {path} ends here: {error}")
             file.close()
 
     engine.recorder = Recorder(engine, tokens)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from common import plural
+from common import plural, say
 from server import protocol
 from server.answers import Job, send_json
 from server.gate import STOPPED, Site, base_url, log
@@ -309,7 +309,7 @@ class Service(Site):
         elif state == "ready" and self.server and not self.draining:
             url = base_url(self.sock)
             message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
-            print(message, flush=True)
+            say(message, sys.stdout)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
             self.metrics.engine_ended()
@@ -326,7 +326,7 @@ class Service(Site):
         self.deadline = time.monotonic() + self.args.drain_seconds
         if self.client.choices:
             requests = plural(len(self.client.choices), "request")
-            print(f"finishing {requests}; a second signal ends them", file=sys.stderr)
+            say(f"finishing {requests}; a second signal ends them")
         # kept: the loop itself holds tasks weakly
         self.drainer = asyncio.create_task(self._drain())
 

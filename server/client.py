@@ -249,6 +249,9 @@ class EngineClient(asyncio.Protocol):
         self.refuse_all("engine_dead", self.reason)
         if restart:
             self.may_restart = False
-            self._connect()
+            try:
+                self._connect()
+            except OSError as error:  # such as too many open files
+                return self._end(f"{reason}, and no new one can start: {error}")
             # kept: the loop itself holds tasks weakly
             self.attaching = asyncio.create_task(self.attach())

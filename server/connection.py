@@ -225,6 +225,12 @@ class Connection(HttpToolsProtocol):
         self.unanswered.popleft()
         super().on_response_complete()
 
+    def shutdown(self):
+        """The server ends: the answer under way is the last one."""
+        super().shutdown()
+        for cycle in self.unanswered:  # uvicorn marks only the last one
+            cycle.keep_alive = False
+
     def pause_writing(self):
         super().pause_writing()
         self.watch_client()

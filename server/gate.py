@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 
-from common import plural
+from common import plural, say
 from server import live
 from server.connection import Connection, check_head, close_after_early_answer
 from server.metrics import Metrics
@@ -49,7 +49,7 @@ def log(event: str, **fields):
         line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
     else:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **fields})
-    print(line, file=sys.stderr, flush=True)
+    say(line)
 
 
 def short(event: str, fields: dict) -> str:
@@ -128,6 +128,8 @@ class Gate:
             logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
             if error:
                 logged["error"] = error.reason
+                # whose frames hold this error, and megabytes of prompts until garbage is collected
+                error.__traceback__ = None
             self.note_end(scope["client"], status, logged)
 
     def note_end(self, client, status, logged):
@@ -302,7 +304,7 @@ class ReplaySite(Site):
     async def run(self, sock):
         """Serve until a signal."""
         server = self.make_server(lambda *_: setattr(server, "should_exit", True))
-        print(f"showing {self.args.replay} at {base_url(sock)}", flush=True)
+        say(f"showing {self.args.replay} at {base_url(sock)}", sys.stdout)
         await server.serve(sockets=[sock])
 
 

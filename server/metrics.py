@@ -124,20 +124,20 @@ class Metrics:
 
     def update(self, stats):
         """
-        Show the numbers of Engine.stats(). Its totals begin at 0 again with each new engine;
-        Prometheus' counters must not fall, so theirs go on.
+        Show the numbers of Engine.stats(). Prometheus' counters must not fall, so they go on where
+        the totals of a new engine begin at 0.
         """
         for name, gauge in self.gauges.items():
             gauge.set(stats[name])
         for name, counter in self.counters.items():
-            new = stats[name] - self.totals.get(name, 0)
+            counter.inc(stats[name] - self.totals.get(name, 0))
             self.totals[name] = stats[name]
-            counter.inc(new if new >= 0 else stats[name])  # less than before: another engine
         for name, histogram in self.delays.items():
             for delay in stats[name]:
                 histogram.observe(delay)
 
     def engine_ended(self):
         """It holds nothing any more; the next one sends its numbers only once it has work."""
+        self.totals.clear()
         for gauge in self.gauges.values():
             gauge.set(0)

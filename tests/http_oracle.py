@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from scripted_engine import EOS, Violation, logprob_of, script
 from wires import Answer
 
-from server.gate import UNLOGGED_PATHS
+from server.gate import LINGER_SECONDS, UNLOGGED_PATHS
 
 
 class Expected(SimpleNamespace):
@@ -118,6 +118,7 @@ class Judge:
         self.call = call
         self.answer = answer
         self.log = world.access.get(f"r{call['id']}", [])
+        self.jobs = [job for job in world.jobs if job.call_id == f"r{call['id']}"]
 
     def wrong(self, what: str):
         raise Violation(f"call {self.call['id']}: {what}")
@@ -201,7 +202,7 @@ class Judge:
             self.check_usage(said.usage, reference)
         if said.error:
             code = said.error["code"]
-            status = {"engine_dead": 500, None: 500, "queue_full": 429}.get(code, 503)
+            status = {"engine_dead": 500, None: 500}.get(code, 503)
             self.check_error(status, said.error)
 
     def compare(self, choice: Expected, reference: Expected, is_whole: bool):
@@ -256,12 +257,16 @@ class Judge:
                 if code in states or (is_liveness and "restarting" in states):
                     return True
                 return "no step in" in message and world.pause > 0
-            case 503, "stopping" if world.stopped_at is not None:
+            case 503, "stopping" if self.jobs:
                 latest = world.drained_at + 1.5 + world.pause
-                return world.drained_at - 1e-6 <= ended <= latest
+                is_late = self.caller.is_quick and ended > latest
+                return world.drained_at - 1e-6 <= ended and not is_late
             case 503, "draining" | "stopping":
-                was_stopped = world.stopped_at is not None and world.stopped_at <= ended
-                return was_stopped or "dead" in states
+                ends = [at for at, state in world.states if state == "dead"]
+                ends += [world.stopped_at] if world.stopped_at is not None else []
+                # a call that was not in work yet has less time than those that were
+                lingered = LINGER_SECONDS if code == "stopping" else 0.0
+                return bool(ends) and min(ends) + lingered <= ended
             case 503, "timeout":
                 took = ended - began
                 return took > self.settings["request_seconds"] - 1e-6 and self.is_unfinished()
@@ -279,8 +284,7 @@ class Judge:
 
     def is_unfinished(self) -> bool:
         """The engine has not done all of it."""
-        jobs = [job for job in self.world.jobs if job.call_id == f"r{self.call['id']}"]
-        return any(not choice.finish_reason for job in jobs for choice in job.choices)
+        return any(not choice.finish_reason for job in self.jobs for choice in job.choices)
 
     def may_be_full(self) -> bool:
         """The most choices that other calls can have had in work meanwhile are counted."""

@@ -4,7 +4,10 @@ engine is sent, what a client is sent, and when.
 """
 
 import asyncio
+import gc
+import io
 import json
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -480,6 +483,19 @@ def test_while_it_loads_it_is_alive_and_accepts_nothing():
             assert house.get(path).json == {"status": "ready"}
 
 
+def test_a_refused_call_leaves_no_prompt_behind(house):
+    """
+    Its error held the frames that had raised it, and these the error and megabytes of prompts,
+    until garbage was collected, which is rarely: 40 MB more with each prompt of 4 MiB.
+    """
+    gc.disable()
+    try:
+        assert refusal_of(house.ask([5] * 1234))[0] == 400
+        assert not [x for x in gc.get_objects() if type(x) is list and len(x) == 1234]
+    finally:
+        gc.enable()
+
+
 def test_running_calls_may_finish_after_the_signal(house, capsys):
     """New ones are refused, also one whose body was under way."""
     caller, half = house.ask(), house.connect()
@@ -553,6 +569,53 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     house.engine.die()
     assert is_over(house)
     assert len(house.engines) == 2
+
+
+class Full(io.TextIOBase):
+    def write(self, text: str):
+        raise OSError("no space left on device")
+
+
+def test_words_that_nobody_takes_do_not_stop_the_server(house, monkeypatch):
+    """
+    On a full disk, or once the reader of a pipe was gone, an engine that died was not started
+    again, and after SIGTERM a server at work never ended.
+    """
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Full())
+    house.args.access_log = True
+    house.ask()
+    house.engine.die()
+    house.engine.ready()
+    assert house.get("/readyz").status == 200
+    caller = house.ask()
+    stop(house)
+    house.engine.step({"1": b"x"}, "length")
+    house.clock.run(0.1)
+    assert caller.answer().status == 200
+    assert is_over(house)
+
+
+def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypatch):
+    """
+    With too many open files, say: the server said "restarting" for ever, and neither served nor
+    ended.
+    """
+
+    def fail():
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(house.service.client, "start", fail)
+    caller = house.ask()
+    house.engine.die()
+    assert refusal_of(caller)[:2] == (500, "engine_dead")
+    reason = "the engine stopped unexpectedly, and no new one can start: too many open files"
+    assert refusal_of(house.call("GET", "/readyz")) == (
+        503,
+        "dead",
+        f"the server is dead: {reason}",
+    )
+    assert is_over(house)
 
 
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):

@@ -318,6 +318,17 @@ def test_all_requests_of_a_connection_end_with_it(house, sent, how):
     assert house.clock.due() == float("inf")  # no timer is left that could do anything
 
 
+def test_when_the_server_ends_the_answer_under_way_says_that_it_is_the_last(house):
+    """Of several requests only the last was marked: the others got no answer, nor a reason."""
+    caller = house.connect()
+    caller.send(ASK + GET + GET)
+    (served,) = house.state.connections
+    served.shutdown()
+    house.engine.step({"0": b"x"}, "length")
+    assert caller.answer().headers["connection"] == "close"
+    assert caller.closed == ("close", 0)
+
+
 # --------------------------------------------------------------------------------------------------
 # Offers of other protocols
 

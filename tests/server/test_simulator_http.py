@@ -64,8 +64,38 @@ def test_a_seed_is_always_the_same_run():
 def test_the_server_answers_while_the_model_loads():
     """A supervisor asks whether it lives."""
     settings, _ = simulator.draw(0, 0)
-    settings |= {"start_seconds": 0.1, "load_seconds": 0.3, "turn_seconds": 0.0}
+    settings |= {"load_seconds": 0.3, "turn_seconds": 0.0}
     calls = [{"id": 0, "key": None, "path": "/livez"}]
     world = run(settings, [{"do": "call", "calls": calls, "t": 0.01}])
     (caller,) = world.callers[:1]
     assert caller.ended_at - caller.began < 0.1
+
+
+@pytest.mark.parametrize("encode_seconds, slow", [(3.0, {}), (0.0, {"sip": 50, "rest": 0.5})])
+def test_the_stop_of_a_call_may_come_early_or_late(encode_seconds, slow):
+    """
+    The oracle took two right answers for wrong: of a call that was still being encoded, refused
+    before --drain-seconds were over, as no call was in work; and of a client that reads slowly.
+    """
+    settings, _ = simulator.draw(0, 0)
+    settings |= {"load_seconds": 0.0, "turn_seconds": 0.0, "client_seconds": 9.0}
+    settings |= {"encode_seconds": encode_seconds, "drain_seconds": 5.0 if encode_seconds else 0.0}
+    settings |= {"step_seconds": 0.05, "request_seconds": 60.0}
+    body = {"prompt": ["bbbb~0.0"], "max_tokens": 40, "seed": 0, "ignore_eos": True}
+    calls = [{"id": 0, "key": "sesame", "path": "/v1/completions", "body": body}]
+    events = [{"do": "call", "calls": calls, "t": 0.5} | slow, {"do": "stop", "t": 0.7}]
+    (caller,) = run(settings, events).callers
+    assert b"stopping" in caller.received
+
+
+def test_a_call_that_is_encoded_after_its_client_has_left_takes_some_turns():
+    """It is handed to the engine and aborted at once: the oracle looked just between the two."""
+    settings, _ = simulator.draw(0, 0)
+    settings |= {"load_seconds": 0.0, "turn_seconds": 0.01}
+    calls = [
+        {"id": 0, "key": "sesame", "path": "/v1/completions", "body": {"prompt": ["bbbb~0.0"]}}
+    ]
+    calls[0]["body"] |= {"max_tokens": 4, "seed": 0}
+    event = {"do": "call", "calls": calls, "leaves": ["sent", 1], "how": "close", "t": 0.5}
+    for hundredths in range(235, 255):
+        run(settings | {"encode_seconds": hundredths / 100}, [event])
