@@ -160,7 +160,8 @@ def test_the_fields_of_a_record_are_in_the_reference():
         seen |= line.keys()
         for request in line.get("requests", []) + line.get("new", []):
             seen |= request.keys()
-    assert seen == documented - {"state"}  # which the server adds when an engine has ended
+    # the server adds `state` when an engine has ended; drafts are for --speculate
+    assert seen == documented - {"state", "drafts"}
 
 
 # a row of README's table -> the situations of tests/engine/test_bits.py
@@ -170,6 +171,7 @@ PROMISED = {
     "preempted and resumed": {"preempted"},
     "forked (`n` answers to one prompt)": {"forked"},
     "with any number of threads": {"with_threads"},
+    "with `--speculate`": {"with_drafts"},
 }
 
 

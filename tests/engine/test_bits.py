@@ -17,11 +17,13 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from engine.drafts import GrowingText
 from engine.engine import Engine, Output
 from engine.process import add_request
 from model import GPT, GPTConfig
@@ -153,7 +155,11 @@ class Service:
     def step(self):
         for output in self.engine.step():
             assert output.error is None, output.error
-            self.answers[output.id].append(output._replace(id="", cached_tokens=0))
+            answer = self.answers[output.id]
+            output = output._replace(id="", cached_tokens=0)
+            for token in output.tokens[:-1]:  # of a draft
+                answer.append(output._replace(tokens=[token], finish_reason=None))
+            answer.append(output._replace(tokens=output.tokens[-1:]))
 
     def run(self, *names: str):
         self.add(*names)
@@ -296,8 +302,29 @@ def overlapping(start) -> list[Service]:
     return [service]
 
 
+def with_drafts(start) -> list[Service]:
+    """Half of them wrong."""
+    expected = alone(*start.args)
+    rng = random.Random(0)
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        request = text.request
+        answer = [token for output in expected[name_of(request.id)] for token in output.tokens]
+        draft = answer[request.num_generated :][: max(0, most)]
+        if draft and rng.random() < 0.5:
+            draft[-1] = (draft[-1] + 1) % 29
+        return draft if text.can_guess else []
+
+    with mock.patch.object(GrowingText, "guess", guess):
+        service = start(speculate=True, max_num_seqs=4)
+        service.run(*ASKS)
+    speculator = service.engine.speculator
+    assert 3 < speculator.num_right < speculator.num_guessed - 3
+    return [service]
+
+
 SITUATIONS = (together, beside_others, one_after_the_other, warm, chunked, preempted, forked)
-SITUATIONS += (with_threads, beside_another_engine, overlapping)
+SITUATIONS += (with_threads, beside_another_engine, overlapping, with_drafts)
 
 
 @needs_compiler
