@@ -319,7 +319,7 @@ def with_drafts(start) -> list[Service]:
         service = start(speculate=True, max_num_seqs=4)
         service.run(*ASKS)
     speculator = service.engine.speculator
-    assert 3 < speculator.num_right < speculator.num_guessed - 3
+    assert 1 < speculator.num_right < speculator.num_guessed - 1
     return [service]
 
 
