@@ -20,7 +20,7 @@ import time
 import orjson
 
 from server.live import EVENTS, PING, PING_SECONDS
-from server.protocol import ApiError, ChatRequest, ClientGone, CompletionRequest, error_body
+from server.protocol import ApiError, ClientGone, error_body
 from server.tools import CallReader, grammar_of_calls
 from tokenizer import token_name
 
@@ -278,15 +278,6 @@ class ChatChoice(Choice):
 # --------------------------------------------------------------------------------------------------
 # The answer to a call
 
-CHOICES = {CompletionRequest: CompletionChoice, ChatRequest: ChatChoice}
-
-# HTTP status and code for each kind of refusal by the engine or its client; all others are a 500
-REFUSALS = {
-    "invalid": (400, None),
-    "engine_dead": (500, "engine_dead"),
-    "stopping": (503, "stopping"),
-}
-
 
 class Job:
     """
@@ -313,7 +304,7 @@ class Job:
         self.grammar = body.response_format or body.structured_outputs
         if body.tools:
             self._hold_to_tools()
-        kind = CHOICES[type(body)]
+        kind = ChatChoice if body.messages else CompletionChoice
         tokenizer = service.encoder.tokenizer
         eos = self.client.info["eos_token_ids"]
         self.choices = []
@@ -381,10 +372,10 @@ class Job:
             self.changed.set()  # a task sends it, once all messages of this round are read
 
     def on_refusal(self, kind, message):
-        """The engine does not accept a choice, failed at it, or is gone: the call fails."""
-        status, code = REFUSALS.get(kind, (500, None))
-        param = self.body.constraints[:1] if kind == "invalid" else ()
-        self.fail(ApiError(status, message, *param, code=code))
+        """The engine does not accept a choice, or failed at it: the call fails."""
+        is_invalid = kind == "invalid"  # the client can change it
+        param = self.body.constraints[:1] if is_invalid else ()
+        self.fail(ApiError(400 if is_invalid else 500, message, *param))
 
     # its end
 

@@ -283,8 +283,9 @@ class Service(Site):
         Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
         nothing did.
         """
-        self.server = self.make_server(self.on_signal)  # ours drains first
-        self.loop = asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        # a signal drains first
+        self.server = self.make_server(lambda *_: loop.call_soon_threadsafe(self.stop))
         self.sock = sock
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()
@@ -292,9 +293,6 @@ class Service(Site):
         self.client.close()
         self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
-
-    def on_signal(self, *_):
-        self.loop.call_soon_threadsafe(self.stop)
 
     def engine_changed(self, state):
         """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
@@ -333,7 +331,7 @@ class Service(Site):
     async def _drain(self):
         while self.client.choices and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
-        self.client.refuse_all("stopping", STOPPED)
+        self.client.refuse_all(ApiError(503, STOPPED, code="stopping"))
         self.listeners.end()
         # uvicorn closes its sockets and waits until the last answers are out
         self.server.should_exit = True

@@ -14,6 +14,7 @@ import itertools
 import time
 
 from engine.link import Messages, join_rows, to_line
+from server.protocol import ApiError
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 CRASHED = "the engine stopped unexpectedly"
@@ -127,10 +128,10 @@ class EngineClient(asyncio.Protocol):
         """Have the engine publish its record, from a snapshot on; or no listener is left."""
         self._write(op="listen", on=is_on, tokens=tokens)
 
-    def refuse_all(self, kind, message):
-        """End everything that waits, as if the engine refused it."""
+    def refuse_all(self, error: ApiError):
+        """End everything that waits."""
         for choice in list(self.choices.values()):
-            choice.job.on_refusal(kind, message)
+            choice.job.fail(error)
 
     def trouble(self) -> str:
         """
@@ -246,7 +247,7 @@ class EngineClient(asyncio.Protocol):
         self.state = "restarting" if restart else "dead"
         self.stats = IDLE
         self.on_state(self.state)
-        self.refuse_all("engine_dead", self.reason)
+        self.refuse_all(ApiError(500, self.reason, code="engine_dead"))
         if restart:
             self.may_restart = False
             try:

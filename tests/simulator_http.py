@@ -286,7 +286,7 @@ class World:
             seconds = 0.0 if self.stopped_at else self.settings["drain_seconds"]
             self.stopped_at = self.stopped_at or self.now
             self.drained_at = min(self.drained_at, self.now + seconds)
-            self.service.on_signal()
+            self.service.server.handle_exit()
 
     # the run
 

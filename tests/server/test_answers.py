@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.answers import CHOICES, Choice
+from server.answers import ChatChoice, Choice, CompletionChoice
 from server.protocol import ChatRequest, CompletionRequest
 from tokenizer import TextStream
 from training.corpus import bpe_tokenizer
@@ -27,7 +27,8 @@ IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 
 def choice_of(body, prompt: list[int]) -> Choice:
     ends = (END, 254)  # several, as Llama's config.json names
-    return CHOICES[type(body)](None, 7, body, prompt, TOKENIZER, ends)
+    kind = ChatChoice if body.messages else CompletionChoice
+    return kind(None, 7, body, prompt, TOKENIZER, ends)
 
 
 def score(place: int, token: int) -> list:
