@@ -198,8 +198,7 @@ class Tokenizer:
     ) -> "TextStream":
         """The text of tokens that come behind those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        errors = "each_byte" if self.falls_back else "replace"
-        stream = TextStream(token_bytes, self.opening_bytes, errors)
+        stream = TextStream(token_bytes, self.opening_bytes)
         stream.follow(context)
         return stream
 
@@ -259,9 +258,6 @@ def token_name(data: bytes) -> str:
 # --------------------------------------------------------------------------------------------------
 # Streaming: tokens to text, as they come
 
-# Of byte tokens that are not UTF-8 `tokenizers` makes a U+FFFD each, not one for half a character.
-codecs.register_error("each_byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))
-
 
 class TextStream:
     """
@@ -269,9 +265,9 @@ class TextStream:
     that may become part of a stop string. Each token costs the same, however long the text is.
 
     `token_bytes(id)` gives the bytes of a token within a text, `opening_bytes(id)` those of one
-    that begins it, if they differ; `errors` is the codec's for bytes that are not UTF-8. The text
-    ends at the first place where a stop string is complete, so it does not matter how the text is
-    cut into tokens. `matched` is then that string, and the text ends before it.
+    that begins it, if they differ. The text ends at the first place where a stop string is
+    complete, so it does not matter how the text is cut into tokens. `matched` is then that string,
+    and the text ends before it.
 
         stream = tokenizer.stream(prompt)
         stream.stop_at(["\\n\\n"])
@@ -280,20 +276,19 @@ class TextStream:
     That is transformers' decode(prompt + tokens) without its decode(prompt): so an answer behind a
     text keeps its leading blank, and completes a character that the prompt has begun. Only where
     tokens of single bytes (byte fallback) make no UTF-8 does transformers, which sees all of them
-    first, replace whole characters before the broken one, too.
+    first, replace each byte, and whole characters before the broken one, too.
     """
 
     def __init__(
         self,
         token_bytes: Callable[[int], bytes],
         opening_bytes: Callable[[int], bytes] | None = None,
-        errors: str = "replace",
     ):
         self.token_bytes = token_bytes
         self.opening_bytes = opening_bytes
         self.next_bytes = self._first_bytes if opening_bytes else token_bytes
-        self.decoder = codecs.getincrementaldecoder("utf-8")(errors)  # holds half characters
-        self.num_broken = 0  # U+FFFD that the context ends with, unless a character is completed
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
+        self.is_half = False  # the context ends with half a character, which it has shown as U+FFFD
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
@@ -309,8 +304,7 @@ class TextStream:
         if end:
             self.next_bytes = self.token_bytes
         self.decoder.decode(end)
-        half = self.decoder.getstate()[0]
-        self.num_broken = len(half) if self.decoder.errors == "each_byte" else len(half[:1])
+        self.is_half = self.decoder.getstate()[0] != b""
 
     def spell_with(self, token_bytes: Callable[[int], bytes]):
         """From here on tokens have these bytes."""
@@ -327,10 +321,9 @@ class TextStream:
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         text = self.decoder.decode(data, final)
-        if text and self.num_broken:
-            if text.startswith("\ufffd"):
-                text = text[self.num_broken :]
-            self.num_broken = 0
+        if text and self.is_half:
+            text = text.removeprefix("\ufffd")
+            self.is_half = False
         self.num_characters += len(text)
         return text
 
