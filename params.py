@@ -104,7 +104,9 @@ class SamplingParams:
             self._require(name, limits.admits(getattr(self, name)), limits.wanted)
         fits = self.min_tokens <= self.max_tokens
         self._require("min_tokens", fits, RANGES["min_tokens"].wanted)
-        self._require("stop_token_ids", is_list_of_ids(self.stop_token_ids), "a tuple of token ids")
+        ids = self.stop_token_ids
+        fits = isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}
+        self._require("stop_token_ids", fits, "a tuple of token ids")
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
         fits = self.logit_bias is None or is_bias(self.logit_bias)
         wanted = "a dict from token ids to numbers from -100 to 100, or None"
@@ -145,10 +147,6 @@ class SamplingParams:
         """Has top_k, top_p or min_p, which mean nothing to a greedy one."""
         is_greedy = self.temperature < GREEDY_BELOW
         return bool(self.top_k or self.top_p < 1 or self.min_p) and not is_greedy
-
-
-def is_list_of_ids(ids) -> bool:
-    return isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}
 
 
 def is_bias(bias) -> bool:

@@ -74,8 +74,7 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def main(argv: list[str] | None = None):
-    checkpoint, directory = sys.argv[1:] if argv is None else argv
+def main(checkpoint: str, directory: str):
     try:
         convert(Path(checkpoint), Path(directory))
     except Exception as error:  # of torch.load, many kinds
@@ -84,4 +83,4 @@ def main(argv: list[str] | None = None):
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

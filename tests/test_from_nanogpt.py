@@ -41,7 +41,7 @@ def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> GPT:
 
 
 def convert(folder: Path):
-    from_nanogpt.main([str(folder / "pt"), str(folder / "dir")])
+    from_nanogpt.main(str(folder / "pt"), str(folder / "dir"))
 
 
 @pytest.mark.parametrize("prefix", ["", "_orig_mod."])
