@@ -83,11 +83,11 @@ class Speculator:
 
     def plan_drafts(self, plan: Plan):
         """
-        Add drafts to a plan, as far as its tokens stay below MOST_ROWS and the budget, and blocks
+        Add drafts to a plan of decodes alone, up to MOST_ROWS and the budget, and as far as blocks
         are free. `plan.sampled` then has a request once for each of its tokens.
         """
-        room = min(MOST_ROWS, self.scheduler.token_budget) - plan.num_tokens
-        if room <= 0:
+        room = min(MOST_ROWS, self.scheduler.token_budget) - len(plan.decodes)
+        if room <= 0 or plan.chunks:
             return
         for request in plan.decodes:
             text = self.texts.get(request) or self._begin(request)
@@ -97,8 +97,7 @@ class Speculator:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
         if plan.drafts:
-            work = plan.work[: len(plan.decodes)]
-            plan.sampled = [r for r, n in work for _ in range(n)] + plan.completed
+            plan.sampled = [r for r, n in plan.work for _ in range(n)]
             allocator = self.scheduler.block_allocator
             plan.evicted += allocator.evicted  # for the drafts
             allocator.evicted = []
@@ -139,8 +138,8 @@ class Speculator:
                 self.texts[request].learn(n)
                 plan.drafts[request] = draft[:n]
                 self._accept(request, plan, len(draft))
-        plan.sampled = plan.decodes + plan.completed
-        return kept + tokens[start:]
+        plan.sampled = plan.decodes.copy()
+        return kept
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
         """Known are now all tokens of its draft in the plan, of so many; one is still to come."""

@@ -110,7 +110,8 @@ def step(scheduler, speculator, drafts: dict):
         first = request.num_tokens
         tokens += range(first, first + n) if request in plan.decodes else [first]
     scheduler.advance(plan)
-    tokens = speculator.take_drafts(plan, tokens)
+    if plan.drafts:
+        tokens = speculator.take_drafts(plan, tokens)
     finished = scheduler.resolve(plan, tokens)
     scheduler.check()
     return plan, finished
@@ -179,7 +180,7 @@ def test_a_draft_takes_what_blocks_and_rows_are_free():
     scheduler, speculator, r = begin(num_blocks=16)
     plan, _ = step(scheduler, speculator, {r: [*range(7, 20)]})
     assert plan.num_tokens == MOST_ROWS
-    # another prompt has the room
+    # a step that computes a prompt has none
     scheduler.add_request(Request("other", [7] * 12, 5))
     plan, _ = step(scheduler, speculator, {r: [1] * 9})
     assert plan.drafts == {}
