@@ -428,7 +428,7 @@ def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap)
     engine = new_engine(model, overlap=overlap)
     outputs = []
     params = SamplingParams(seed=3, max_tokens=12, logprobs=3)
-    engine.add_request("a", [5, 6], replace(params, grammar=grammars.compile("regex", "[a-z]{30}")))
+    engine.add_request("a", [5, 6], replace(params, grammar=grammars.compile("regex", "[a-z]{99}")))
     while engine.has_work:
         outputs += engine.step()
     assert engine.num_refused > 5
