@@ -143,8 +143,6 @@ class Speculator:
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
         """Known are now all tokens of its draft in the plan, of so many; one is still to come."""
-        if not request.num_to_come:  # aborted since
-            return
         scheduler = self.scheduler
         right = plan.drafts[request]
         request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
