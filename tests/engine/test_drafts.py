@@ -54,6 +54,20 @@ def test_a_text_goes_on_as_it_did(tokens, most, guessed):
     assert text.guess(most) == guessed
 
 
+def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
+    """Penalties count the tokens before it, grammars follow them; and scores are made of one."""
+
+    def guess(grammar=None, **params) -> list[int]:
+        request = Request("r", [7] * 9, 100, params=SamplingParams(**params), grammar=grammar)
+        return GrowingText(request).guess(1)
+
+    assert guess() == guess(temperature=1.0, top_p=0.9, min_tokens=2, logit_bias={7: 1.0}) == [7]
+    for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        assert guess(**{name: 0.5}) == []
+    assert guess(logprobs=0) == []
+    assert guess(grammar=Mock()) == []
+
+
 def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
     text = GrowingText(Request("r", [7] * 9, 100))
     lengths = []
