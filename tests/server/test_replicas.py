@@ -327,8 +327,9 @@ def test_a_busy_server_gets_no_more(bin, replicas):
 @slow
 def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     """
-    16 prefixes of 96 tokens, of which each server's pool has room for half, and 400 requests: their
-    hit rate is nine tenths of that of one pool twice as large, at least. Round robin has less.
+    16 prefixes of 96 tokens, of which each server's pool has room for half and one more (on a busy
+    machine the router may divide them 9 to 7), and 400 requests: their hit rate is nine tenths of
+    that of one pool twice as large, at least. Round robin has less.
     """
     rng = random.Random(0)
     # letters of two bytes, each of which is a token
@@ -336,10 +337,10 @@ def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     order = [rng.choice(prefixes) for _ in range(400)]
     calls = [{"prompt": f"{text}{i:04}", "max_tokens": 1} for i, text in enumerate(order)]
     rates = {}
-    with Process(checkpoint, "--kv-blocks", "112") as server:
+    with Process(checkpoint, "--kv-blocks", "126") as server:
         answers = ask_all(server.url, str(checkpoint), calls, threads=2)
         rates["one cache"] = sum(answer["cached"] for answer in answers)
-    with replicas_of(bin, checkpoint, "--kv-blocks", "56") as replicas:
+    with replicas_of(bin, checkpoint, "--kv-blocks", "63") as replicas:
         # one after the other: else which server a new prefix comes to is by chance
         answers = ask_all(replicas.url, replicas.name, calls, threads=1)
         rates["replicas"] = sum(answer["cached"] for answer in answers)
