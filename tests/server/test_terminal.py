@@ -162,8 +162,8 @@ def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
 
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     """
-    `python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe". This model does not end
-    its text by chance.
+    `python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe". This model does not
+    end its text by chance.
     """
     model = save_random_model(tmp_path, context_length=4096)
     command = [sys.executable, "serve.py", "--model", model, "--prompt", "x\n", "--raw"]
