@@ -395,11 +395,7 @@ def test_a_step_with_drafts_that_fails_leaves_no_block_behind(guesses_of):
     assert_idle(engine)
 
 
-@pytest.mark.parametrize(
-    "settings", [{"attention": "torch"}, {"attention": "cpu", "overlap": True}]
-)
+@pytest.mark.parametrize("settings", [{"attention": "torch"}, {"overlap": True}])
 def test_drafts_are_refused_where_they_are_not_checked(settings):
-    if settings["attention"] == "cpu" and not cpu.c_compiler():
-        pytest.skip("needs a C compiler")
     with pytest.raises(ValueError, match=r"--speculate is for .*: leave it out"):
         new_engine(trained_model(), speculate=True, **settings)
