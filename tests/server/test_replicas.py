@@ -89,9 +89,15 @@ class Replicas:
         return counts
 
     def wait_until_well(self):
-        """Both servers answer, and the router knows."""
-
+        """Both servers take requests, and the router knows."""
+        wait_until(lambda: all(map(takes_requests, self.servers)), 60, 0.1)
         wait_until(lambda: is_ready(self.url), 60, 0.1)
+
+
+def takes_requests(url: str) -> bool:
+    """Whether a server has loaded its model and does not drain."""
+    with suppress(httpx.HTTPError):
+        return get(f"{url}/readyz").status_code == 200
 
 
 def is_ready(url: str) -> bool:
