@@ -438,8 +438,8 @@ def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     """
-    Project to queries, keys and values; mix the values over time; project back: (..., T, C) ->
-    (..., T, C).
+    Project to queries, keys and values; average the values by attention; project back: (..., T, C)
+    -> (..., T, C).
     """
 
     def __init__(self, config: GPTConfig, window: int):
@@ -471,7 +471,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """
-    Each token by itself: wider, the activation, and back: (..., T, C) -> (..., T, C).
+    Feed-forward layer, each token by itself: widen, activate, project back: (..., T, C) ->
+    (..., T, C).
     """
 
     def __init__(self, config: GPTConfig):

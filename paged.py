@@ -230,7 +230,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
 
-    # what overlap, windows, sampling and sharing add: first what may be asked for
+    # what overlap, windows, sampling and sharing add: first what the caller may set
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     stop_token_ids: frozenset[int] = frozenset()
@@ -434,8 +434,8 @@ class Plan:
 
 def setting(default, help: str, **more):
     """
-    A field with its default and its meaning, of which flags.py makes a flag. `more` may
-    have `least`, `choices`, and `flag`, if that has another name.
+    A field with its default and its meaning, of which flags.py makes a flag. `more` may have
+    `least`, `choices` and, where the flag has another name, `flag`.
     """
     return field(default=default, metadata={"help": help, **more})
 
@@ -621,7 +621,7 @@ class Scheduler:
         num_tokens = request.num_tokens
         hits = self._find_prefix(request)
         num_hit_tokens = len(hits) * self.block_size
-        left = self.first_block(num_hit_tokens)  # of the hits, blocks that are seen no more
+        left = self.first_block(num_hit_tokens)  # hits that the window has left
         S = self.block_size
         needed = blocks_held(num_tokens - left * S, S, self.window) + left - len(hits)
         # an idle hit counts as free, but is about to be referenced
@@ -749,7 +749,7 @@ class Scheduler:
                     table[-1] = block
                     self.num_copies += 1
             elif self._slide(request, request.num_filled_slots):
-                # with overlap: those of the step under way are lost for the prefix cache
+                # with overlap, blocks that the running step fills are freed uncommitted
                 plan.grown.append(request)
             elif self.ending:  # blocks are about to come back
                 if request in plan.decodes:
@@ -893,8 +893,8 @@ class Scheduler:
 
     def commit(self, request: Request) -> list[int]:
         """
-        Commit its full blocks, and only then leave some behind: so they can still be hit. Returns
-        the blocks that are new in the prefix cache.
+        Commit the request's full blocks, then free those that its window has left: in this order
+        the prefix cache has them. Returns the blocks that are new in it.
         """
         new = []
         computed = request.num_computed_slots
@@ -925,7 +925,7 @@ class Scheduler:
         """Its prompt is computed: from now on it decodes."""
         self.move(request, "active")
 
-    # -- a token that is refused -------------------------------------------------------------------
+    # -- a token that a grammar refuses ------------------------------------------------------------
 
     def hold(self, request: Request):
         """An active or ending request sits out until `release`."""
@@ -936,9 +936,9 @@ class Scheduler:
 
     def go_back(self, request: Request, *plans: Plan):
         """
-        The token that the first of these plans has brought is refused; the others are the later
-        ones under way. None of them counts for the request any more: it is held, and then computes
-        its last known token again. Call it before `resolve`.
+        The request's grammar refuses the token that the first of these plans has sampled; the
+        others are later steps under way. None of them counts for the request any more: it is held,
+        and then computes its last known token again. Call it before `resolve`.
         """
         for plan in plans:
             plan.forget(request)
@@ -957,7 +957,7 @@ class Scheduler:
             self.hold(request)
 
     def give_back_unused(self, request: Request):
-        """Its blocks behind the slot of its last token."""
+        """Free the request's blocks behind the slot of its last token."""
         end = self.blocks_for(request.num_tokens)
         self.block_allocator.free_blocks_for_request(request.block_table[end:])
         del request.block_table[end:]

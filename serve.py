@@ -4,12 +4,12 @@ of its own.
 
     python serve.py                                     # out/stdlib at http://127.0.0.1:8000
     python serve.py --model out/shakespeare_char --port 9000
-    python serve.py --prompt "def " --max-tokens 100    # no HTTP: continues a text at the terminal
+    python serve.py --prompt "def" --max-tokens 100    # no HTTP: continues a text at the terminal
     python serve.py --chat                              # no HTTP: a conversation at the terminal
     python serve.py --replay assets/tour.jsonl          # no model: the page, with a record
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
-        -d '{"prompt": "def "}'
+        -d '{"prompt": "def"}'
 
 The engine's process never waits for HTTP. The HTTP process imports no torch, so it stays small, and
 never waits for a step: an `EngineClient` links it to the engine. Its answers are in server/app.py

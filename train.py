@@ -10,7 +10,7 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
 
 It prepares the corpus if that is missing. Ctrl-C saves and stops. Everything random is a function
 of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, recipe,
-the run and its loop; `main` sums up. Letters: B sequences a step, T tokens of each.
+the run and its loop; `train_and_report` sums up. Letters: B sequences a step, T tokens of each.
 """
 
 import json
@@ -43,7 +43,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from checkpoint import COMPANIONS, copy_companions, load_config, save_checkpoint
+from checkpoint import COMPANIONS, copy_companions, empty_model, load_config, save_checkpoint
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
@@ -53,6 +53,7 @@ from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
     Process,
+    check_memory,
     init_process,
     load_to_train,
     pick_device,
@@ -63,6 +64,7 @@ from training.report import (
     exit_if_unwritable,
     generate_texts,
     introduce,
+    only_run_in,
     print_progress,
     report_result,
 )
@@ -137,7 +139,7 @@ def build_parser() -> Parser:
     flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=ARCHS)
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
-    flag("--n_embd", "width, a multiple of n_head", 256)
+    flag("--n_embd", "width, a multiple of n_head", 256, at_least(1, below=2**24))
     flag("--context_length", "tokens the model sees; nanoGPT calls it block_size", 256)
     about = "tokens of a window until the last quarter of the run; default: --context_length"
     flag("--short_context", about, kind=positive)
@@ -329,10 +331,11 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | 
 # The run
 
 
-def new_model(args: Namespace, tokenizer: Tokenizer) -> GPT:
+def new_model(args: Namespace, tokenizer: Tokenizer, process: Process) -> GPT:
     eos = tokenizer.eos_token_id
     ends = () if eos is None else (eos,)
     config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
+    check_memory(empty_model(config), args, process, "lower --n_embd or --n_layer")
     torch.manual_seed(args.seed)
     # weights are drawn on the CPU, so that a seed means the same model on every device
     return GPT(config)
@@ -354,7 +357,7 @@ class Run:
         if args.init:
             model = load_to_train(args, corpus, process)
         else:
-            model = new_model(args, corpus.tokenizer)
+            model = new_model(args, corpus.tokenizer, process)
         self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         self.module = self.model  # as training calls it
@@ -597,20 +600,15 @@ def train(run: Run, caught: list[int], started: float) -> bool:
     return run.share == 1
 
 
-def main(argv: list[str] | None = None):
+def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
+    """A whole run, from its state or, with None, a new one. Exits where it cannot begin."""
     began = time.perf_counter()
     try:
-        args = parse_args(argv)
-        if args.compare:
-            return compare(args.compare)
-        caught = catch_signals()
-        state = open_out(args)
         if state:  # the settings of the interrupted run, but for the machine's
             now = {name: getattr(args, name) for name in RESUMABLE}
             args = Namespace(**state["args"] | now | {"resume": True})
             args.init = args.init and args.out  # it has all that is needed
 
-        # corpus and model
         process = init_process(args)
         corpus = load_corpus(args.data, process)
         started = time.perf_counter()  # --minutes begin here: making the corpus is no part of them
@@ -646,6 +644,19 @@ def main(argv: list[str] | None = None):
         )
     process.print(f"{time.perf_counter() - began:.0f} s in all; checkpoint in {run.out}")
     process.shut_down()
+
+
+def main(argv: list[str] | None = None):
+    try:
+        args = parse_args(argv)
+        if args.compare:
+            return compare(args.compare)
+        caught = catch_signals()
+        state = open_out(args)
+    except ValueError as error:  # of a model, and written to be read
+        sys.exit(str(error))
+    with only_run_in(args.out):
+        train_and_report(args, state, caught)
 
 
 if __name__ == "__main__":

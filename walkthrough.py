@@ -396,7 +396,7 @@ def show(number, before):
     if before is not None:
         torch.testing.assert_close(logits, before, atol=1e-4, rtol=0)
         print(f"logits as before, to {(logits - before).abs().max():.0e}")
-    print(question, "\n")
+    print(question + "\n")
     return logits
 
 

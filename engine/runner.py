@@ -215,7 +215,8 @@ class Runner:
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.fill_rows(*plan.admitted)
-        # a long prompt gets blocks from chunk to chunk; of a decode's new one `pack` tells, too
+        # With a window a prompt gets blocks from chunk to chunk. A decode's new block is among the
+        # inputs that `pack` makes; a recorded step has the tables alone.
         changed = [r for r, _ in plan.chunks if self.window]
         changed += [r for r in plan.grown if self.recorded and r.row is not None]
         if changed:

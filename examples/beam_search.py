@@ -1,8 +1,9 @@
 """
 Beam search: what `Scheduler.fork` is for. The beams share the blocks of what they have in common,
 and copy-on-write gives each its own last block. Each beam asks for the log-probabilities of its
-likeliest next tokens, as any request may. Shown here, not served.
+likeliest next tokens, as any request may. Shown here, not served; from Python, in the root:
 
+    from examples.beam_search import beam_search
     answers = beam_search(engine, prompt_tokens, width=4, max_tokens=32)
 """
 

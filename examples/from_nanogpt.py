@@ -74,7 +74,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def main(checkpoint: str, directory: str):
+def main(*paths: str):
+    if len(paths) != 2:
+        sys.exit(f"{len(paths)} arguments, wanted 2: nanoGPT's ckpt.pt, and a new directory")
+    checkpoint, directory = paths
     try:
         convert(Path(checkpoint), Path(directory))
     except Exception as error:  # of torch.load, many kinds

@@ -2,7 +2,7 @@
 The loop of "Adding Paged Attention to NanoGPT" (the post) as its reader has typed it, on the pool,
 allocator, requests and scheduler of paged.py. Each function ends with what replaces it here.
 
-    python examples/post.py --prompt "def "    # with the model in out/stdlib, or --model DIR
+    python examples/post.py --prompt "def"    # with the model in out/stdlib, or --model DIR
 
 A step, beside the same step of `interleaved_generate` at the end of engine/engine.py:
 

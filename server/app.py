@@ -357,7 +357,7 @@ def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
     else:  # a small model reads better below temperature 1
         path = "completions"
-        body = {"prompt": "def ", "max_tokens": 64, "temperature": 0.6}
+        body = {"prompt": "def", "max_tokens": 64, "temperature": 0.6}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""
     command = f"curl {url}/v1/{path} -H 'Content-Type: application/json'{key}"
     return f"serving {name} at {url}\n    {command} -d '{json.dumps(body)}'"

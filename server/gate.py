@@ -195,7 +195,11 @@ def refusal_of(problem, scope) -> ApiError:
     match problem:
         case ApiError():
             return problem
-        case HTTPException():  # of the router: no such path, or not by this method
+        case HTTPException(status_code=405):  # of the router, as the next
+            allowed = problem.headers["Allow"]
+            message = f"{scope['path']:.200} is for {allowed}, not {scope['method']}"
+            return ApiError(405, message, headers=problem.headers)
+        case HTTPException():
             return ApiError(problem.status_code, not_found(scope), headers=problem.headers)
         case ClientDisconnect():
             return ClientGone()
@@ -207,7 +211,7 @@ def refusal_of(problem, scope) -> ApiError:
 
 
 def not_found(scope) -> str:
-    """The message for a method and path that nothing answers."""
+    """The message for a path that nothing answers."""
     path = scope["path"]
     paths = [route.path_format for route in scope["router"].routes]
     if f"/v1{path}" in paths:

@@ -1,8 +1,8 @@
 """
 The bodies of calls: their fields, kinds and limits, and the words of refusals.
 
-    body = CompletionRequest.model_validate_json(b'{"prompt": "def ", "max_tokens": 8}')
-    body.prompt, body.sampling_params(4, 99)   # ["def "], {"temperature": 1.0, "max_tokens": 8, ..}
+    body = CompletionRequest.model_validate_json(b'{"prompt": "def", "max_tokens": 8}')
+    body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
 Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
 the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that

@@ -1,7 +1,7 @@
 """
 The model at the terminal, with the engine in this process: a prompt answered, or a conversation.
 
-    python serve.py --prompt "def "       # the answer on stdout, how long it took on stderr
+    python serve.py --prompt "def"        # the answer on stdout, how long it took on stderr
     python serve.py --prompt - < FILE     # all of standard input, exactly
     python serve.py --chat                # line by line; Ctrl-C stops an answer, Ctrl-D ends
 

@@ -5,7 +5,7 @@ Texts and conversations -> token ids, and back.
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
     encoder = Encoder("out/chatty")                # for an event loop: long texts go to a thread
-    [ids] = await encoder.encode(["def "], True)
+    [ids] = await encoder.encode(["def"], True)
 
 The `tokenizers` library releases the GIL while it encodes, so one thread is enough to keep a long
 text from blocking the event loop. A chat template is a program that comes with the checkpoint: it

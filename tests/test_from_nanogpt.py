@@ -94,3 +94,10 @@ def test_a_file_that_cannot_be_converted(tmp_path, monkeypatch, changes, words):
         convert(tmp_path)
     assert not Path("evil").exists()
     assert not Path("dir").exists()
+
+
+def test_a_wrong_number_of_arguments_gets_a_message():
+    """It was a traceback."""
+    for paths in ([], ["ckpt.pt"], ["ckpt.pt", "dir", "more"]):
+        with pytest.raises(SystemExit, match=f"^{len(paths)} arguments, wanted 2: nanoGPT's"):
+            from_nanogpt.main(*paths)

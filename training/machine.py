@@ -203,7 +203,29 @@ def init_process(args: Namespace) -> Process:
 
 
 # --------------------------------------------------------------------------------------------------
-# A model that exists
+# Memory, and a model that exists
+
+
+def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> str:
+    """
+    What memory it takes to train a model, which need not have its weights yet. Raises ValueError,
+    with the remedy, where less is free.
+    """
+    # float32: weights, gradients, and AdamW's means of gradients and of their squares, or Muon's
+    # momentum and updates; the gradients of several processes are copied into one message
+    each = 16 if process.world == 1 else 20
+    needed = each * model.num_weights
+    if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
+        needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free, _ = memory_of(process.device)
+    text = (
+        f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, "
+        f"{each} bytes each in every process, and activations more; "
+        f"{process.device} has {free / 2**30:.2f} GiB free"
+    )
+    if needed > free and not args.resume:  # else a part of it is in memory
+        raise ValueError(f"{text}: {remedy}")
+    return text
 
 
 def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
@@ -228,23 +250,11 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
                 f"--data {args.data} has other tokens than {args.init}: make it with `python "
                 f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
             )
-        # float32: weights, gradients, and AdamW's means of gradients and of their squares; the
-        # gradients of several processes are copied into one message
-        each = 16 if process.world == 1 else 20
-        needed = each * model.num_weights
-        if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
-            needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        free, _ = memory_of(process.device)
-        text = (
-            f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, "
-            f"{each} bytes each in every process, and activations more; "
-            f"{process.device} has {free / 2**30:.2f} GiB free"
+        remedy = (
+            "end other programs, begin from a smaller model, or train adapters with peft and serve "
+            "its merged model"
         )
-        if needed > free and not args.resume:  # else a part of it is in memory
-            raise ValueError(
-                f"{text}: end other programs, begin from a smaller model, or train adapters with "
-                "peft and serve its merged model"
-            )
+        text = check_memory(model, args, process, remedy)
         process.print(f"memory: {text}")
         return model
 

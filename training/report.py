@@ -9,7 +9,9 @@ good the model is, or why it cannot go on. Of several runs: their curves in one 
     compare(["out/a", "out/b"])                     # -> compare.png
 """
 
+import fcntl
 import json
+import os
 import sys
 import textwrap
 from contextlib import contextmanager
@@ -179,3 +181,24 @@ def exit_if_unwritable(out: Path):
             f"{out} cannot be written ({error}): make room or name another --out; a checkpoint "
             "that was saved before is whole, --resume continues it"
         )
+
+
+@contextmanager
+def only_run_in(out: str):
+    """
+    Holds a lock on the directory until the body, or the process, ends. Exits with a message where
+    another run holds it: they would write over each other's checkpoints. Without such locks, as on
+    some network file systems, the run goes on.
+    """
+    lock = os.open(out, os.O_RDONLY)
+    try:
+        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the one that writes
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"another run is writing to {out}: wait until it ends, or name another --out")
+    except OSError:
+        pass
+    try:
+        yield
+    finally:
+        os.close(lock)

@@ -236,6 +236,23 @@ def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(tiny, 
         report.draw({"training": [(1, 2.0)]}, out / "loss.png")
 
 
+def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
+    """
+    Each wrote over what the other had saved; or one ended, where both renamed a file at once, with
+    the advice to make room.
+    """
+
+    def start_another(run, result):
+        if run.step == 2:
+            with pytest.raises(SystemExit, match=r"another run is writing to .*out: wait"):
+                train.main([*tiny, "--steps=1"])
+
+    after_update(monkeypatch, start_another)
+    for more in ([], ["--overwrite"]):  # the first has given the directory back
+        train.main([*tiny, "--steps=2", *more])
+    assert_loads(out)
+
+
 def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
     for name in ("matplotlib", "matplotlib.figure", "tiktoken"):
         monkeypatch.setitem(sys.modules, name, None)
@@ -252,6 +269,8 @@ MISTAKES = {
     "--resume --steps=9 --seed=1": "leave out --seed, --steps",
     "--device=cuda": "--device cuda:0: the number of GPUs here is 0",
     "--data=nowhere": "does not exist; there is stdlib and shakespeare_char, and data/text",
+    "--n_embd=10000000": "GiB free: lower --n_embd or --n_layer",
+    "--n_embd=1000000000": "--n_embd: 1000000000 is too large, wanted less than 16777216",
     "--n_head=3": "n_embd 16 is not a multiple of n_head 3",
     "--bias": "--bias: Llama has no biases, leave it out or take --arch gpt2",
     "--dropout=2": "--dropout: 2 is too large, wanted less than 1",
