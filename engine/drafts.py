@@ -16,7 +16,7 @@ sampled at once:
 
 The noise of a token depends on its request's seed and on its position, and its logits do not depend
 on the rows beside it (ops/cpu.c). So a text is to the bit what it would be without drafts, greedy
-or sampled: a wrong guess costs time, never a token.
+or sampled: a wrong guess costs time, never a token. A draft ends where a grammar forbids it.
 """
 
 from paged import TO_COME, Plan, Request, Scheduler
@@ -93,6 +93,8 @@ class Speculator:
             text = self.texts.get(request) or self._begin(request)
             wanted = min(room, request.max_new_tokens - request.num_generated - 1)
             draft = text.guess(wanted)
+            if draft and request.grammar:
+                draft = request.grammar.allowed_part(draft)
             if draft:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
@@ -121,23 +123,23 @@ class Speculator:
         """
         Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
         known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
-        request then stands once; returns the last token of each, and leaves in `plan.drafts` what
-        was accepted before it.
+        request then stands once; returns the place in them of the last token of each, and leaves in
+        `plan.drafts` what was accepted before it.
         """
         kept = []
         start = 0
         for request in plan.decodes:
             draft = plan.drafts.get(request, [])
             sampled = tokens[start : start + 1 + len(draft)]
-            start += len(sampled)
             n = num_right(draft, sampled, request.stop_token_ids)
-            kept.append(sampled[n])
+            kept.append(start + n)
             if draft:
                 self.num_guessed += len(draft)
                 self.num_right += n
                 self.texts[request].learn(n)
                 plan.drafts[request] = draft[:n]
                 self._accept(request, plan, len(draft))
+            start += len(sampled)
         plan.sampled = plan.decodes.copy()
         return kept
 
@@ -145,6 +147,9 @@ class Speculator:
         """Known are now all tokens of its draft in the plan, of so many; one is still to come."""
         scheduler = self.scheduler
         right = plan.drafts[request]
+        for token in right:
+            if request.grammar:
+                request.grammar.accept(token)
         request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
         request.num_to_come = 1
         request.num_computed_slots += len(right)
@@ -165,10 +170,21 @@ def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[in
 
 def can_guess(request: Request) -> bool:
     """
-    Not where a token's choice needs more than its logits and its position: a grammar's state, the
-    counts of a penalty; nor where tokens are scored.
+    Not where a token's choice needs more than its logits and its position: the counts of a penalty,
+    a grammar's mask before filters; nor where tokens are scored.
     """
     params = request.params
     if params is None:
         return True
-    return not (request.grammar or params.penalises or params.logprobs is not None)
+    masked_first = request.grammar and params.filters
+    return not (masked_first or params.penalises or params.logprobs is not None)
+
+
+def with_drafts(plan: Plan, last: list[tuple[Request, list]]) -> list[tuple[Request, list[int]]]:
+    """
+    The new tokens of each request: those of its draft, and the last one, `last`, if the grammar
+    has not refused it.
+    """
+    drafts = dict(plan.drafts)
+    new = [(r, drafts.pop(r, []) + tokens) for r, tokens in last]
+    return new + [(r, draft) for r, draft in drafts.items() if draft]

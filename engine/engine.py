@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from common import plural
-from engine.drafts import Speculator
+from engine.drafts import Speculator, with_drafts
 from engine.events import Recorder
 from engine.grammar import MASK_SECONDS, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
@@ -327,8 +327,8 @@ class Engine:
         except BaseException as error:
             return self._fail(plan, error)
         if plan.drafts:
-            tokens = self.speculator.take_drafts(plan, result.tokens)
-            result = result._replace(tokens=tokens)
+            flight.places = self.speculator.take_drafts(plan, result.tokens)
+            result = result._replace(tokens=[result.tokens[i] for i in flight.places])
             self.num_decode_tokens += sum(map(len, plan.drafts.values()))
         for request, (start, scores) in result.prompt_scores.items():
             if self.requests.get(request.id) is request:  # not aborted since
@@ -339,7 +339,9 @@ class Engine:
             self._check_grammars(flight, result)
         # a request that was aborted since the launch has no token to come; `resolve` ends others
         pairs = zip(plan.sampled, result.tokens, strict=True)
-        new = [(r, token) for r, token in pairs if r.num_to_come]
+        new = [(r, [token]) for r, token in pairs if r.num_to_come]
+        if plan.drafts:
+            new = with_drafts(plan, new)
         for request in self.scheduler.resolve(plan, result.tokens):
             del self.requests[request.id]
         if self.recorder:
@@ -353,12 +355,12 @@ class Engine:
                 self._fork_choices(request)
         if self.settings.check:
             self.scheduler.check()
-        if result.logprobs or result.failed or self.prompt_scores or plan.drafts:
-            return [self._output(r, [*plan.drafts.get(r, ()), token], result) for r, token in new]
+        if result.logprobs or result.failed or self.prompt_scores:
+            return [self._output(r, tokens, result) for r, tokens in new]
         rest = (None, None, None)
         return [  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
-            tuple.__new__(Output, (r.id, [token], r.finish_reason, r.num_hit_tokens, *rest))
-            for r, token in new
+            tuple.__new__(Output, (r.id, tokens, r.finish_reason, r.num_hit_tokens, *rest))
+            for r, tokens in new
         ]
 
     def _output(self, r: Request, tokens: list[int], result: StepResult) -> Output:

@@ -94,14 +94,13 @@ class Recorder:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
         self.changed += plan.preempted + plan.admitted + plan.grown
 
-    def resolved(self, plan: Plan, new: list[tuple[Request, int]]):
+    def resolved(self, plan: Plan, new: list[tuple[Request, list[int]]]):
         """The tokens of a step are known, and its full blocks committed."""
-        answers = [(r, [*plan.drafts.get(r, ()), token]) for r, token in new]
-        self.line |= {"resolved": plan.step, "sampled": sum(len(tokens) for _, tokens in answers)}
+        self.line |= {"resolved": plan.step, "sampled": sum(len(tokens) for _, tokens in new)}
         drafts = [[r.arrival_number, len(draft)] for r, draft in plan.drafts.items() if draft]
         self._add(drafts=drafts, committed=plan.committed)
         if self.has_tokens:
-            pairs = [(r.arrival_number, token) for r, tokens in answers for token in tokens]
+            pairs = [(r.arrival_number, token) for r, tokens in new for token in tokens]
             self._add(tokens=[pair for pair in pairs if pair[1] != NO_TOKEN])
 
     def failed(self):

@@ -219,6 +219,12 @@ class Grammar:
             self.mask = None
         return is_allowed
 
+    def allowed_part(self, draft: list[int]) -> list[int]:
+        """What of a draft may come next, as far as may be asked."""
+        if self.mask:
+            return []
+        return draft[: self.matcher.validate_tokens(draft)]
+
     def failure(self) -> str:
         """Why no token may come next."""
         return STUCK + (self.matcher.get_error() or NOTHING_ALLOWED)

@@ -55,7 +55,7 @@ def test_a_text_goes_on_as_it_did(tokens, most, guessed):
 
 
 def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
-    """Penalties count the tokens before it, grammars follow them; and scores are made of one."""
+    """Penalties count the tokens before it, filters need a mask; and scores are made of one."""
 
     def guess(grammar=None, **params) -> list[int]:
         request = Request("r", [7] * 9, 100, params=SamplingParams(**params), grammar=grammar)
@@ -65,7 +65,9 @@ def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert guess(**{name: 0.5}) == []
     assert guess(logprobs=0) == []
-    assert guess(grammar=Mock()) == []
+    assert guess(grammar=Mock()) == [7]
+    for name in ("top_k", "top_p", "min_p"):
+        assert guess(grammar=Mock(), temperature=1.0, **{name: 1 if name == "top_k" else 0.5}) == []
 
 
 def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
@@ -125,7 +127,7 @@ def step(scheduler, speculator, drafts: dict):
         tokens += range(first, first + n) if request in plan.decodes else [first]
     scheduler.advance(plan)
     if plan.drafts:
-        tokens = speculator.take_drafts(plan, tokens)
+        tokens = [tokens[i] for i in speculator.take_drafts(plan, tokens)]
     finished = scheduler.resolve(plan, tokens)
     scheduler.check()
     return plan, finished

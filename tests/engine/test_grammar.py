@@ -10,6 +10,7 @@ import json
 import random
 import socket
 import time
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -23,11 +24,13 @@ import torch
 from oracle import possible_tokens
 from tokenizer_kinds import save
 
+from engine.drafts import GrowingText
 from engine.engine import Engine
 from engine.grammar import Compiler, Grammar, Grammars, begin_masks, compilers
 from engine.link import Link, to_line
 from engine.process import handle_message, queue_output, serve
 from model import GPT, GPTConfig
+from ops import cpu
 from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
@@ -160,10 +163,10 @@ def draw(choose: random.Random, V: int, seed: int) -> SamplingParams:
     return SamplingParams(temperature=choose.choice([0, 0.7, 1, 1.5]), seed=seed, **fields)
 
 
-def play(model: GPT, grammars: Grammars, seed: int, **settings) -> Engine:
+def play(model: GPT, grammars: Grammars, seed: int, **settings) -> tuple[Engine, dict]:
     """
     Random requests, with grammars and without, some aborted, in a pool that is too small; the
-    answers are judged.
+    answers are judged, and returned, too.
     """
     choose = random.Random(seed)
     V = model.config.vocab_size
@@ -193,7 +196,7 @@ def play(model: GPT, grammars: Grammars, seed: int, **settings) -> Engine:
         if kind and answer[1]:
             assert_follows(model, grammars.compile(*kind), prompt, params, answer, choice)
     assert_idle(engine)
-    return engine
+    return engine, answers
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
@@ -205,7 +208,7 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
     row; a mask that stays; filters before masks; a step under way that still counts.
     """
     for seed in range(4):
-        engine = play(model, grammars, seed, overlap=overlap, attention=attention)
+        engine, _ = play(model, grammars, seed, overlap=overlap, attention=attention)
         assert engine.num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
@@ -220,6 +223,55 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
     """
     for seed in range(3):
         play(model, grammars, seed, overlap=overlap)
+
+
+@pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+@pytest.mark.parametrize("masks", ["in time", "late"])
+def test_drafts_are_checked_by_the_grammar_first(model, grammars, masks, request, monkeypatch):
+    """
+    Answers are those without drafts. Would catch: a draft that the grammar forbids and that is
+    kept, a grammar that does not follow a draft, a mask of another row than the refused token's, a
+    draft that is lost with the token behind it.
+    """
+    if masks == "late":
+        request.getfixturevalue("late_masks")
+    choose = random.Random(0)
+    V = model.config.vocab_size
+    kinds = [None, GRAMMARS[0], ("regex", "[^e]*"), ("regex", "[^a-m]*")]
+    asked = []
+    for i in range(24):
+        kind = kinds[i % 4]
+        fields = {"temperature": choose.choice([0, 1]), "top_k": choose.choice([0, 0, 5])}
+        grammar = grammars.compile(*kind) if kind else None
+        params = SamplingParams(seed=i, max_tokens=30, grammar=grammar, **fields)
+        asked.append(([choose.randrange(V) for _ in range(9)], params))
+    expected = {}
+    num_right = Counter()
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        """What comes, with a wrong token now and then."""
+        r = text.request
+        draft = expected[r.id][0][r.num_generated :][: choose.randint(0, max(0, most))]
+        if draft and choose.random() < 0.4:
+            draft[choose.randrange(len(draft))] = choose.randrange(V)
+        return draft if text.can_guess else []
+
+    def learn(text: GrowingText, n: int):
+        num_right[text.request.grammar is not None] += n
+
+    monkeypatch.setattr(GrowingText, "guess", guess)
+    monkeypatch.setattr(GrowingText, "learn", learn)
+    for speculate in (False, True):
+        sizes = {"num_blocks": 20, "max_num_seqs": 3, "attention": "cpu", "check": True}
+        engine = new_engine(model, speculate=speculate, **sizes)
+        for id, (prompt, params) in enumerate(asked):
+            engine.add_request(id, prompt, params)
+        answers = finish(engine, {})
+        assert_idle(engine)
+        expected = expected or answers
+        assert answers == expected
+    assert num_right[True] > 50 and num_right[False] > 50, num_right
+    assert engine.num_refused > 100
 
 
 # --------------------------------------------------------------------------------------------------
