@@ -4,7 +4,7 @@ Speculative decoding without a draft model: the text so far guesses how it goes 
     plan = scheduler.plan(step)
     speculator.plan_drafts(plan)                     # guess, in the room that the plan leaves
     ...                                              # compute the step, guesses and all
-    tokens = speculator.take_drafts(plan, tokens)    # keep what was guessed right
+    kept = speculator.take_drafts(plan, tokens)      # accept what was guessed right
 
 A step of one token reads all weights, and a step of a few hardly takes longer. So where the last
 tokens of a text stood in it before, those that followed them there are its draft (prompt lookup,
@@ -121,17 +121,16 @@ class Speculator:
         """
         Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
         known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
-        request then stands once; returns the last token of each, and leaves in `plan.drafts` what
-        was accepted before it.
+        request then stands once; returns the place of its last token in `tokens`, and leaves in
+        `plan.drafts` what was accepted before it.
         """
         kept = []
         start = 0
         for request in plan.decodes:
             draft = plan.drafts.get(request, [])
-            sampled = tokens[start : start + 1 + len(draft)]
-            start += len(sampled)
-            n = num_right(draft, sampled, request.stop_token_ids)
-            kept.append(sampled[n])
+            n = num_right(draft, tokens[start:], request.stop_token_ids)
+            kept.append(start + n)
+            start += 1 + len(draft)
             if draft:
                 self.num_guessed += len(draft)
                 self.num_right += n

@@ -23,11 +23,13 @@ import torch
 from oracle import possible_tokens
 from tokenizer_kinds import save
 
+from engine.drafts import GrowingText
 from engine.engine import Engine
 from engine.grammar import Compiler, Grammar, Grammars, begin_masks, compilers
 from engine.link import Link, to_line
 from engine.process import handle_message, queue_output, serve
 from model import GPT, GPTConfig
+from ops import cpu
 from ops.sampling import masked
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
@@ -209,6 +211,18 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
         assert engine.num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
+
+
+@pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+def test_a_refused_token_is_sampled_again_from_its_own_logits(model, grammars, monkeypatch):
+    """Would catch: from those of a neighbour's draft, which stand before it."""
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        return [7] * min(2, most) if text.can_guess else []
+
+    monkeypatch.setattr(GrowingText, "guess", guess)
+    engine = play(model, grammars, 0, attention="cpu", speculate=True)
+    assert engine.speculator.num_guessed > 5 and engine.num_refused > 20
 
 
 @pytest.mark.parametrize("window", [0, 12])
