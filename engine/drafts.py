@@ -21,20 +21,20 @@ or sampled: a wrong guess costs time, never a token.
 
 from paged import TO_COME, Plan, Request, Scheduler
 
-MATCHED = 3  # tokens that must have stood in the text before
+MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
 MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
 LONGEST_PAUSE = 32  # steps without a draft, after one wrong guess upon another
 
 
 class GrowingText:
-    """A request's text, and where in it any MATCHED tokens stood last."""
+    """A request's text, and where in it each n-gram stood last."""
 
     def __init__(self, request: Request):
         self.request = request
         self.can_guess = can_guess(request)
         self.tokens = list(request.prompt_tokens)
         self.num_generated = 0  # tokens of the answer among them
-        self.place_after: dict[tuple, int] = {}  # MATCHED tokens -> the place behind them
+        self.place_after: dict[tuple, int] = {}  # n-gram -> the place behind it
         self.num_indexed = MATCHED  # the next such place to enter; the end is none
         # what its guesses were worth
         self.length = 1  # of the next draft
@@ -141,7 +141,10 @@ class Speculator:
         return kept
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
-        """Known are now all tokens of its draft in the plan, of so many; one is still to come."""
+        """
+        Of the tokens guessed, those in the plan are right: they are known, and one is still to come
+        behind them. The others never were, nor the blocks that only they needed.
+        """
         scheduler = self.scheduler
         right = plan.drafts[request]
         request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
