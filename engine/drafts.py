@@ -4,7 +4,7 @@ Speculative decoding without a draft model: the text so far guesses how it goes 
     plan = scheduler.plan(step)
     speculator.plan_drafts(plan)                     # guess, in the room that the plan leaves
     ...                                              # compute the step, guesses and all
-    tokens = speculator.take_drafts(plan, tokens)    # keep what was guessed right
+    kept = speculator.take_drafts(plan, tokens)      # accept what was guessed right
 
 A step of one token reads all weights, and a step of a few hardly takes longer. So where the last
 tokens of a text stood in it before, those that followed them there are its draft (prompt lookup,
@@ -21,20 +21,20 @@ or sampled: a wrong guess costs time, never a token. A draft ends where a gramma
 
 from paged import TO_COME, Plan, Request, Scheduler
 
-MATCHED = 3  # tokens that must have stood in the text before
+MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
 MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
 LONGEST_PAUSE = 32  # steps without a draft, after one wrong guess upon another
 
 
 class GrowingText:
-    """A request's text, and where in it any MATCHED tokens stood last."""
+    """A request's text, and where in it each n-gram stood last."""
 
     def __init__(self, request: Request):
         self.request = request
         self.can_guess = can_guess(request)
         self.tokens = list(request.prompt_tokens)
         self.num_generated = 0  # tokens of the answer among them
-        self.place_after: dict[tuple, int] = {}  # MATCHED tokens -> the place behind them
+        self.place_after: dict[tuple, int] = {}  # n-gram -> the place behind it
         self.num_indexed = MATCHED  # the next such place to enter; the end is none
         # what its guesses were worth
         self.length = 1  # of the next draft
@@ -123,28 +123,30 @@ class Speculator:
         """
         Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
         known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
-        request then stands once; returns the place in them of the last token of each, and leaves in
+        request then stands once; returns the place of its last token in `tokens`, and leaves in
         `plan.drafts` what was accepted before it.
         """
         kept = []
         start = 0
         for request in plan.decodes:
             draft = plan.drafts.get(request, [])
-            sampled = tokens[start : start + 1 + len(draft)]
-            n = num_right(draft, sampled, request.stop_token_ids)
+            n = num_right(draft, tokens[start:], request.stop_token_ids)
             kept.append(start + n)
+            start += 1 + len(draft)
             if draft:
                 self.num_guessed += len(draft)
                 self.num_right += n
                 self.texts[request].learn(n)
                 plan.drafts[request] = draft[:n]
                 self._accept(request, plan, len(draft))
-            start += len(sampled)
         plan.sampled = plan.decodes.copy()
         return kept
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
-        """Known are now all tokens of its draft in the plan, of so many; one is still to come."""
+        """
+        Of the tokens guessed, those in the plan are right: they are known, and one is still to come
+        behind them. The others never were, nor the blocks that only they needed.
+        """
         scheduler = self.scheduler
         right = plan.drafts[request]
         for token in right:

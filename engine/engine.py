@@ -327,8 +327,13 @@ class Engine:
         except BaseException as error:
             return self._fail(plan, error)
         if plan.drafts:
+            # a token is sampled again at its place, if its grammar refuses it
             flight.places = self.speculator.take_drafts(plan, result.tokens)
-            result = result._replace(tokens=[result.tokens[i] for i in flight.places])
+            tokens = [result.tokens[i] for i in flight.places]
+            # logits behind a wrong guess may be broken
+            pairs = zip(plan.sampled, tokens, strict=True)
+            failed = {r: result.failed[r] for r, token in pairs if token == NO_TOKEN}
+            result = result._replace(tokens=tokens, failed=failed)
             self.num_decode_tokens += sum(map(len, plan.drafts.values()))
         for request, (start, scores) in result.prompt_scores.items():
             if self.requests.get(request.id) is request:  # not aborted since

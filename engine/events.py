@@ -83,8 +83,13 @@ class Recorder:
                 self.decodes = plan.decodes.copy()
                 self.line["decodes"] = numbers(plan.decodes)
         admitted = [[r.arrival_number, r.num_filled_slots, r.num_tokens] for r in plan.admitted]
-        # by its new block, which a request that was preempted after all no longer has
-        writers = {r.block_table[-1]: r.arrival_number for r in plan.grown if r.block_table}
+        # by its new blocks, which a request that was preempted after all no longer has
+        S = self.scheduler.block_size
+        writers = {
+            block: r.arrival_number
+            for r in plan.grown
+            for block in r.block_table[r.num_filled_slots // S :]
+        }
         copies = [[writers[to], to, of] for to, of in plan.copies.items() if to in writers]
         self._add(preempted=numbers(plan.preempted), admitted=admitted)
         self._add(chunks=[[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])

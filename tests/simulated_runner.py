@@ -27,7 +27,7 @@ from engine import engine as engine_module
 from engine.engine import Engine
 from engine.runner import Runner, num_scored, sampling_row
 from model import GPTConfig
-from ops.inputs import StepInputs, StepShape, sizes
+from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 
@@ -127,7 +127,7 @@ class SimulatedRunner(Runner):
         self.block_size = settings.block_size
         self.window = settings.window
         self.pool = Pool(settings.num_blocks, settings.block_size)
-        self.recorded = None
+        self.recorded = settings.speculate  # with drafts, steps are laid out as for ops/cpu.c
         self.graphs = {}
         self.decode_one = None
         self.padding_row = N  # all that follows is indexed by row
@@ -148,16 +148,9 @@ class SimulatedRunner(Runner):
     def poison_new_blocks(self, plan: Plan):
         blocks = self.pool.blocks
         S = self.block_size
-        for request in plan.decodes:
-            if request.num_filled_slots % S == 0:  # the block of its next token is new
-                blocks[request.block_table[-1]][:] = self.pool.poison
-        for request in plan.admitted:
-            for block in request.block_table[request.num_filled_slots // S :]:
+        for request, _ in plan.work:
+            for block in request.block_table[-(-request.num_filled_slots // S) :]:
                 blocks[block][:] = self.pool.poison
-        if self.window:  # tables grow from chunk to chunk
-            for request, _ in plan.chunks:
-                for block in request.block_table[-(-request.num_filled_slots // S) :]:
-                    blocks[block][:] = self.pool.poison
 
     def fill_rows(self, *requests: Request):
         for r in requests:
@@ -182,13 +175,17 @@ class SimulatedRunner(Runner):
         them in place of logits.
         """
         self.poison_new_blocks(plan)
-        step = split_list(packed.tolist(), shape)
-        self.write_decodes(step)
-        self.write_chunks(step)
+        if self.recorded:
+            ends = self.write_all(plan)
+        else:
+            step = split_list(packed.tolist(), shape)
+            self.write_decodes(step)
+            self.write_chunks(step)
+            ends = [(row, self.context_len[row]) for row in [*step.rows, *step.sampling_rows]]
         texts = []
         tokens = HostTokens()
-        for row in [*step.rows, *step.sampling_rows]:
-            text = self.read(row, self.context_len[row])
+        for row, end in ends:
+            text = self.read(row, end)
             token = crc32(text, self.key[row]) % self.V
             self.last_token[row] = token
             texts.append(text)
@@ -205,6 +202,14 @@ class SimulatedRunner(Runner):
             while not bits >> token & 1:
                 token = (token + 1) % self.V
             tokens[i] = self.last_token[r.row] = token
+
+    def write_all(self, plan: Plan) -> list[tuple[int, int]]:
+        """Returns the row of each text that is wanted, and where it ends."""
+        S = self.block_size
+        inputs, last = flat_inputs(plan, S)
+        for token, _, slot, _ in inputs:
+            self.pool.blocks[slot // S][slot % S] = token
+        return [(row, position + 1) for _, position, _, row in map(inputs.__getitem__, last)]
 
     def write_decodes(self, step: StepInputs):
         """The last token of each row, in the slot after its text."""
@@ -239,6 +244,8 @@ class SimulatedRunner(Runner):
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
+        if self.recorded:
+            at = dict(enumerate(plan.sampled))
         for i, request in at.items():
             if request in self.broken_logits and request in plan.sampled:
                 tokens[i] = NO_TOKEN

@@ -30,9 +30,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
 from typing import NamedTuple
+from unittest import mock
 
 from engine import engine as engine_module
 from engine import process as loop
+from engine.drafts import GrowingText
 from engine.events import Recorder, Tallies
 from paged import Plan, Request
 from params import Settings
@@ -118,6 +120,7 @@ class FaultyRunner(SimulatedRunner):
         self.world = world
 
     def launch(self, plan: Plan):
+        self.world.writes(plan)
         fault = self.world.armed.pop("launch", None)
         if fault:
             self.world.must_fail(plan)
@@ -134,6 +137,7 @@ class FaultyRunner(SimulatedRunner):
         if world.armed.pop("collect", None):
             world.must_fail(flight.plan)
             raise FloatingPointError("simulated, when it was waited for")
+        world.truth["guessed"] += sum(map(len, flight.plan.drafts.values()))
         return super().wait_for(flight)
 
     def breaks(self, request: Request):
@@ -185,7 +189,8 @@ class World:
     def run(self) -> Counter:
         """Play all events. Returns how often what happened."""
         settings = self.settings
-        with simulated(self.clock, partial(FaultyRunner, world=self)):
+        guess = mock.patch.object(GrowingText, "guess", lambda *args: self.guess(*args))
+        with simulated(self.clock, partial(FaultyRunner, world=self)), guess:
             while not self.is_over:
                 self.renew()
                 model = NoModel(self.V, settings["context"], tuple(self.eos), self.window)
@@ -195,6 +200,13 @@ class World:
                 loop.serve(self.engine, self)
         self.counts["steps"] = self.steps
         return self.counts
+
+    def guess(self, text: GrowingText, most: int) -> list[int]:
+        """In place of its own: what will come, beyond its end too, but every third one wrong."""
+        if not text.can_guess or most < 1:
+            return []
+        right = self.live[text.request.id].tokens[text.request.num_generated :] + [0] * most
+        return [(t + (i % 3 == 0)) % self.V for i, t in enumerate(right[:most], self.steps)]
 
     def watch_scheduler(self):
         scheduler = self.engine.scheduler
@@ -419,23 +431,28 @@ class World:
         assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
-        right = text.tokens[text.num_sent]
-        end = text.reason if text.num_sent + 1 == len(text.tokens) else None
-        assert tokens == [right], (
+        end = text.num_sent + len(tokens)
+        right = text.tokens[text.num_sent : end]
+        end = text.reason if end == len(text.tokens) else None
+        assert tokens and tokens == right, (
             f"{id} got {tokens} after {text.num_sent} tokens, right is {right}"
         )
         assert reason == end, f"{id} ends with {reason}, right is {end}"
         assert cached == text.hits, f"{id}: {cached} cached tokens, {text.hits} were found at first"
         self.check_scores(text, right, *scores)
-        self.has_token(text)
+        self.has_tokens(text, len(tokens))
+        for name in ("right", "decode tokens"):
+            self.truth[name] += len(tokens) - 1
+        self.counts["drafts"] += len(tokens) > 1
         if end:
             self.counts["stop tokens" if reason == "stop" else "full length"] += 1
             self.ends(text)
 
-    def check_scores(self, text: Text, token: int, logprobs, prompt_logprobs):
+    def check_scores(self, text: Text, tokens: list[int], logprobs, prompt_logprobs):
         right = None
         n = text.params.get("logprobs")
         if n is not None:
+            [token] = tokens
             so_far = bytes(text.prompt + text.tokens[: text.num_sent])
             right = [score(seen(so_far, self.window), token, n, self.V)]
         assert logprobs == right, f"{text.id}: log-probabilities {logprobs}, right: {right}"
@@ -447,9 +464,9 @@ class World:
             f"{text.id}: scores of the prompt {prompt_logprobs}, right: {right}"
         )
 
-    def has_token(self, text: Text):
-        text.num_sent += 1
-        if text.num_sent > 1:
+    def has_tokens(self, text: Text, n: int):
+        text.num_sent += n
+        if text.num_sent > n:
             return
         if text.admitted is not None:
             self.prefilled.append(self.clock.now - text.admitted)
@@ -481,7 +498,7 @@ class World:
                 f"{text.id} fails after {text.num_sent} tokens: {message}"
             )
             assert "not numbers" in message["message"], f"{text.id} ends with {message}"
-            self.has_token(text)  # the step went well, and its other choices go their own ways
+            self.has_tokens(text, 1)  # the step went well, and its other choices go their own ways
             self.counts["broken logits"] += 1
         self.ends(text)
 
@@ -503,7 +520,6 @@ class World:
         for request in plan.admitted:
             self.truth["queried tokens"] += request.num_tokens
             self.truth["hit tokens"] += request.num_filled_slots
-        scheduler.check_plan(plan)
         assert computes or scheduler.is_done() or self.engine.in_flight, (
             "a step without a token, while there is work"
         )
@@ -516,6 +532,10 @@ class World:
             self.check_admitted(self.live[request.id], request)
         if scheduler.waiting:
             self.check_queue(plan)
+
+    def writes(self, plan: Plan):
+        """What is computed, drafts included."""
+        self.engine.scheduler.check_plan(plan)
         for request, _ in plan.work:
             text = self.live[request.id]
             for i in range(request.num_filled_slots // self.S, len(request.block_table)):
@@ -591,6 +611,10 @@ class World:
         """After a step, when its tokens and errors are sent."""
         engine = self.engine
         engine.scheduler.check()
+        for r in engine.scheduler.running:
+            assert (len(r.block_table) - 1) * self.S < r.num_tokens, (
+                f"{r.id} holds a block too many"
+            )
         assert not self.failing, (
             f"{[text.id for text in self.failing]} got no error for the step's failure"
         )
@@ -620,6 +644,7 @@ class World:
         for request, n in plan.work:
             if request.row is None:
                 continue  # preempted or aborted meanwhile
+            n -= len(plan.drafts.get(request, ()))  # they count as computed
             num_full = (request.num_computed_slots + n) // self.S
             for i in range(request.num_committed, num_full):
                 block = request.block_table[i]
@@ -657,8 +682,8 @@ class World:
             "queries": self.truth["queried tokens"],
             "hits": self.truth["hit tokens"],
             "preemptions": self.truth["preemptions"],
-            "guessed": 0,
-            "right": 0,
+            "guessed": self.truth["guessed"],
+            "right": self.truth["right"],
             "steps": self.truth["steps"],
             "waited": self.waited,
             "prefilled": self.prefilled,

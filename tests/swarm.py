@@ -26,7 +26,11 @@ FATEFUL = ["any", "prefilling", "scoring", "scoring", "promising", "to come"]  #
 def a_life(seed: int) -> tuple[dict, list[dict]]:
     """Settings and events."""
     life = Life(random.Random(seed))
-    return life.settings, life.events()
+    events = life.events()
+    engine = life.settings["engine"]
+    # drawn last: all else in a life is as it would be without drafts
+    engine["speculate"] = not engine["overlap"] and life.rng.random() < 0.7
+    return life.settings, events
 
 
 def longest_text(settings: dict) -> int:

@@ -4,6 +4,7 @@ without drafts, whatever was guessed. On machines without a C compiler, which ha
 the scheduler's side is tested.
 """
 
+import json
 import random
 from functools import partial
 from unittest.mock import Mock
@@ -12,9 +13,10 @@ import pytest
 
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
 from engine.engine import Engine
+from engine.events import Recorder
 from ops import cpu
 from paged import Request, Scheduler, SchedulerSettings
-from params import SamplingParams
+from params import NO_TOKEN, SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
@@ -395,6 +397,46 @@ def test_a_step_with_drafts_that_fails_leaves_no_block_behind(guesses_of):
     assert [o.error for o in outputs] == ["RuntimeError: broken"]
     del engine.runner.wait_for
     assert_idle(engine)
+
+
+@needs_compiler
+def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
+    """Would catch: a text that ends with an error because of a token that it does not have."""
+    monkeypatch.setattr(GrowingText, "guess", lambda text, most: [28] * most)
+    engine = speculating()
+    wait_for = engine.runner.wait_for
+
+    def wait_for_broken(flight):
+        result = wait_for(flight)
+        for request in flight.plan.drafts:
+            result.tokens[-1] = NO_TOKEN
+            result.failed[request] = "broken"
+        return result
+
+    engine.runner.wait_for = wait_for_broken
+    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    [answer] = engine.generate([[5, 6, 7, 8]], params, progress=False)
+    assert len(answer) == 9 and 28 not in answer
+    assert engine.speculator.num_guessed > 9
+
+
+@needs_compiler
+def test_a_record_has_the_copies_that_come_before_drafts(guesses_of):
+    """Would catch: the copy of a block that is not the last one, because a draft needs another."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
+    prompt = [5, 6, 7, 8, 5, 6]
+    [answer] = speculating().generate([prompt], params, progress=False)
+    guesses_of({(tuple(prompt), 1): answer})
+    engine = speculating()
+    engine.recorder = Recorder(engine)
+    lines = []
+    engine.recorder.listeners.append(lines.append)
+    for i in range(4):
+        engine.add_request(str(i), prompt, params, n=2)
+        while engine.has_work:
+            engine.step()
+    copies = [copy for line in lines for copy in json.loads(line).get("copies", ())]
+    assert len(copies) == engine.scheduler.num_copies > 3
 
 
 @pytest.mark.parametrize("settings", [{"attention": "torch"}, {"overlap": True}])

@@ -112,6 +112,7 @@ preempted
 evicted
 lack
 committed
+drafts
 idle
 overlap
 window

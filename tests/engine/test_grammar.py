@@ -214,6 +214,27 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
         assert engine.scheduler.num_hit_tokens
 
 
+@pytest.mark.skipif(not cpu.c_compiler() or DEVICE == "cuda", reason="needs ops/cpu.c")
+def test_a_refused_token_is_sampled_again_from_its_own_logits(model, grammars, monkeypatch):
+    """Would catch: from those of a neighbour's draft, which stand before it."""
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        return [7] * min(2, most) if text.can_guess else []
+
+    monkeypatch.setattr(GrowingText, "guess", guess)
+    monkeypatch.setattr("engine.engine.MASK_SECONDS", 60)  # no mask is late, and no request waits
+    engine = new_engine(model, num_blocks=100, attention="cpu", speculate=True)
+    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=0)
+    engine.add_request("free", [1, 2, 3], params)
+    held = replace(params, max_tokens=20, ignore_eos=False)  # greedy, too: logits decide all
+    for i, kind in enumerate(GRAMMARS):
+        engine.add_request(i, [4, 5, i], replace(held, grammar=grammars.compile(*kind)))
+    answers = finish(engine, {})
+    for i, kind in enumerate(GRAMMARS):
+        assert_follows(model, grammars.compile(*kind), [4, 5, i], held, answers[i])
+    assert engine.speculator.num_guessed >= 38 and engine.num_refused > 10
+
+
 @pytest.mark.parametrize("window", [0, 12])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, late_masks):

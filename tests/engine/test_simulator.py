@@ -31,7 +31,11 @@ def test_a_million_steps_of_random_lives():
     last, failure, counts = campaign(10**6, steps=1e6, processes=2)
     print(f"\n{counts}")
     assert not failure, f"python -m tests.simulator --seed {last}: {failure}"
-    rare = [name for name in (*FAULTS, "forks", "windows", "prefix cache") if counts[name] < 500]
+    rare = [
+        name
+        for name in (*FAULTS, "forks", "windows", "prefix cache", "drafts")
+        if counts[name] < 500
+    ]
     assert not rare, f"hardly met: {rare}"
 
 
@@ -63,7 +67,7 @@ def test_a_seed_is_the_same_life_on_any_machine():
         world = Listening(*a_life(seed))
         world.run()
         heard.append(world.heard)
-    assert crc32(repr(heard).encode()) == 3253638728
+    assert crc32(repr(heard).encode()) == 3362183358
     assert len(heard[0]) > 100
 
 
