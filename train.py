@@ -16,7 +16,6 @@ the run and its loop; `train_and_report` sums up. Letters: B sequences a step, T
 import json
 import math
 import os
-import signal
 import sys
 import textwrap
 import time
@@ -53,6 +52,7 @@ from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
     Process,
+    catch_signals,
     check_memory,
     init_process,
     load_to_train,
@@ -542,22 +542,6 @@ def delete_checkpoint(out: Path):
     for name in names + COMPANIONS:  # these of another model, perhaps
         for path in out.glob(name):
             path.unlink()
-
-
-def catch_signals() -> list[int]:
-    """
-    From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
-    step; a second one kills.
-    """
-    caught = []
-
-    def note(number, frame):
-        caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
-    return caught
 
 
 def train(run: Run, caught: list[int], started: float) -> bool:

@@ -1,6 +1,6 @@
 """
 The machine of a training run: the processes of torchrun, their devices, whether their memory holds
-a model that exists, and the clock of a run whose length is set by --minutes.
+the model, signals, and the clock of a run whose length is set by --minutes.
 
     process = init_process(args)
     model = load_to_train(args, corpus, process)
@@ -11,6 +11,7 @@ a model that exists, and the clock of a run whose length is set by --minutes.
 """
 
 import os
+import signal
 import sys
 import time
 import timeit
@@ -264,7 +265,24 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
 
 
 # --------------------------------------------------------------------------------------------------
-# The clock
+# Signals and the clock
+
+
+def catch_signals() -> list[int]:
+    """
+    From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
+    step; a second one kills.
+    """
+    caught = []
+
+    def note(number, frame):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    return caught
+
 
 # Of the end of a run, apart from scoring the held-out text: the last samples, compressing the text,
 # drawing the loss, saving.
