@@ -85,7 +85,7 @@ def draw_batching() -> dict:
     longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
     many as blocks of 16 have room for. Only tokens that were asked for count.
     """
-    gpt = build_model("1M")
+    gpt = build_model("10M")
     work = bench.offline_workload(96, 8, gpt.config.vocab_size)
     rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
     ways = {  # at most so many at once, and batches, one after the other
@@ -98,7 +98,7 @@ def draw_batching() -> dict:
     figure, axes = new_figure()
     result = {}
     for name, (at_once, batches) in ways.items():
-        settings = Settings(num_blocks=256, max_num_seqs=at_once, watermark=0, prefix_cache=False)
+        settings = Settings(num_blocks=256, max_num_seqs=at_once, watermark=0.1, prefix_cache=False)
         engine = Engine(gpt, settings)
         ended_times(engine, [work[:at_once]])  # warm-up
         ended = ended_times(engine, batches)
