@@ -139,6 +139,7 @@ def build_parser() -> Parser:
     flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=ARCHS)
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
+    # with more, not even the number of weights can be counted
     flag("--n_embd", "width, a multiple of n_head", 256, at_least(1, below=2**24))
     flag("--context_length", "tokens the model sees; nanoGPT calls it block_size", 256)
     about = "tokens of a window until the last quarter of the run; default: --context_length"
@@ -585,7 +586,7 @@ def train(run: Run, caught: list[int], started: float) -> bool:
 
 
 def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
-    """A whole run, from its state or, with None, a new one. Exits where it cannot begin."""
+    """A whole run: from `state`, or, if None, a new one. Exits where it cannot begin."""
     began = time.perf_counter()
     try:
         if state:  # the settings of the interrupted run, but for the machine's

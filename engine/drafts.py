@@ -4,7 +4,7 @@ Speculative decoding without a draft model: the text so far guesses how it goes 
     plan = scheduler.plan(step)
     speculator.plan_drafts(plan)                     # guess, in the room that the plan leaves
     ...                                              # compute the step, guesses and all
-    kept = speculator.take_drafts(plan, tokens)      # accept what was guessed right
+    places = speculator.take_drafts(plan, tokens)    # accept what was guessed right
 
 A step of one token reads all weights, and a step of a few hardly takes longer. So where the last
 tokens of a text stood in it before, those that followed them there are its draft (prompt lookup,
@@ -18,6 +18,8 @@ The noise of a token depends on its request's seed and on its position, and its 
 on the rows beside it (ops/cpu.c). So a text is to the bit what it would be without drafts, greedy
 or sampled: a wrong guess costs time, never a token. A draft ends where a grammar forbids it.
 """
+
+from itertools import takewhile
 
 from paged import TO_COME, Plan, Request, Scheduler
 
@@ -126,12 +128,14 @@ class Speculator:
         request then stands once; returns the place of its last token in `tokens`, and leaves in
         `plan.drafts` what was accepted before it.
         """
-        kept = []
+        places = []
         start = 0
         for request in plan.decodes:
             draft = plan.drafts.get(request, [])
             n = num_right(draft, tokens[start:], request.stop_token_ids)
-            kept.append(start + n)
+            if request.grammar:  # `allowed_part` does not count a rule's tokens (max_tokens)
+                n = len([*takewhile(request.grammar.accept, draft[:n])])
+            places.append(start + n)
             start += 1 + len(draft)
             if draft:
                 self.num_guessed += len(draft)
@@ -140,18 +144,15 @@ class Speculator:
                 plan.drafts[request] = draft[:n]
                 self._accept(request, plan, len(draft))
         plan.sampled = plan.decodes.copy()
-        return kept
+        return places
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
         """
-        Of the tokens guessed, those in the plan are right: they are known, and one is still to come
-        behind them. The others never were, nor the blocks that only they needed.
+        Of the tokens guessed, those left in the plan are right: known now, with one to come behind
+        them. Slots and blocks of the others are given back.
         """
         scheduler = self.scheduler
         right = plan.drafts[request]
-        for token in right:
-            if request.grammar:
-                request.grammar.accept(token)
         request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
         request.num_to_come = 1
         request.num_computed_slots += len(right)

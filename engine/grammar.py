@@ -220,7 +220,7 @@ class Grammar:
         return is_allowed
 
     def allowed_part(self, draft: list[int]) -> list[int]:
-        """What of a draft may come next, as far as may be asked."""
+        """The first tokens of a draft that it allows; none where a mask was begun."""
         if self.mask:
             return []
         return draft[: self.matcher.validate_tokens(draft)]

@@ -195,8 +195,8 @@ def refusal_of(problem, scope) -> ApiError:
     match problem:
         case ApiError():
             return problem
-        case HTTPException(status_code=405):  # of the router, as the next
-            allowed = problem.headers["Allow"]
+        case HTTPException(status_code=405):  # of the router, like the next
+            allowed = " or ".join(sorted(problem.headers["Allow"].split(", ")))
             message = f"{scope['path']:.200} is for {allowed}, not {scope['method']}"
             return ApiError(405, message, headers=problem.headers)
         case HTTPException():

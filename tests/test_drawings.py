@@ -108,7 +108,7 @@ def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
 def test_a_picture_is_drawn(name, monkeypatch):
     """Of a toy, each measured once."""
     toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
-    models = dict.fromkeys(("1M", "gpt2-124M"), toy)
+    models = dict.fromkeys(("10M", "gpt2-124M"), toy)
     monkeypatch.setattr(bench, "MODELS", models)
 
     def once(call, repeats, *rest):

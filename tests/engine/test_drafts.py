@@ -68,8 +68,8 @@ def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
         assert guess(**{name: 0.5}) == []
     assert guess(logprobs=0) == []
     assert guess(grammar=Mock()) == [7]
-    for name in ("top_k", "top_p", "min_p"):
-        assert guess(grammar=Mock(), temperature=1.0, **{name: 1 if name == "top_k" else 0.5}) == []
+    for name, value in (("top_k", 1), ("top_p", 0.5), ("min_p", 0.5)):
+        assert guess(grammar=Mock(), temperature=1.0, **{name: value}) == []
 
 
 def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():

@@ -694,18 +694,22 @@ def seconds_a_token(engine: Engine) -> float:
 def test_a_thread_that_is_late_holds_up_no_other(cores):
     """
     One that gets only what another process leaves of a core: others do its share, and a token takes
-    at most twice as long as without it. Would catch: a thread's own share that nobody else takes, a
-    barrier for all.
+    at most twice as long as without it (the median of five tries, as the machine may have other
+    work). Would catch: a thread's own share that nobody else takes, a barrier for all.
     """
-    alone = seconds_a_token(engine_with(1))
-    before = {*os.listdir("/proc/self/task")}
-    engine = engine_with(2)
-    [late] = {*os.listdir("/proc/self/task")} - before
-    os.sched_setscheduler(int(late), os.SCHED_IDLE, os.sched_param(0))
-    os.sched_setaffinity(int(late), cores[:1])
-    os.sched_setaffinity(0, cores[1:])
-    with busy_process(cores[:1]):
-        assert seconds_a_token(engine) < 2 * alone
+    ratios = []
+    for _ in range(5):
+        os.sched_setaffinity(0, cores)
+        alone = seconds_a_token(engine_with(1))
+        before = {*os.listdir("/proc/self/task")}
+        engine = engine_with(2)
+        [late] = {*os.listdir("/proc/self/task")} - before
+        os.sched_setscheduler(int(late), os.SCHED_IDLE, os.sched_param(0))
+        os.sched_setaffinity(int(late), cores[:1])
+        os.sched_setaffinity(0, cores[1:])
+        with busy_process(cores[:1]):
+            ratios.append(seconds_a_token(engine) / alone)
+    assert statistics.median(ratios) < 2
 
 
 @needs_compiler

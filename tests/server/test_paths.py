@@ -66,7 +66,7 @@ GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL
 PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ends in /v1
 GET /LONG -> 404 - - there is no GET /xxx...
 DELETE /v1/completions -> 405 - - /v1/completions is for POST, not DELETE
-POST /metrics {} -> 405 - - /metrics is for GET, HEAD, not POST
+POST /metrics {} -> 405 - - /metrics is for GET or HEAD, not POST
 """  # noqa: E501
 LONG_WORDS = {"DEEP": "[" * 90_000, "NINES": "9" * 5000, "LONG": "x" * 60_000}
 
