@@ -109,6 +109,8 @@ def drain(processes: list[Popen]):
     finally:
         for process in processes:
             process.kill()
+        for process in processes:
+            process.wait()  # then its ports are free
 
 
 def main():

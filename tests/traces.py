@@ -357,7 +357,9 @@ class Run:
         """Ask /livez all the time, and note the highest levels."""
         while True:
             try:
-                response = await self.client.get("/livez", timeout=SILENCE)
+                # in a thread: this loop may be late by itself, with all the answers that it reads
+                livez = self.client.base_url.join("/livez")
+                response = await asyncio.to_thread(httpx.get, livez, timeout=SILENCE)
                 if response.status_code not in (200, 404):  # 404: a router
                     self.faults.append(f"hang: /livez says {response.text}")
                 for name, level in levels_of(await self.metrics()).items():

@@ -309,12 +309,14 @@ const demos = {
     })
   },
 
-  // The prompt's last block is half empty: what four answers write there cannot be shared.
+  // The prompt's last block is half empty: what four answers write there cannot be shared. It begins
+  // behind the first block of `alike`, whose first prompt would else find its blocks.
   fork() {
     const say = ({ r, blocks: [source, block] }) =>
       `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
     return demonstrate(4, "copied", 1, say, opening => {
-      const prompt = promptOf(opening.slice(0, 2.5 * state.block_size))
+      const S = state.block_size
+      const prompt = promptOf(opening.slice(S, 3.5 * S))
       return ask([prompt], false, { n: 4, temperature: 1, max_tokens: 40 })
     })
   },

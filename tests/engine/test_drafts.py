@@ -414,7 +414,7 @@ def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
         return result
 
     engine.runner.wait_for = wait_for_broken
-    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    params = SamplingParams(0.0, max_tokens=9, ignore_eos=True, logit_bias={28: -100.0})
     [answer] = engine.generate([[5, 6, 7, 8]], params, progress=False)
     assert len(answer) == 9 and 28 not in answer
     assert engine.speculator.num_guessed > 9

@@ -699,8 +699,10 @@ def test_a_thread_that_is_late_holds_up_no_other(cores):
     """
     ratios = []
     for _ in range(5):
+        os.sched_setaffinity(0, cores[1:])
+        with busy_process(cores[:1]):
+            alone = seconds_a_token(engine_with(1))
         os.sched_setaffinity(0, cores)
-        alone = seconds_a_token(engine_with(1))
         before = {*os.listdir("/proc/self/task")}
         engine = engine_with(2)
         [late] = {*os.listdir("/proc/self/task")} - before
@@ -728,17 +730,18 @@ def test_idle_threads_sleep():
 @pytest.mark.parametrize("threads", [2, 8])
 def test_beside_a_busy_process(threads, cores):
     """
-    A token on two cores takes at most three times as long (the median, at best of three tries) as
+    A token on two cores takes at most three times as long (the median, at best of five tries) as
     with two threads, when another process wants one of the cores, or threads are many. Would catch:
     threads that wait for one that has no core.
     """
     quick = engine_with(2)
     engine = engine_with(threads)
     ratios = []
-    for _ in range(3):
-        quiet = seconds_a_token(quick)
+    for _ in range(5):
+        before = seconds_a_token(quick)
         with busy_process(cores):
-            ratios.append(seconds_a_token(engine) / quiet)
+            busy = seconds_a_token(engine)
+        ratios.append(busy / max(before, seconds_a_token(quick)))
     assert min(ratios) < 3
 
 
@@ -752,7 +755,8 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     runtime = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip(f"the compiler has no {name}")
-    environment = os.environ | {
+    # a run of its own, which shares nothing with the process of this one
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
         "CC": f"{shlex.join(COMPILER)} -g -fsanitize={sanitizer}",
         "LD_PRELOAD": runtime,
         "XDG_CACHE_HOME": str(tmp_path),

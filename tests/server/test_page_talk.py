@@ -441,7 +441,13 @@ def demo_page(open_page, small_server):
 
 
 def test_eight_prompts_that_begin_alike(demo_page):
-    """It stops when seven have found three blocks, with the context of the default model."""
+    """
+    It stops when seven have found three blocks, with the context of the default model. Behind a
+    fork the first of them found two of its blocks, and was counted.
+    """
+    moment(demo_page, "fork")
+    demo_page("stopAll(); goLive()")
+    wait_for(demo_page, f"{IS_OVER} && {IS_IDLE}")
     line, said = moment(demo_page, "alike")
     assert all(hit >= 48 for _, hit, _ in line["admitted"])
     assert "Seven have found 48 tokens cached, in 3 blocks" in said
@@ -455,7 +461,8 @@ def test_eight_prompts_that_begin_alike(demo_page):
     demo_page("goLive()")
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator("#answers .error").count() == 0
-    assert {len(text) for text in demo_page.locator(".asked").all_text_contents()} == {65}
+    lengths = [len(text) for text in demo_page.locator(".asked").all_text_contents()]
+    assert lengths.count(65) == 8
 
 
 def test_a_demo_that_is_left_says_nothing_more(demo_page):
