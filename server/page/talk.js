@@ -309,8 +309,8 @@ const demos = {
     })
   },
 
-  // The prompt's last block is half empty: what four answers write there cannot be shared. It begins
-  // behind the first block of `alike`, whose first prompt would else find its blocks.
+  // The prompt's last block is half empty: what four answers write there cannot be shared. Behind
+  // the first block of `alike`, whose first prompt would else find its blocks.
   fork() {
     const say = ({ r, blocks: [source, block] }) =>
       `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
