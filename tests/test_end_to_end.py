@@ -284,26 +284,22 @@ SLOW_ATTACKS = [pytest.param(name, marks=pytest.mark.slow) for name in list(ATTA
 def test_the_server_answers_during_an_attack(server, name):
     """
     Nothing that one client sends keeps others waiting for a second. Each of these did, some for
-    minutes. At best of three tries, as the machine may have other work.
+    minutes.
     """
-
-    def longest_wait() -> float:
-        with Watch(server) as watch, ThreadPoolExecutor(4) as pool:
-            wait_until(lambda: watch.seconds)
-            if name == "trailers":
-                list(pool.map(trailers, [server.url] * 3))
-            else:
-                path, fields, count, status = ATTACKS[name]
-                body = json.dumps(fields, ensure_ascii=False).encode()
-                post = partial(httpx.post, f"{server.url}{path}", timeout=60)
-                post = partial(post, content=body, headers=JSON)
-                answers = [pool.submit(post) for _ in range(count)]
-                assert [answer.result().status_code for answer in answers] == [status] * count
-            count = len(watch.seconds)
-            wait_until(lambda: len(watch.seconds) > count)
-        return max(watch.seconds)
-
-    assert any(longest_wait() < 1 for _ in range(3))
+    with Watch(server) as watch, ThreadPoolExecutor(4) as pool:
+        wait_until(lambda: watch.seconds)
+        if name == "trailers":
+            list(pool.map(trailers, [server.url] * 3))
+        else:
+            path, fields, count, status = ATTACKS[name]
+            body = json.dumps(fields, ensure_ascii=False).encode()
+            post = partial(httpx.post, f"{server.url}{path}", timeout=60)
+            post = partial(post, content=body, headers=JSON)
+            answers = [pool.submit(post) for _ in range(count)]
+            assert [answer.result().status_code for answer in answers] == [status] * count
+        count = len(watch.seconds)
+        wait_until(lambda: len(watch.seconds) > count)
+    assert max(watch.seconds) < 1, sorted(watch.seconds)[-3:]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -381,14 +377,11 @@ def test_half_a_minute_of_everything_at_once(checkpoint):
         with ThreadPoolExecutor(12) as pool:
             list(pool.map(be_a_client, range(12)))
         assert outcomes == {200, 400, "hung up", "data: [DONE]\n\n"}
-
-        def is_zero(name: str) -> bool:
-            metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
-            return bool(re.search(rf"vllm:{name}{{.*?}} 0\.0$", metrics, re.MULTILINE))
-
-        assert not is_zero("num_preemptions_total")
-        levels = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
-        wait_until(lambda: all(map(is_zero, levels)))
+        time.sleep(1)
+        metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+        assert not re.search(r"vllm:num_preemptions_total{.*?} 0\.0$", metrics, re.MULTILINE)
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+            assert re.search(rf"vllm:{name}{{.*?}} 0\.0$", metrics, re.MULTILINE)
         for pid, kilobytes in zip(pids, before, strict=True):
             assert memory(pid) < kilobytes + 100_000
 

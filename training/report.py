@@ -197,7 +197,7 @@ def only_run_in(out: str):
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}: wait until it ends, or name another --out")
     except OSError:
-        pass
+        pass  # no locks here
     try:
         yield
     finally:

@@ -416,26 +416,21 @@ def test_no_grammar_holds_up_the_others(grammars, name):
     """
     Would catch: a keyword that is passed over; options of a client that switch checks off; a
     compiler or a mask without a limit, or that keeps the GIL, so that the server's loop stands
-    still. Alone on a core the slowest takes half a second, and no pause is longer than 20 ms. At
-    best of three tries, as the machine may have other work.
+    still. Alone on a core the slowest takes half a second, and no pause is longer than 20 ms.
     """
     kind, text, reason = HOSTILE[name]
-
-    def is_served_well() -> bool:
-        grammars.compile.cache_clear()
-        started = time.perf_counter()
-        with longest_pause() as pauses:
-            if reason:
-                with pytest.raises(ValueError) as refusal:
-                    grammars.compile(kind, text)
-                assert reason in str(refusal.value)
-                assert len(str(refusal.value)) < 600
-            else:
-                grammar = grammars.compile(kind, text).copy()
-                assert walk(grammar, random.Random(0), 20)
-        return time.perf_counter() - started < 3 and pauses[-1] < 0.1
-
-    assert any(is_served_well() for _ in range(3))
+    started = time.perf_counter()
+    with longest_pause() as pauses:
+        if reason:
+            with pytest.raises(ValueError) as refusal:
+                grammars.compile(kind, text)
+            assert reason in str(refusal.value)
+            assert len(str(refusal.value)) < 600
+        else:
+            grammar = grammars.compile(kind, text).copy()
+            assert walk(grammar, random.Random(0), 20)
+    assert time.perf_counter() - started < 3
+    assert pauses[-1] < 0.1
 
 
 # --------------------------------------------------------------------------------------------------

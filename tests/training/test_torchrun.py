@@ -149,7 +149,7 @@ def torchrun(*command) -> tuple[str, str]:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*start, *command], **pipes) as process:
         try:
-            printed, errors = process.communicate(timeout=300)
+            printed, errors = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun ends its processes, too
             printed, errors = process.communicate()
