@@ -16,7 +16,7 @@ from torch import Tensor
 import model
 from kernels import Batch, gdc_wait, jit, pdl_options, pdl_wait, pool_offset, tl, triton
 from ops.inputs import KnownRows, ModelInputs
-from ops.linear import QKVTargets, launch_linear, linear, use_triton
+from ops.linear import launch_linear, linear, use_triton
 
 # --------------------------------------------------------------------------------------------------
 # Inputs and embeddings
@@ -110,7 +110,7 @@ HEADS_AT_ONCE = 4  # that a program of norm_rope_store_kernel takes
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """As model.rotation, but the kernels that rotate make cosines and sines for themselves."""
+    """As model.rotation, but norm_rope_store makes cosines and sines for itself."""
     return positions, frequencies
 
 
@@ -205,13 +205,10 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
     num_blocks + 1, Hk, S, D], which is returned, too.
     """
-    rotation = batch.rotations.get(attn.window)
-    is_simple = attn.q_norm is None and attn.c_attn.bias is None
-    is_alone = len(y) == 1 and is_simple
-    if rotation and not is_alone:
+    if batch.rotations:
         parts = linear(y, attn.c_attn, partial_sums=True)
         return norm_rope_store(parts, attn, kv, batch), kv
     if not use_triton(len(y), attn.c_attn) or attn.q_norm is not None:
         return model.project_qkv(y, attn, kv, batch)
-    q = launch_linear(y, attn.c_attn, targets=QKVTargets(kv, batch.slot_mapping, rotation))
+    q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping))
     return q.view(len(y), attn.H, attn.D), kv

@@ -165,8 +165,7 @@ def sum_of(x, delta, k, P: tl.constexpr, K: tl.constexpr):
 
 @jit
 def vector_kernel(
-    x, delta, norm_weight, norm_bias, total, eps, positions, frequencies,
-    weight, bias, out, kv, slot_mapping, k_to_v,
+    x, delta, norm_weight, norm_bias, total, eps, weight, bias, out, kv, slot_mapping, k_to_v,
     P: tl.constexpr, RMS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
@@ -175,17 +174,10 @@ def vector_kernel(
     """
     Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
     there is, too little for tensor cores. Its first weights are under way before it waits for its
-    predecessor. With frequencies the outputs are q, k and v, of which q and k are rotated: a
-    program has both numbers of each pair. With norm_weight the row is norm(x + delta), see
-    `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
+    predecessor. With norm_weight the row is norm(x + delta), see `LazyNorm`: each program
+    normalises it for itself, the first one stores x + delta.
     """
     n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
-    if frequencies is not None:  # n are pairs, side by side: numbers i and i + D / 2 of a head
-        head = n // D
-        i = n // 2 % (D // 2)
-        n = head * D + i + n % 2 * (D // 2)
-        angle = tl.load(positions).to(tl.float32) * tl.load(frequencies + i)
-        angle = tl.where(head < N // D - Hk, angle, 0.0)  # not v
     weight += n.to(tl.int64)[:, None] * K
     up_weight = weight + N * K
     real = (n < N)[:, None] & (k < K)[None, :]
@@ -208,14 +200,7 @@ def vector_kernel(
         if GATED:
             up += up_w.to(tl.float32) * value[None, :]
             up_w = tl.load(up_weight + k[None, :], mask=real, other=0.0)
-    acc = tl.sum(acc, axis=1)
-    if frequencies is not None:
-        first, second = tl.split(tl.reshape(acc, [COLS // 2, 2]))
-        cos, _ = tl.split(tl.reshape(tl.cos(angle), [COLS // 2, 2]))
-        sin, _ = tl.split(tl.reshape(tl.sin(angle), [COLS // 2, 2]))
-        turned = tl.join(first * cos - second * sin, second * cos + first * sin)
-        acc = tl.reshape(turned, [COLS])
-    acc = acc[None, :]
+    acc = tl.sum(acc, axis=1)[None, :]
     up = tl.sum(up, axis=1)[None, :] if GATED else None
     row = tl.arange(0, 1)
     epilogue(acc, up, bias, out, kv, slot_mapping, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
@@ -400,24 +385,19 @@ def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
     return model.soft_cap(logits, softcap) if softcap else logits
 
 
-class QKVTargets(NamedTuple):
-    """The place where a QKV product stores keys and values, and its rotation."""
-
-    kv: Tensor  # one layer's pool
-    slots: Tensor  # [R]
-    rotation: tuple | None  # see `rotation`; for one row alone
-
-
 def launch_linear(
     x: Tensor | LazyNorm,
     layer,
     activation: str | None = None,
     gated=False,
     partial_sums=False,
-    targets: QKVTargets | None = None,
+    targets: tuple[Tensor, Tensor] | None = None,
     is_head=False,
 ) -> Tensor:
-    """As linear; or, with `targets`, as project_qkv, but q is [R, H D]."""
+    """
+    As linear; or, with `targets`, one layer's pool and the slots [R] in it, as project_qkv, but q
+    is [R, H D].
+    """
     N, K = layer.weight.shape
     if gated:
         N //= 2
@@ -428,7 +408,7 @@ def launch_linear(
     shape |= {"Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
     if targets:
-        kv, slots, _ = targets
+        kv, slots = targets
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
         pool = (kv, slots, kv.stride(0))  # from K to V
@@ -436,11 +416,7 @@ def launch_linear(
     dtype = torch.float32 if partial_sums else layer.weight.dtype
     if len(x) == 1:
         out = layer.weight.new_empty(1, width, dtype=dtype)
-        rotation = targets.rotation if targets else None
-        tiles = one_row_tiles(x, N, K, gated, is_head)
-        if rotation:  # which turns pairs of columns
-            tiles = tiles._replace(cols=max(2, tiles.cols))
-        launch_vector(x, layer, out, pool, shape, rotation, tiles)
+        launch_vector(x, layer, out, pool, shape, one_row_tiles(x, N, K, gated, is_head))
         return out
     R = len(x)
     tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
@@ -451,9 +427,8 @@ def launch_linear(
     return out if partial_sums else out[0]
 
 
-def launch_vector(x, layer, out, pool: tuple, shape: dict, rotation, tiles: Tiles):
+def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
     """vector_kernel, for the one row of x."""
-    assert rotation is None or layer.bias is None, "a bias is added before the rotation"
     row = (x, None, None, None, None, 0.0)
     P = 0
     rms = False
@@ -464,7 +439,7 @@ def launch_vector(x, layer, out, pool: tuple, shape: dict, rotation, tiles: Tile
         rms = isinstance(norm, model.RMSNorm)
     programs = triton.cdiv(shape["N"], tiles.cols)
     vector_kernel[(programs,)](
-        *row, *(rotation or (None, None)), layer.weight, layer.bias, out, *pool,
+        *row, layer.weight, layer.bias, out, *pool,
         P=P, RMS=rms, **shape, **tiles.options(), **pdl_options(out),
     )  # fmt: skip
 
