@@ -943,6 +943,7 @@ def train_once(args, goal: float) -> dict:
 @torch.no_grad()
 def estimate(run: train.Run) -> float:
     """nanoGPT's estimate of the held-out loss, in nats a token."""
+    process = run.process
     B = run.args.batch_size
     T = run.args.context_length
     text = torch.from_numpy(run.corpus.val.astype("int64"))
@@ -952,10 +953,10 @@ def estimate(run: train.Run) -> float:
     run.model.eval()
     for _ in range(200):
         chosen = torch.randint(len(windows), (B,), generator=random)
-        rows = windows[chosen].to(run.process.device)
+        rows = windows[chosen].to(process.device)
         x, y = train.tokens_and_targets(rows)
-        with run.process.autocast():
-            _, loss = run.model(x, y, run.process.ops)
+        with process.autocast(), process.uncompiled():
+            _, loss = run.model(x, y, process.ops)
         total += loss
     run.model.train()
     return float(total) / 200

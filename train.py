@@ -55,8 +55,10 @@ from training.machine import (
     catch_signals,
     check_memory,
     init_process,
+    is_compiled,
     load_to_train,
     pick_device,
+    start_compiler,
 )
 from training.report import (
     SAMPLE_TOKENS,
@@ -87,10 +89,11 @@ SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_si
 SHAKESPEARE_CPU |= {"momentum": 0.9}
 SHAKESPEARE_CUDA = {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0}
 SHAKESPEARE_CUDA |= {"steps": 1715, "eval_every": 350}  # 28 epochs
-# GPT-2 small, with the biases and the activation that OpenAI gave it
+# GPT-2 small, with OpenAI's activation; without biases, which take a GPU 3% of a step. It reads its
+# corpus ten times: without dropout and decay its held-out loss ended at 2.21, with them at 1.63.
 GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024}
-GPT2 |= {"bias": True, "activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32}
-GPT2 |= {"steps": 2000, "matrix_lr": 0.01, "vector_lr": 1e-3}
+GPT2 |= {"activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32, "steps": 1000}
+GPT2 |= {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0, "vector_lr": 2e-3}
 PRESETS = {
     "stdlib": {
         "cpu": SMALL,
@@ -319,7 +322,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | 
     for start in range(0, len(own), B):
         rows = own[start : start + B].to(process.device)  # (B, T + 1)
         tokens, targets = tokens_and_targets(rows)
-        with process.autocast():
+        with process.autocast(), process.uncompiled():
             _, loss = model(tokens, targets, process.ops)
         scored = (targets >= 0).sum()
         total += torch.stack([loss.double() * scored, scored.double()])
@@ -361,9 +364,9 @@ class Run:
             model = new_model(args, corpus.tokenizer, process)
         self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
-        self.module = self.model  # as training calls it
         if process.compile:
-            self.module = torch.compile(self.model)
+            for block in self.model.h:  # alike: what the first one took time for serves all
+                block.compile(dynamic=False)
             if process.device.type == "cuda":
                 self.train_step = CudaGraph(self.train_step)
         self.step = 0
@@ -406,16 +409,17 @@ class Run:
         """
         `update` on the device: gradients, then weights. rate: a number, or a tensor () in a graph.
         """
+        process = self.process
         parts = self.args.accumulate
         loss = torch.zeros((), device=x.device)
         for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
-            with self.process.autocast():
-                _, part = self.module(x_part, y_part, self.process.ops)
+            with process.autocast():
+                _, part = self.model(x_part, y_part, process.ops)
             # the mean over parts and processes, each of which has the mean of its own targets
             part = part / parts
-            part.backward()
+            (part / process.world).backward()
             loss += part.detach()
-        self.process.mean_gradients(self.model)
+        process.sum_gradients(self.model)
         # a rare batch with a huge gradient would undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         for optimizer in self.optimizers:
@@ -628,6 +632,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
             "continues"
         )
     process.print(f"{time.perf_counter() - began:.0f} s in all; checkpoint in {run.out}")
+    run.train_step = None  # NCCL waits for the end of a graph with its messages
     process.shut_down()
 
 
@@ -640,6 +645,8 @@ def main(argv: list[str] | None = None):
         state = open_out(args)
     except ValueError as error:  # of a model, and written to be read
         sys.exit(str(error))
+    if is_compiled(args):
+        start_compiler()
     with only_run_in(args.out):
         train_and_report(args, state, caught)
 

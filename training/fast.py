@@ -11,13 +11,14 @@ They take the models of all families. Letters as in model.py; N = B T rows.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kernels import triton
 from model import TORCH, Attention, Block, Ops, RMSNorm, WholeTexts, add_norm, linear, may_see
+from training.loss import head_loss
 
 SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
 ROWS = 256  # so many rows of logits fit, too
@@ -34,7 +35,8 @@ def training_ops(device: torch.device | str) -> Ops:
             linear=gated_linear,
             loss=chunked_loss,
         )
-    return TORCH._replace(embed=embed, attend=fused_attention, loss=padded_loss)
+    loss = head_loss if triton else TORCH.loss
+    return TORCH._replace(embed=embed, attend=fused_attention, loss=loss)
 
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
@@ -63,19 +65,6 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
         q, k, v, seen, batch.dropout, is_causal=seen is None, scale=attn.scale, enable_gqa=True
     )
     return mixed.transpose(1, 2)
-
-
-def padded_loss(x, layer: torch.nn.Linear, targets, softcap: float = 0.0) -> Tensor:
-    """
-    As `model.loss`, with as many impossible tokens as make the vocabulary a multiple of 128: a GPU
-    reads rows of 50,257 logits slowly (a step of GPT-2 on an H200: 71.6 instead of 73.8 ms).
-    """
-    missing = -len(layer.weight) % 128
-    if softcap or not missing:
-        return TORCH.loss(x, layer, targets, softcap)
-    weight = F.pad(layer.weight, (0, 0, 0, missing))
-    bias = F.pad(weight.new_zeros(len(layer.weight)), (0, missing), value=-torch.inf)
-    return TORCH.loss(x, partial(F.linear, weight=weight, bias=bias), targets)
 
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
@@ -323,18 +312,21 @@ class Muon(torch.optim.Optimizer):
         batch = []
         for p, update in zip(params, updates, strict=True):
             rows, columns = self.size(p)
-            maps = update.to(self.process.dtype).view(-1, rows, columns)
+            maps = update.view(-1, rows, columns)
             batch.append(maps.mT if rows > columns else maps)
-        batch = orthogonalize_together(torch.cat(batch), self.process)
+        # one pass over memory: `out` has them in another dtype, and side by side
+        batch = torch.cat(batch, out=batch[0].new_empty(0, dtype=self.process.dtype))
+        batch = orthogonalize_together(batch, self.process)
         batch = batch.split([self.maps[p] for p in params])
+        lr = torch.as_tensor(lr, device=batch[0].device)
         for p, maps in zip(params, batch, strict=True):
             rows, columns = self.size(p)
             maps = maps.mT if rows > columns else maps
             stretch = max(1, rows / columns) ** 0.5
-            update = maps.reshape(p.shape).float() * stretch
+            update = maps.reshape(p.shape)
             if weight_decay:
-                update += p * (p * update > 0) * (weight_decay * rate)
-            p.sub_(update * lr)
+                update = update + p * (p * update > 0) * (weight_decay * rate / stretch)
+            p.addcmul_(update, lr, value=-stretch)  # in float32, also where the update is not
 
 
 def orthogonalize_together(batch: Tensor, process) -> Tensor:

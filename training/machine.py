@@ -10,6 +10,7 @@ the model, signals, and the clock of a run whose length is set by --minutes.
 `process` goes wherever something depends on it: no other file asks torch.distributed.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import time
 import timeit
 from argparse import Namespace
 from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -67,6 +69,10 @@ class Process:
     def autocast(self):
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
+    def uncompiled(self):
+        """Within it blocks are not compiled: texts of all lengths would take a minute."""
+        return torch.compiler.set_stance("force_eager") if self.compile else nullcontext()
+
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         """Average x over the processes (all-reduce), in place."""
         if self.world > 1:
@@ -74,12 +80,13 @@ class Process:
             x /= self.world
         return x
 
-    def mean_gradients(self, model: GPT):
-        """Average the gradients over the processes, all in one message."""
-        if self.world == 1:
-            return
-        grads = [p.grad for p in model.parameters()]
-        vector_to_parameters(self.mean(parameters_to_vector(grads)), grads)
+    def sum_gradients(self, model: GPT):
+        """Add up the gradients over the processes, all in one message."""
+        if self.world > 1:
+            grads = [p.grad for p in model.parameters()]
+            message = parameters_to_vector(grads)
+            dist.all_reduce(message)
+            vector_to_parameters(message, grads)  # they are parts of it now
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """The x (N, ..) of all processes, (world N, ..)."""
@@ -134,6 +141,24 @@ def has_bfloat16(device: torch.device) -> bool:
     in_hardware = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     # oneDNN, which multiplies, may have been limited by ONEDNN_MAX_CPU_ISA
     return in_hardware and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def is_compiled(args: Namespace) -> bool:
+    """By default, on a GPU."""
+    return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
+
+
+def start_compiler():
+    """
+    Load torch's compiler, which takes seconds, and fork the processes that it compiles in: they are
+    ready when the first block comes. Call this before there are files, locks, or a GPU to inherit.
+    """
+    gc.set_threshold(100_000)  # most of what it makes lives on: to search it for garbage takes time
+    os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
+    with suppress(ImportError, AttributeError):  # no public name
+        from torch._inductor.async_compile import AsyncCompile
+
+        AsyncCompile.warm_pool()
 
 
 def count_cores() -> int:
@@ -198,9 +223,8 @@ def init_process(args: Namespace) -> Process:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.PrefixStore(attempt, store)
         dist.init_process_group(store=store, rank=rank, world_size=world, **group)
-    compiled = device.type == "cuda" if args.compile is None else args.compile
     dtype = getattr(torch, args.dtype)
-    return Process(device, dtype, compiled, rank, world, training_ops(device))
+    return Process(device, dtype, is_compiled(args), rank, world, training_ops(device))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -93,7 +93,7 @@ def generate_texts(run, count: int, length: int) -> list[str]:
         return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
 
     run.model.eval()
-    with run.process.autocast():
+    with run.process.autocast(), run.process.uncompiled():
         prompts = torch.full((count, 1), first, device=device)
         rows = run.model.generate(prompts, length, choose)
     run.model.train()

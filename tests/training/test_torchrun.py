@@ -255,7 +255,7 @@ def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
     """One that stepped on alone would wait for the others' gradients for ever."""
     run = new_run([*tiny, "--steps=9"], corpus, place(1, 4))
     one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
-    monkeypatch.setattr(train.Process, "mean_gradients", lambda process, model: None)
+    monkeypatch.setattr(train.Process, "sum_gradients", lambda process, model: None)
     monkeypatch.setattr(train.Process, "gather", lambda process, x: x.repeat(4, 1, 1))
 
     def mean(process, x):

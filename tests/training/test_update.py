@@ -184,7 +184,7 @@ def test_a_training_pass_drops_everywhere(monkeypatch):
 
 def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else(monkeypatch):
     """The same step again leaves out the same."""
-    monkeypatch.setattr(train.Process, "mean_gradients", lambda process, model: None)
+    monkeypatch.setattr(train.Process, "sum_gradients", lambda process, model: None)
     monkeypatch.setattr(train.Process, "gather", lambda process, x: x.repeat(4, 1, 1))
     still = "--dropout=0.5 --matrix_lr=0 --vector_lr=0 --batch_size=4"
     first = make_run(still)
