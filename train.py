@@ -163,7 +163,7 @@ def build_parser() -> Parser:
     flag("--device", about, choices=("cpu", "cuda"))
     about = "of matrix products; default: bfloat16 where the hardware has it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
-    about = "torch.compile the model, and replay a GPU's steps as CUDA graphs; default: on GPUs"
+    about = "torch.compile the blocks, and replay a GPU's steps as CUDA graphs; default: on GPUs"
     flag("--compile", about, action=with_no)
     return parser
 
