@@ -70,7 +70,7 @@ class Process:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def uncompiled(self):
-        """Within it blocks are not compiled: texts of all lengths would take a minute."""
+        """Within it blocks are not compiled: for texts of all lengths that would take a minute."""
         return torch.compiler.set_stance("force_eager") if self.compile else nullcontext()
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -151,14 +151,15 @@ def is_compiled(args: Namespace) -> bool:
 def start_compiler():
     """
     Load torch's compiler, which takes seconds, and fork the processes that it compiles in: they are
-    ready when the first block comes. Call this before there are files, locks, or a GPU to inherit.
+    ready when the first block comes. Call this before the run has its lock and its connections,
+    which they would hold for up to a minute after a kill of this process.
     """
     gc.set_threshold(100_000)  # most of what it makes lives on: to search it for garbage takes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
     with suppress(ImportError, AttributeError):  # no public name
         from torch._inductor.async_compile import AsyncCompile
 
-        AsyncCompile.warm_pool()
+        AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
 
 
 def count_cores() -> int:
