@@ -13,13 +13,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import jit, tl, triton
-from model import TORCH
 
 BLOCK = 4096  # logits that a program takes at a time, at most; more was slower
 
 
 @jit
-def loss_kernel(logits, targets, losses, V, stride, BLOCK: tl.constexpr):
+def load_logits(logits, t, V, stride, CAP: tl.constexpr):
+    """
+    Numbers t of a row, capped where CAP is not 0, -inf from V on. To load up to the stride, a
+    multiple of 128, a thread takes several at once; V may be odd.
+    """
+    x = tl.load(logits + t, mask=t < stride).to(tl.float32)
+    if CAP > 0:
+        x = CAP * (2.0 * tl.sigmoid(2.0 / CAP * x) - 1.0)  # CAP * tanh(x / CAP)
+    return tl.where(t < V, x, -float("inf"))
+
+
+@jit
+def loss_kernel(
+    logits, targets, losses, V, stride, CAP: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """
     Grid (N,): a program takes a row of logits (N, stride). Its cross-entropy goes to losses (N,)
     fp32, 0 where there is no target; the row becomes the gradient, softmax - one hot, 0 from V on.
@@ -28,15 +41,12 @@ def loss_kernel(logits, targets, losses, V, stride, BLOCK: tl.constexpr):
     logits += row * stride
     target = tl.load(targets + row)
     columns = tl.arange(0, BLOCK)
-    infinity = float("inf")
 
-    # Of each column of the blocks: the greatest logit, and the sum of exponentials below it. Loads
-    # up to the stride, a multiple of 128, take several numbers at once; V may be odd.
+    # of each column of the blocks: the greatest logit, and the sum of exponentials below it
     top = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
-        t = start + columns
-        x = tl.where(t < V, tl.load(logits + t, mask=t < stride), -infinity).to(tl.float32)
+        x = load_logits(logits, start + columns, V, stride, CAP)
         higher = tl.maximum(top, x)
         total = total * tl.exp(top - higher) + tl.exp(x - higher)
         top = higher
@@ -44,14 +54,16 @@ def loss_kernel(logits, targets, losses, V, stride, BLOCK: tl.constexpr):
     total = tl.sum(total * tl.exp(top - greatest))
 
     scored = target >= 0
-    wanted = tl.load(logits + target, mask=scored, other=0).to(tl.float32)
+    wanted = load_logits(logits, tl.maximum(target, 0), V, stride, CAP)
     tl.store(losses + row, tl.where(scored, tl.log(total) + greatest - wanted, 0.0))
     scale = tl.where(scored, 1.0 / total, 0.0)
     tl.debug_barrier()  # no thread writes what another still reads
     for start in range(0, stride, BLOCK):  # now from the L2 cache
         t = start + columns
-        x = tl.where(t < V, tl.load(logits + t, mask=t < stride), -infinity).to(tl.float32)
+        x = load_logits(logits, t, V, stride, CAP)
         grad = tl.exp(x - greatest) * scale - (t == target)
+        if CAP > 0:
+            grad *= tl.where(t < V, 1.0 - x / CAP * (x / CAP), 0.0)  # the slope of the cap
         tl.store(logits + t, grad, mask=t < stride)
 
 
@@ -59,13 +71,13 @@ class HeadLoss(torch.autograd.Function):
     """The mean cross-entropy of x (N, C) @ weight (>= V, C) transposed, and targets (N,)."""
 
     @staticmethod
-    def forward(ctx, x, weight, targets, V: int):
+    def forward(ctx, x, weight, targets, V: int, softcap: float):
         grads = x @ weight.T  # logits, soon their gradient
         targets = targets.contiguous()  # windows of one token have every other number
         losses = torch.empty(len(x), device=x.device, dtype=torch.float32)
         stride = grads.stride(0)
         block = min(BLOCK, triton.next_power_of_2(stride))
-        loss_kernel[(len(x),)](grads, targets, losses, V, stride, BLOCK=block, num_warps=8)
+        loss_kernel[(len(x),)](grads, targets, losses, V, stride, softcap, block, num_warps=8)
         count = (targets >= 0).sum().clamp(min=1)
         ctx.save_for_backward(x, weight, grads, count)
         return losses.sum() / count
@@ -74,19 +86,18 @@ class HeadLoss(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, grads, count = ctx.saved_tensors
         scale = grad / count
-        return (grads @ weight) * scale, (grads.T @ x) * scale, None, None
+        return (grads @ weight) * scale, (grads.T @ x) * scale, None, None, None
 
 
 def head_loss(x: Tensor, layer: torch.nn.Linear, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
     As `model.loss`. The vocabulary is filled up to a multiple of 128, since a GPU reads other rows
-    slowly. A capped loss (Gemma 2) is the reference's.
+    slowly.
     """
-    if softcap:
-        return TORCH.loss(x, layer, targets, softcap)
     dtype = x.dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
     V = len(layer.weight)
     weight = F.pad(layer.weight.to(dtype), (0, 0, 0, -V % 128))
-    return HeadLoss.apply(x.flatten(0, 1).to(dtype), weight, targets.flatten(), V)
+    x = x.flatten(0, 1).to(dtype)
+    return HeadLoss.apply(x, weight, targets.flatten(), V, softcap)
