@@ -12,6 +12,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -315,6 +316,27 @@ def test_windows_of_one_token_have_their_own_targets(device):
     _, expected = model(x, y)
     _, found = model(x, y, training_ops(device))
     assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+COMPILE_LOSS = """
+import triton
+from triton.backends.compiler import GPUTarget
+from training.loss import loss_kernel
+names = loss_kernel.arg_names
+for cap in (0.0, 30.0):
+    constants = {"CAP": cap, "BLOCK": 4096}
+    types = ["*bf16", "*i64", "*fp32", "i32", "i32", "constexpr", "constexpr"]
+    source = triton.compiler.ASTSource(loss_kernel, dict(zip(names, types)), constants)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
+    assert "ex2.approx" in compiled.asm["ptx"]
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+def test_the_loss_of_a_gpu_compiles():
+    """For a GPU, which need not be there: Triton's interpreter takes more than its compiler."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run([sys.executable, "-c", COMPILE_LOSS], cwd=ROOT, env=env, check=True)
 
 
 # --------------------------------------------------------------------------------------------------
