@@ -641,12 +641,12 @@ def main(argv: list[str] | None = None):
         args = parse_args(argv)
         if args.compare:
             return compare(args.compare)
-        caught = catch_signals()
         state = open_out(args)
     except ValueError as error:  # of a model, and written to be read
         sys.exit(str(error))
     if is_compiled(args):
-        start_compiler()
+        start_compiler(args)
+    caught = catch_signals()  # not in the compiler's processes, which SIGTERM ends
     with only_run_in(args.out):
         train_and_report(args, state, caught)
 

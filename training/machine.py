@@ -11,6 +11,7 @@ the model, signals, and the clock of a run whose length is set by --minutes.
 """
 
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -148,18 +149,33 @@ def is_compiled(args: Namespace) -> bool:
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
-def start_compiler():
+def start_compiler(args: Namespace):
     """
     Load torch's compiler, which takes seconds, and fork the processes that it compiles in: they are
-    ready when the first block comes. Call this before the run has its lock and its connections,
-    which they would hold for up to a minute after a kill of this process.
+    ready when the first block comes. Call this before the run has its lock, its handlers of signals
+    and its connections, which they would hold for up to a minute after a kill of this process.
+    Exits with a message where a CPU has no compiler of C++, or no process can be forked.
     """
     gc.set_threshold(100_000)  # most of what it makes lives on: to search it for garbage takes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
-    with suppress(ImportError, AttributeError):  # no public name
+    with suppress(ImportError, AttributeError):  # no public names
         from torch._inductor.async_compile import AsyncCompile
+        from torch._inductor.cpp_builder import get_cpp_compiler
 
-        AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
+        if pick_device(args.device).type == "cpu":
+            try:
+                get_cpp_compiler()
+            except RuntimeError as error:
+                sys.exit(f"{error}: install g++, name a C++ compiler in CXX, or omit --compile")
+        try:
+            AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
+        except OSError as error:
+            for child in multiprocessing.active_children():
+                child.kill()  # Python would wait for those that were forked
+            sys.exit(
+                f"the compiler's processes cannot be forked ({error}): raise `ulimit -u`, set "
+                "TORCHINDUCTOR_COMPILE_THREADS=1, or train with --no-compile"
+            )
 
 
 def count_cores() -> int:

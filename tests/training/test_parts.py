@@ -5,6 +5,7 @@ schedule, Muon, and the operators that train against those of model.py.
 
 import gc
 import math
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from runs import MACHINE, ROOT, new_run
 from torch._dynamo.backends.registry import lookup_backend
+from torch._inductor import config
 from torch._inductor.async_compile import AsyncCompile
 
 import train
@@ -228,37 +231,73 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
     assert len(graphs) == 4
 
 
-def test_the_compiler_is_started_where_it_is_wanted(tiny, monkeypatch):
+@pytest.fixture
+def start(monkeypatch):
+    """Undoes what `start_compiler` sets for the process."""
+    monkeypatch.setenv("TORCHINDUCTOR_WORKER_START", "subprocess")
+    before = gc.get_threshold()
+    yield
+    gc.set_threshold(*before)
+
+
+def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
     """
-    Before the run's lock is taken, which its processes would hold.
+    Before the run's lock is taken, which its processes would hold, and before signals are caught.
     """
     events = []
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: events.append(gc.get_threshold()[0]))
+    monkeypatch.setattr(train, "catch_signals", lambda: events.append("signals"))
     monkeypatch.setattr(train, "only_run_in", lambda out: nullcontext(events.append("lock")))
     monkeypatch.setattr(train, "train_and_report", lambda *args: events.append("run"))
-    monkeypatch.setenv("TORCHINDUCTOR_WORKER_START", "subprocess")  # what it is stays the user's
-    before = gc.get_threshold()
     train.main(tiny)
-    try:
-        train.main([*tiny, "--device=cuda"])
-    finally:
-        gc.set_threshold(*before)
-    assert events == ["lock", "run", 100_000, "lock", "run"]
-    assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"
+    train.main([*tiny, "--device=cuda"])
+    assert events == ["signals", "lock", "run", 100_000, "signals", "lock", "run"]
+    assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"  # what it is stays the user's
 
 
-def test_the_compilers_processes_are_there_at_once():
+KILLED = """
+import multiprocessing.connection, os, signal, train
+def kill_one(*args):
+    first, second = multiprocessing.active_children()
+    os.kill(first.pid, signal.SIGKILL)
+    assert multiprocessing.connection.wait([second.sentinel], timeout=10)
+train.train_and_report = kill_one
+train.main()
+"""
+
+
+def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_path):
     """
     By a name of torch's that is not public: this fails where a new torch has another. They were
-    forked with the first kernel of a GPU: after a kill they held the run's lock for a minute.
+    forked with the first kernel of a GPU: after a kill they held the run's lock for a minute. When
+    one dies, torch ends the others by SIGTERM and waits: with the run's handler they lived on.
     """
-    code = "import multiprocessing, training.machine; training.machine.start_compiler(); "
-    code += "print(len(multiprocessing.active_children()))"
-    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "3"}
+    command = [sys.executable, "-c", KILLED, "--device=cuda", "--compile", f"--out={tmp_path}"]
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
     environment.pop("TORCHINDUCTOR_WORKER_START", None)
-    command = [sys.executable, "-c", code]
-    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.stdout == "3\n", result.stderr
+    assert subprocess.run(command, cwd=ROOT, env=environment, timeout=40).returncode == 0
+
+
+def test_without_a_compiler_of_cpp_no_model_is_given_up(tiny, out, start, monkeypatch):
+    """It failed at the first step, when --overwrite had deleted the model."""
+    out.mkdir()
+    model = out / "config.json"
+    model.write_text("{}")
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
+    with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., name a C.. compiler in CXX"):
+        train.main([*tiny, "--compile", "--overwrite"])
+    assert model.exists()
+
+
+def test_processes_that_cannot_be_forked_are_one_message(tiny, start, monkeypatch):
+    """And those that were, for which torch would wait for ever, are ended."""
+    child = MagicMock()
+    error = BlockingIOError(11, "no more processes")
+    monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
+    with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
+        train.main([*tiny, "--device=cuda"])
+    child.kill.assert_called_once_with()
 
 
 LLAMA = {"norm": "rms", "gated": True, "activation": "silu", "rope": {0: Rope(100.0)}}
