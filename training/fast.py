@@ -1,7 +1,7 @@
 """
 The arithmetic of a training step that torch has slower: the operators of the model, which are
-`model.TORCH` with faster attention and loss (and on a GPU a residual stream in bfloat16), the
-optimizer Muon, and a step as one CUDA graph.
+`model.TORCH` with faster attention and loss (a GPU's is in loss.py; its residual stream is in
+bfloat16), the optimizer Muon, and a step as one CUDA graph.
 
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), process, lr=0.02, momentum=0.95, weight_decay=0.0).step()

@@ -1,7 +1,8 @@
 """
-The machine of a training run: the processes of torchrun, their devices, whether their memory holds
-the model, signals, and the clock of a run whose length is set by --minutes.
+The machine of a training run: the processes of torchrun, their devices, torch's compiler, whether
+memory holds the model, signals, and the clock of a run whose length is set by --minutes.
 
+    start_compiler(args)
     process = init_process(args)
     model = load_to_train(args, corpus, process)
     clock = Clock(run, started)
