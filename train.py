@@ -90,7 +90,7 @@ SHAKESPEARE_CPU |= {"momentum": 0.9}
 SHAKESPEARE_CUDA = {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0}
 SHAKESPEARE_CUDA |= {"steps": 1715, "eval_every": 350}  # 28 epochs
 # GPT-2 small, with OpenAI's activation; without biases, which take a GPU 3% of a step. It reads its
-# corpus ten times: without dropout and decay its held-out loss ended at 2.21, with them at 1.63.
+# corpus some ten times: dropout and decay bring the held-out loss from 2.21 to 1.69, rates to 1.63.
 GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024}
 GPT2 |= {"activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32, "steps": 1000}
 GPT2 |= {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0, "vector_lr": 2e-3}

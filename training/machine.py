@@ -146,16 +146,17 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_compiled(args: Namespace) -> bool:
-    """By default, on a GPU."""
+    """Whether a run compiles its blocks: by default, on a GPU."""
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
 def start_compiler(args: Namespace):
     """
-    Load torch's compiler, which takes seconds, and fork the processes that it compiles in: they are
-    ready when the first block comes. Call this before the run has its lock, its handlers of signals
-    and its connections, which they would hold for up to a minute after a kill of this process.
-    Exits with a message where a CPU has no compiler of C++, or no process can be forked.
+    Load torch's compiler, which takes seconds, and fork the processes in which it compiles for a
+    GPU: they are ready when the first block comes. Call this before the run has its lock, its
+    handlers of signals and its connections, which they would hold for up to a minute after a kill
+    of this process. Exits with a message where a CPU has no compiler of C++, or no process can be
+    forked.
     """
     gc.set_threshold(100_000)  # most of what it makes lives on: to search it for garbage takes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
@@ -168,6 +169,7 @@ def start_compiler(args: Namespace):
                 get_cpp_compiler()
             except RuntimeError as error:
                 sys.exit(f"{error}: install g++, name a C++ compiler in CXX, or omit --compile")
+            return  # threads run it
         try:
             AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
         except OSError as error:
