@@ -34,7 +34,7 @@ try:
     # TRITON_INTERPRET=1: the kernels run on CPU tensors, slowly
     INTERPRETED = triton.knobs.runtime.interpret
 except ImportError:  # nothing but the Triton kernels needs it
-    triton = gdc_wait = None
+    triton = gdc_wait = gdc_launch_dependents = None
     INTERPRETED = False
 
     class tl:
@@ -218,7 +218,7 @@ def decode_kernel(
         split 1             █████████              ██████████            -> partial_out, partial_lse
                  the last of the two to finish weighs both by 2 ** lse (combine_splits)  -> out
 
-    One request with 4 KV heads is 4 programs without splits, of 132 processors; with 64, 256.
+    One request with 4 KV heads is 4 programs without splits, of 132 processors; with 32, 128.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:
@@ -234,15 +234,15 @@ def decode_kernel(
     block = tl.load(table + t // S, mask=t // S < M, other=0)
     real = (row < G)[:, None] & (d < D)[None, :]
     at = (head * G + row)[:, None] * D + d[None, :]
+    used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
+    if split >= used:
+        return
+
     # Everything read above was written before embed_kernel, which no kernel overtakes. From here on
     # the predecessor's output is read.
     if PDL:
         gdc_wait()
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
-    used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
-    if split >= used:
-        return
-
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     for _ in range(begin + split * TILE, context, SPLITS * TILE):
@@ -360,7 +360,6 @@ class TritonPlan(NamedTuple):
     window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all
     splits: int
     num_stages: int  # of the decode kernel: tiles of K and V under way
-    pdl: bool  # whether the decode kernel starts early, see pdl_wait
     order: Tensor  # [B] int32, see order_kernel
     ordered: bool  # whether the decode kernel takes requests in that order
     partial_out: Tensor  # [B * H * splits * WIDTH] fp32
@@ -396,14 +395,14 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     splits = 1
     while splits < MAX_SPLITS and 2 * splits * B * Hk <= at_once * 3 // 4:
         splits *= 2
-    # Not 3 stages where these leave room for one program only while others wait for it.
+    # 3 stages are too many for a tile or two, and two programs more run at once with 2.
+    programs = B * Hk * splits
+    few = at_once if padded(D) <= 64 else at_once // 2
     num_stages = stages_that_fit(kv)
-    if padded(D) > 64 and B * Hk * splits > 2 * processors:
+    if splits > 8 or few < programs <= few + 2 * processors:
         num_stages = 2
-    # PDL pays with many programs: a few that start early all land on the first free processors.
-    pdl = B * Hk >= 3 * at_once
 
-    ordered = B * Hk * splits > at_once  # else all start at once, and need not wait for the order
+    ordered = programs > at_once  # else all start at once, and need not wait for the order
     order = batch.block_tables.new_empty(B)
     finished = batch.block_tables.new_empty(B * Hk)
     if B:
@@ -423,7 +422,6 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
         window=window,
         splits=splits,
         num_stages=num_stages,
-        pdl=pdl,
         order=order,
         ordered=ordered,
         partial_out=partial_out,
@@ -509,8 +507,8 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
             **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
-            ORDERED=plan.ordered, num_warps=DECODE_WARPS, num_stages=plan.num_stages,
-            **pdl_options(q, plan.pdl),
+            ORDERED=plan.ordered, num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
+            **pdl_options(q),
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
@@ -520,13 +518,12 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 # --------------------------------------------------------------------------------------------------
 # Hopper's matters: what was tuned on an H200, and what its kind of GPU has and older ones lack
 
-# Tuned on an H200, 2026-11-21, by `python bench.py kernels`: head sizes 64 and 128, 1 to 256
-# requests, contexts of 100 to 32,768 tokens, all alike or not.
+# Tuned on an H200, 2026-11-27, in whole decode steps of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
+# Llama-3.2-1B: 1 to 256 requests, contexts of 640 and 860 tokens.
 TILE = 64  # keys at a time
-DECODE_WARPS = 4
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 PREFILL_WARPS = 4
-MAX_SPLITS = 64
+MAX_SPLITS = 32
 COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
 STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
 
@@ -561,9 +558,9 @@ def pdl_wait(PDL: tl.constexpr):
         gdc_wait()
 
 
-def pdl_options(x: Tensor, allowed: bool = True) -> dict:
+def pdl_options(x: Tensor) -> dict:
     """The launch options of a kernel with an argument PDL, on the device of x."""
     if not x.is_cuda:
         return {"PDL": False}
-    pdl = allowed and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    pdl = torch.cuda.get_device_capability(x.device) >= (9, 0)
     return {"PDL": pdl, "launch_pdl": pdl}

@@ -16,7 +16,7 @@ from torch import Tensor
 import model
 from kernels import Batch, gdc_wait, jit, pdl_options, pdl_wait, pool_offset, tl, triton
 from ops.inputs import KnownRows, ModelInputs
-from ops.linear import launch_linear, linear, use_triton
+from ops.linear import launch_linear, let_attention_start, linear, use_triton, wait
 
 # --------------------------------------------------------------------------------------------------
 # Inputs and embeddings
@@ -145,7 +145,7 @@ def norm_rope_store_kernel(
     angle *= tl.load(frequencies + i, mask=i < HALF, other=0.0)
     cos = tl.cos(angle)[None, :]
     sin = tl.sin(angle)[None, :]
-    pdl_wait(PDL)
+    wait(PDL, True)
     at = parts + (r * ALL + h)[:, None] * D + i[None, :]
     first = tl.zeros([HEADS, WIDTH], tl.float32)
     second = tl.zeros([HEADS, WIDTH], tl.float32)
@@ -153,6 +153,7 @@ def norm_rope_store_kernel(
         of_part = at + part * R * ALL * D
         first += tl.load(of_part, mask=real, other=0.0).to(tl.float32)
         second += tl.load(of_part + HALF, mask=real, other=0.0).to(tl.float32)
+    let_attention_start(PDL, True)
     is_q = (h < H)[:, None]
     is_v = (h >= H + Hk)[:, None]
     x = first

@@ -20,22 +20,40 @@ import torch.nn as nn
 from torch import Tensor
 
 import model
-from kernels import jit, padded, pdl_options, pdl_wait, pool_offset, shared_memory, tl, triton
+from kernels import (
+    gdc_launch_dependents,
+    gdc_wait,
+    jit,
+    padded,
+    pdl_options,
+    pdl_wait,
+    pool_offset,
+    shared_memory,
+    tl,
+    triton,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Norms
 
 
 @jit
+def load_row(numbers, k, K: tl.constexpr):
+    """Numbers k of a row of K, fp32; behind them zeros."""
+    return tl.load(numbers + k, mask=k < K, other=0.0).to(tl.float32)
+
+
+@jit
 def normalised(value, weight, bias, eps, k, K: tl.constexpr, RMS: tl.constexpr):
-    """A row of K numbers, zeros behind them, as nn.LayerNorm or model.RMSNorm normalises it."""
+    """
+    A row of K numbers, zeros behind them, as nn.LayerNorm (bias may be None) or model.RMSNorm
+    normalises it.
+    """
     if not RMS:
         value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
     value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
-    value *= tl.load(weight + k, mask=k < K, other=0.0).to(tl.float32)
-    if bias is not None:
-        value += tl.load(bias + k, mask=k < K, other=0.0).to(tl.float32)
-    return value
+    value *= weight
+    return value if bias is None else value + bias
 
 
 @jit
@@ -47,16 +65,17 @@ def add_norm_kernel(
     Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
     normalises that to `out` as nn.LayerNorm does, or model.RMSNorm; bias may be None.
     """
+    k, row = tl.arange(0, WIDTH), tl.program_id(0).to(tl.int64) * K
+    w = load_row(weight, k, K)
+    b = load_row(bias, k, K) if bias is not None else None
     pdl_wait(PDL)
-    k = tl.arange(0, WIDTH)
-    at = tl.program_id(0).to(tl.int64) * K + k
-    value = tl.load(x + at, mask=k < K, other=0.0).to(tl.float32)
+    value = load_row(x + row, k, K)
     for part in tl.static_range(P):
-        value += tl.load(delta + part * R * K + at, mask=k < K, other=0.0).to(tl.float32)
+        value += load_row(delta + part * R * K + row, k, K)
     if P:
-        tl.store(x + at, value.to(x.dtype.element_ty), mask=k < K)
-    value = normalised(value, weight, bias, eps, k, K, RMS)
-    tl.store(out + at, value.to(out.dtype.element_ty), mask=k < K)
+        tl.store(x + row + k, value.to(x.dtype.element_ty), mask=k < K)
+    value = normalised(value, w, b, eps, k, K, RMS)
+    tl.store(out + row + k, value.to(out.dtype.element_ty), mask=k < K)
 
 
 @dataclass
@@ -123,44 +142,48 @@ def activate(y, ACTIVATION: tl.constexpr):
 
 
 @jit
+def wait(PDL: tl.constexpr, QKV: tl.constexpr):
+    """
+    As pdl_wait, but attention, which follows `QKV`, starts late (`let_attention_start`): its many
+    programs would all land on the first processors that have room.
+    """
+    if PDL and QKV:
+        gdc_wait()
+    else:
+        pdl_wait(PDL)
+
+
+@jit
+def let_attention_start(PDL: tl.constexpr, QKV: tl.constexpr):
+    if PDL and QKV:
+        gdc_launch_dependents()
+
+
+@jit
 def epilogue(
-    acc, up, bias, out, kv, slot_mapping, k_to_v, r, n, part, R,
+    acc, up, out, kv, slots, k_to_v, r, n, part, R,
     N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """
-    Epilogue of both matrix kernels, for rows r and columns n: add the bias (part 0 only; None: no
-    bias), apply the activation, multiply by `up`, the product with the other half of the layer's
-    rows, if it is gated (else None), store to that part of out [P, R, N]. For the QKV product (kv
-    given) q goes to out [R, H D], k and v straight to their slots in the layer's pool.
+    Epilogue of both matrix kernels, for rows r and columns n: apply the activation, multiply by
+    `up`, the product with the other half of the layer's rows, if it is gated (else None), store to
+    that part of out [P, R, N]. For the QKV product (kv given) q goes to out [R, H D], k and v
+    straight to their slots in the layer's pool.
     """
-    if bias is not None:
-        of_part_0 = tl.load(bias + n, mask=n + part * N < N, other=0.0).to(tl.float32)
-        acc += of_part_0[None, :]
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
     if up is not None:
-        if bias is not None:
-            up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         acc *= up
     real, wide = (r < R)[:, None] & (n < N)[None, :], N
     if kv is not None:
         wide = N - 2 * Hk * D  # columns of q
-        i, slot = n[None, :] - wide, tl.load(slot_mapping + r, mask=r < R, other=0)[:, None]
+        i, slot = n[None, :] - wide, slots[:, None]
         of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
         to = kv + i // (Hk * D) * k_to_v + of_k
         tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
         real &= i < 0
     at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
-
-
-@jit
-def sum_of(x, delta, k, P: tl.constexpr, K: tl.constexpr):
-    """Numbers k of x [K] plus the P rows of delta [P, K]."""
-    value = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
-    for part in tl.static_range(P):
-        value += tl.load(delta + part * K + k, mask=k < K, other=0.0).to(tl.float32)
-    return value
 
 
 @jit
@@ -173,37 +196,43 @@ def vector_kernel(
 ):  # fmt: skip
     """
     Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
-    there is, too little for tensor cores. Its first weights are under way before it waits for its
-    predecessor. With norm_weight the row is norm(x + delta), see `LazyNorm`: each program
-    normalises it for itself, the first one stores x + delta.
+    there is, too little for tensor cores. Its first weights, and all else that its predecessor has
+    no part in, are under way before it waits. With norm_weight the row is norm(x + delta), see
+    `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
     """
-    n, k = tl.program_id(0) * COLS + tl.arange(0, COLS), tl.arange(0, BLOCK)
-    weight += n.to(tl.int64)[:, None] * K
-    up_weight = weight + N * K
-    real = (n < N)[:, None] & (k < K)[None, :]
-    w = tl.load(weight + k[None, :], mask=real, other=0.0)
-    if GATED:
-        up_w = tl.load(up_weight + k[None, :], mask=real, other=0.0)
-    pdl_wait(PDL)
-    acc = tl.zeros([COLS, BLOCK], tl.float32)
-    up = tl.zeros([COLS, BLOCK], tl.float32)
+    k, row = tl.arange(0, BLOCK), tl.arange(0, 1)
+    n = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    half = tl.arange(0, 2 if GATED else 1)[:, None]  # of the layer's rows: gate and up
+    m = half * N + n[None, :]  # [1 or 2, COLS]
+    weight += m.to(tl.int64)[:, :, None] * K
+    real = (n < N)[None, :, None]
+    w = tl.load(weight + k, mask=real & (k < K), other=0.0)  # [1 or 2, COLS, BLOCK]
+    if bias is not None:
+        b = tl.load(bias + m, mask=n[None, :] < N, other=0.0).to(tl.float32)
+    slots = tl.load(slot_mapping + row) if kv is not None else None
+    if norm_weight is not None:
+        norm_w = load_row(norm_weight, k, K)
+        norm_b = load_row(norm_bias, k, K) if norm_bias is not None else None
+    wait(PDL, kv is not None)
+    acc = tl.zeros([2 if GATED else 1, COLS, BLOCK], tl.float32)
     for _ in range(0, K, BLOCK):
-        value = sum_of(x, delta, k, P, K)
+        value = load_row(x, k, K)
+        for part in tl.static_range(P):
+            value += load_row(delta + part * K, k, K)
         if norm_weight is not None:  # BLOCK >= K: this is the whole row
             if tl.program_id(0) == 0:
                 tl.store(total + k, value.to(total.dtype.element_ty), mask=k < K)
-            value = normalised(value, norm_weight, norm_bias, eps, k, K, RMS)
+            value = normalised(value, norm_w, norm_b, eps, k, K, RMS)
         k += BLOCK
-        real = (n < N)[:, None] & (k < K)[None, :]
-        acc += w.to(tl.float32) * value[None, :]
-        w = tl.load(weight + k[None, :], mask=real, other=0.0)
-        if GATED:
-            up += up_w.to(tl.float32) * value[None, :]
-            up_w = tl.load(up_weight + k[None, :], mask=real, other=0.0)
-    acc = tl.sum(acc, axis=1)[None, :]
-    up = tl.sum(up, axis=1)[None, :] if GATED else None
-    row = tl.arange(0, 1)
-    epilogue(acc, up, bias, out, kv, slot_mapping, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+        acc += w.to(tl.float32) * value
+        w = tl.load(weight + k, mask=real & (k < K), other=0.0)
+    let_attention_start(PDL, kv is not None)
+    acc = tl.sum(acc, axis=2)
+    if bias is not None:
+        acc += b
+    y = tl.sum(tl.where(half == 0, acc, 0.0), axis=0)[None, :]
+    up = tl.sum(tl.where(half == 1, acc, 0.0), axis=0)[None, :] if GATED else None
+    epilogue(y, up, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
 
 
 @jit
@@ -214,6 +243,19 @@ def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.cons
     else:
         w = tl.load(weight + k[None, :])
     return w
+
+
+@jit
+def prefetch_weights(weight, n, first, last, N: tl.constexpr, K: tl.constexpr):
+    """Ask for inputs first .. last of the rows n, in lines of 64 numbers: into the L2 cache."""
+    n = tl.minimum(n, N - 1).to(tl.int64)
+    for start in range(first, last, 512):
+        k = tl.minimum(start + 64 * tl.arange(0, 8), K - 1)
+        lines = weight + n[:, None] * K + k[None, :]
+        tl.inline_asm_elementwise(
+            "{ prefetch.global.L2 [$1]; mov.u32 $0, 0; }", "=r,l",
+            [lines.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
@@ -231,18 +273,30 @@ def matrix_kernel(
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    SWAPPED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """
     Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
     rows from LENGTH = K / P inputs, BLOCK at a time: one of the P parts of out [P, R, N]. SWAPPED
     computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, which
-    the weights have even where x has few.
+    the weights have even where x has few. With PREFETCH its weights are on their way from memory
+    before it waits for its predecessor.
     """
-    pdl_wait(PDL)
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(2)
+    begin = part * LENGTH
+    end = tl.minimum(begin + LENGTH, K)
+    if PDL and PREFETCH:
+        prefetch_weights(weight, n, begin, end, N, K)
+        if GATED:
+            prefetch_weights(weight + N * K, n, begin, end, N, K)
+    if bias is not None:
+        of_part_0 = load_row(bias, n + part * N, N)
+        if GATED:
+            of_up = load_row(bias + N, n, N)
+    slots = tl.load(slot_mapping + r, mask=r < R, other=0) if kv is not None else None
+    wait(PDL, kv is not None)
     x += r.to(tl.int64)[:, None] * K
     weight += n.to(tl.int64)[:, None] * K
     first: tl.constexpr = COLS if SWAPPED else ROWS
@@ -250,7 +304,7 @@ def matrix_kernel(
     masked: tl.constexpr = K % BLOCK != 0 or N % COLS != 0
     acc = tl.zeros([first, second], tl.float32)
     up = tl.zeros([first, second], tl.float32) if GATED else None
-    for start in range(part * LENGTH, tl.minimum(part * LENGTH + LENGTH, K), BLOCK):
+    for start in range(begin, end, BLOCK):
         k = start + tl.arange(0, BLOCK)
         value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
         w = load_weights(weight, n, k, N, K, masked)
@@ -258,10 +312,15 @@ def matrix_kernel(
         if GATED:
             w = load_weights(weight + N * K, n, k, N, K, masked)
             up = dot(value, w, up, SWAPPED)
+    let_attention_start(PDL, kv is not None)
     if SWAPPED:
         acc = acc.T
         up = up.T if GATED else None
-    epilogue(acc, up, bias, out, kv, slot_mapping, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
+    if bias is not None:
+        acc += of_part_0[None, :]
+        if GATED:
+            up += of_up[None, :]
+    epilogue(acc, up, out, kv, slots, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
 
 
 @jit
@@ -287,7 +346,7 @@ def gate(x: Tensor, activation: str) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Linear layers: which kernel, how it is cut, and the launches
 
-# Tuned on an H200, 2026-11-22, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
+# Tuned on an H200, 2026-11-27, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
 # Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
 LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
 FEW_ROWS = 64  # up to here for any size; beyond, up to so many products of two numbers:
@@ -296,6 +355,7 @@ SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles ev
 TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
 SPLIT_K = 256  # inputs of a part, at least
 ENOUGH_PROGRAMS = 95  # with more, K is not split further
+PREFETCHED = 2_500_000  # numbers of a weight matrix, at most, that few rows ask for in advance
 NORMED_ROW = 1024  # numbers of a row that a product normalises itself, at most
 
 
@@ -315,21 +375,29 @@ class Tiles(NamedTuple):
 
 def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
     """The tiles for one row, as tuned."""
-    if isinstance(x, LazyNorm):  # the whole row at once
-        return Tiles(1, 4, triton.next_power_of_2(K), warps=4)
+    width = triton.next_power_of_2(K)
+    if isinstance(x, LazyNorm):
+        warps = 2 if K > 768 else 1
+        return Tiles(1, 4, width, warps=4 if gated else warps)
     if is_head:
         return Tiles(1, 4, 512, warps=2)
     if K > 4096:
         return Tiles(1, 2, 2048, warps=4)
-    if K > 1024 and (gated or N <= 1024):
+    if K <= 1024:
+        return Tiles(1, 4, width, warps=4)
+    if gated:
         return Tiles(1, 1, 1024, warps=4)
-    return Tiles(1, 2, 1024, warps=4)
+    if N > 1024:
+        return Tiles(1, 2, 1024, warps=4)
+    return Tiles(1, 2, width, warps=4 if K > 2048 else 8)
 
 
 def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
     """The tiles for R rows with N outputs each, and `numbers` weights, as tuned."""
+    if R <= 16:  # 6 stages: only one program fits on a processor, so they spread evenly
+        return Tiles(16, 64, 128, warps=4, stages=6, swapped=True)
     if R <= 32:
-        return Tiles(padded(R), 64, 128, warps=4, stages=5, swapped=True)
+        return Tiles(32, 64, 128, warps=4, stages=5, swapped=True)
     if R <= 64 and N <= 4096:
         return Tiles(64, 32, 128, warps=4, stages=6)
     if R <= 128 or numbers <= SMALL_WEIGHT:
@@ -458,5 +526,5 @@ def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles
     matrix_kernel[(column_tiles, row_tiles, P)](
         x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
         ROWS=tiles.rows, LENGTH=blocks * tiles.block, SWAPPED=tiles.swapped, num_stages=stages,
-        **pdl_options(x),
+        PREFETCH=R <= FEW_ROWS and layer.weight.numel() <= PREFETCHED, **pdl_options(x),
     )  # fmt: skip
