@@ -206,7 +206,7 @@ def attention_kernel(
         for several in range(0, used, AT_ONCE):
             for i in tl.static_range(AT_ONCE):
                 at_split = mine + several + i
-                of_row = (token < stop) & (several + i < used)
+                of_row = (token < stop) & (at_split < mine + used)
                 parts = split_acc + at_split[:, None] * WIDTH + d[None, :]
                 seen = of_row[:, None] & (d < D)[None, :]
                 more_acc = tl.load(parts, mask=seen, other=0.0, cache_modifier=".cg")
