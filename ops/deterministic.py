@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+import kernels
 import model
 from kernels import (
     DECODE_WARPS,
@@ -28,7 +29,6 @@ from kernels import (
     capped,
     check_layout,
     finishes_last,
-    gdc_launch_dependents,
     gdc_wait,
     jit,
     padded,
@@ -45,35 +45,33 @@ from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear
 # --------------------------------------------------------------------------------------------------
 # Products
 
-# For few rows, all in one tile, then for many: the first with enough programs is taken. With no
-# split-K, fewer columns keep the chip busy.
+# Rows, columns, inputs, warps, stages, see Tiles: the first with enough programs is taken. Without
+# split-K, fewer columns keep the chip busy. Up to FEW_ROWS are one tile, no larger than they need.
 FEW_ROWS = 32
-FEW_ROWS_TILES = (
-    Tiles(FEW_ROWS, 64, 128, warps=4, stages=5, swapped=True),
-    Tiles(FEW_ROWS, 32, 128, warps=4, stages=6),
-    Tiles(FEW_ROWS, 16, 256, warps=4, stages=6),
-)
-MANY_ROWS_TILES = (
-    Tiles(128, 128, 64, warps=8, stages=4),
-    Tiles(128, 64, 64, warps=8, stages=6),
-    Tiles(64, 64, 64, warps=4, stages=8, swapped=True),
-    Tiles(64, 32, 128, warps=4, stages=6),
-)
+FOR_FEW_ROWS = [Tiles(FEW_ROWS, 64, 128, 4, 5, swapped=True)]
+FOR_FEW_ROWS += [Tiles(FEW_ROWS, 16, 256, 4, 6)]
+FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4), Tiles(128, 64, 64, 8, 6)]
+FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True), Tiles(64, 32, 128, 4, 6)]
 
 
-def tiles_for(R: int, N: int) -> Tiles:
-    """How a product of R rows with N outputs each is cut; no bit of it depends on that."""
-    for tiles in FEW_ROWS_TILES if R <= FEW_ROWS else MANY_ROWS_TILES:
+def tiles_for(x: Tensor, layer) -> Tiles:
+    """How a product of x [R, K] is cut; no bit of it depends on that."""
+    R = len(x)
+    N = len(layer.weight)
+    choice = FOR_MANY_ROWS
+    if R <= FEW_ROWS:
+        choice = FOR_FEW_ROWS
+    for tiles in choice:
         programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
         if programs >= ENOUGH_PROGRAMS:
             break
-    return tiles._replace(rows=min(tiles.rows, padded(R)))
+    rows = min(tiles.rows, padded(R))
+    return tiles._replace(rows=rows)
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
     """As linear.linear."""
-    N = len(layer.weight) // (2 if gated else 1)
-    tiles = tiles_for(len(x), N)
+    tiles = tiles_for(x, layer)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
@@ -90,7 +88,7 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
         return norm_rope_store(parts, attn, kv, batch), kv
     if attn.q_norm is not None:
         return model.project_qkv(y, attn, kv, batch)
-    tiles = tiles_for(len(y), len(attn.c_attn.weight))
+    tiles = tiles_for(y, attn.c_attn)
     q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping), tiles=tiles)
     return q.view(len(y), attn.H, attn.D), kv
 
@@ -120,7 +118,7 @@ def add_split(acc, total, top, more_acc, more_total, more_top):
 @jit
 def attention_kernel(
     q, kv, out, split_acc, split_sums, finished, block_tables, context_lens, query_start,
-    tile_request, tile_start, scale, squeeze, q_stride, out_stride, k_to_v, M,
+    tile_request, tile_start, scale, squeeze, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
@@ -133,13 +131,13 @@ def attention_kernel(
     and split_sums [B, H, SPLITS, 2], the sums of weights and the largest exponents. A key that a
     row may not see changes no bit of it: rows begin and end in the middle of a tile or a split.
     """
-    tile, program = tl.program_id(2), tl.program_id(1)
+    program, tile, offset = tl.program_id(1), tl.program_id(2), 0
+    if tile_start is not None:  # those that see most keys first, see prefill_kernel
+        tile = tl.num_programs(2) - 1 - tile
+        offset = tl.load(tile_start + tile)
     request = tl.load(tile_request + tile)
     if request < 0:
         return
-    offset = 0
-    if tile_start is not None:
-        offset = tl.load(tile_start + tile)
     begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
     context = tl.load(context_lens + request)
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
@@ -154,10 +152,10 @@ def attention_kernel(
         return
     table = block_tables + request.to(tl.int64) * M
     real = (token < stop)[:, None] & (d < D)[None, :]
-    at = (head * D)[:, None] + d[None, :]
+    at = ((token * H + head) * D)[:, None] + d[None, :]
     if PDL:
         gdc_wait()
-    queries = tl.load(q + token[:, None] * q_stride + at, mask=real, other=0.0)
+    queries = tl.load(q + at, mask=real, other=0.0)
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     mine = (request * H + head).to(tl.int64) * SPLITS  # where the splits of each row begin
@@ -197,7 +195,7 @@ def attention_kernel(
             tl.store(split_sums + 2 * to, more_total, mask=token < stop)
             tl.store(split_sums + 2 * to + 1, more_top, mask=token < stop)
     if PDL:
-        gdc_launch_dependents()
+        kernels.gdc_launch_dependents()
     if PROGRAMS > 1:
         counter = finished + request * Hk + kv_head
         if not finishes_last(counter, tl.minimum(used, PROGRAMS)):
@@ -215,77 +213,77 @@ def attention_kernel(
                 more_top = tl.load(sums + 1, mask=of_row, other=-INF, cache_modifier=".cg")
                 acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    to_out = out + token[:, None] * out_stride + at
-    tl.store(to_out, acc.to(out.dtype.element_ty), mask=real)
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
 
 
-def split_keys(longest: int) -> int:
-    """The keys of a split where texts have up to `longest` tokens."""
+def split_text(longest: int) -> tuple[int, int]:
+    """The keys of a split, and how many the longest text has: up to `longest` tokens."""
     keys = SPLIT_KEYS
     while keys * MOST_SPLITS < longest:
         keys *= 2
-    return keys
+    return keys, triton.cdiv(longest, keys)
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
     As kernels.prepare_triton: its `splits` are the programs that share the splits of a request, its
-    partial results those of `attention_kernel`, and its last tiles come first.
+    partial results those of `attention_kernel`.
     """
     plan = prepare_triton(batch, H, kv, window)
-    longest = batch.block_tables.shape[1] * kv.shape[3]
-    splits = triton.cdiv(longest, split_keys(longest))
+    *_, S, D = kv.shape
+    M = batch.block_tables.shape[1]
+    _, splits = split_text(M * S)
     programs = min(plan.splits, triton.next_power_of_2(splits))
-    count = batch.num_decodes * H * splits if programs > 1 else 0
-    plan = plan._replace(
-        splits=programs,
-        partial_out=torch.empty(count * padded(kv.shape[4]), device=kv.device),
-        partial_lse=torch.empty(count * 2, device=kv.device),
-    )
-    if plan.tile_request is None:
-        return plan
-    tiles = {"tile_request": plan.tile_request.flip(0), "tile_start": plan.tile_start.flip(0)}
-    return plan._replace(**tiles)
+    if programs == 1:
+        splits = 0  # one program needs no scratch
+    sums = torch.empty(2 * batch.num_decodes * H * splits, device=kv.device)
+    acc = sums.new_empty(len(sums) // 2 * padded(D))
+    return plan._replace(splits=programs, partial_out=acc, partial_lse=sums)
 
 
 def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
     """As kernels.paged_attention_triton."""
     check_layout(q, kv, batch)
     plan = batch.prepared[attn.window]
-    T, H, D = q.shape
-    _, _, Hk, S, _ = kv.shape
-    M = batch.block_tables.stride(0)
-    queries = q.to(kv.dtype)
-    out = queries.new_empty(T, H, D)
-    scale = attn.scale * math.log2(math.e)
+    H = q.shape[1]
+    Hk, S, D = kv.shape[2:]
+    tables = batch.block_tables
+    queries = q.to(kv.dtype).contiguous()
+    out = torch.empty_like(queries)
+    scale = attn.scale
     squeeze = None
     if attn.softcap:
-        scale = attn.softcap * math.log2(math.e)
-        squeeze = attn.scale / attn.softcap
-    scratch = (plan.partial_out, plan.partial_lse, plan.finished)
-    lengths = (batch.block_tables, batch.context_lens, batch.query_start)
-    numbers = (scale, squeeze, queries.stride(0), out.stride(0), kv.stride(0), M)
-    longest = batch.block_tables.shape[1] * S
-    keys = split_keys(longest)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D), "WINDOW": plan.window}
-    shape |= {"TILE": TILE, "SPLIT": keys, "SPLITS": triton.cdiv(longest, keys)}
-    operands = (queries, kv, out, *scratch, *lengths)
+        scale = attn.softcap
+        squeeze = attn.scale / scale
+    tensors = (queries, kv, out)
+    tensors += (plan.partial_out, plan.partial_lse, plan.finished)
+    tensors += (tables, batch.context_lens, batch.query_start)
+    scale *= math.log2(math.e)  # the kernel works in powers of two
+    numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
+    keys, splits = split_text(tables.shape[1] * S)
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
+    shape |= {"WINDOW": plan.window, "TILE": TILE}
+    shape |= {"SPLIT": keys, "SPLITS": splits}
+
+    def launch(tiles, start, **options):
+        heads = H // options["HEADS"]
+        grid = (heads, options["PROGRAMS"], len(tiles))
+        attention_kernel[grid](*tensors, tiles, start, *numbers, **shape, **options)
+
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
-        tiles = (plan.tile_request, plan.tile_start)
+        options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
+        options |= {"num_warps": PREFILL_WARPS, "num_stages": stages_that_fit(kv)}
+        options |= pdl_options(q, allowed=False)
         with torch.cuda.stream(plan.side):
-            attention_kernel[(H, 1, len(plan.tile_request))](
-                *operands, *tiles, *numbers, **shape, HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1,
-                num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv), **pdl_options(q, False),
-            )  # fmt: skip
+            launch(plan.tile_request, plan.tile_start, **options)
     if batch.num_decodes:
         G = H // Hk
-        attention_kernel[(Hk, plan.splits, batch.num_decodes)](
-            *operands, plan.order, None, *numbers, **shape, HEADS=G, ROWS=padded(G),
-            PROGRAMS=plan.splits, num_warps=DECODE_WARPS, num_stages=plan.num_stages,
-            **pdl_options(q, plan.pdl),
-        )  # fmt: skip
+        options = {"HEADS": G, "ROWS": padded(G), "PROGRAMS": plan.splits}
+        options |= {"num_warps": DECODE_WARPS, "num_stages": plan.num_stages}
+        options |= pdl_options(q, plan.pdl)
+        launch(plan.order, None, **options)
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(q.dtype)

@@ -306,7 +306,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     the least, also where a row has NaN or its token is NO_TOKEN. A row's results do not depend on
     the other rows, on threads, or on n.
     """
-    V = logits.shape[1]
+    _, V = logits.shape
     rows = logits
     if logits.is_cuda:  # it adds up a row by its place in words of 16 bytes: let none begin within
         rows = F.pad(logits, (0, -V % 8), value=-torch.inf)
@@ -329,9 +329,10 @@ def keys(logits: Tensor) -> Tensor:
     Integers [R, V] in the order of logits [R, V], of equal ones the first is the largest: on a GPU
     the number of rows decides which of equal numbers topk takes.
     """
+    _, V = logits.shape
     words = logits.float().view(torch.int32).long()
     words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # of negative floats the largest
-    return (words << 32) - torch.arange(logits.shape[1], device=logits.device)
+    return (words << 32) - torch.arange(V, device=logits.device)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -147,9 +147,10 @@ def test_these_comparisons_can_fail(short_splits):
 
 def test_a_long_text_has_few_splits():
     """Else its partial results would take the GPU's memory: 131,072 tokens are 32 splits."""
-    assert deterministic.split_keys(1) == deterministic.split_keys(16_384) == 512
-    assert deterministic.split_keys(16_385) == 1024
-    assert deterministic.split_keys(131_072) == 4096
+    assert deterministic.split_text(1) == (512, 1)
+    assert deterministic.split_text(16_384) == (512, 32)
+    assert deterministic.split_text(16_385) == (1024, 17)
+    assert deterministic.split_text(131_072) == (4096, 32)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -225,7 +226,8 @@ def test_tiles_follow_the_rows_and_fit_the_memory():
     """For every size, a program's tiles fit; many rows never get the tiles of few."""
     for N in 48, 768, 2304, 50_257:
         for R in 1, 16, 17, 32, 33, 64, 256, 2048:
-            tiles = deterministic.tiles_for(R, N)
+            layer = SimpleNamespace(weight=range(N))
+            tiles = deterministic.tiles_for(range(R), layer)
             assert tiles.rows >= min(R, 64) and tiles.rows <= max(16, 2 * R)
             assert 2 * (tiles.rows + 2 * tiles.cols) * tiles.block <= linear.TILES_MEMORY
 
