@@ -5,8 +5,8 @@ whatever is served beside it and however its tokens come into steps.
 A product's number is a sum in the order of its inputs, all of them in one part (no split-K), as
 tensor cores add up alike in tiles of any shape: so the tiles may follow the number of rows.
 Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, and then these sums,
-the first ones first. One kernel does so for tokens of decodes and of chunks, and a sum over keys is
-a product, too, with ones: any other sum's order follows the layout of its tile.
+the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
+weights in integers, as the order of a sum of floats follows the layout of the tile.
 
 ops/choice.py makes the table. Letters as in kernels.py, and N outputs of a layer.
 """
@@ -99,6 +99,9 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 SPLIT_KEYS = 512  # keys that are added up by themselves, at least
 MOST_SPLITS = 32  # of the longest text: a split of long ones has more keys
 AT_ONCE = tl.constexpr(4)  # splits whose sums are loaded at once
+# Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
+UNIT = tl.constexpr(2.0**-23)
+ONE = tl.constexpr(0x3F800000)
 
 
 @jit
@@ -162,7 +165,7 @@ def attention_kernel(
     for split in range(program, used, PROGRAMS):
         from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
         to_key = tl.minimum((first_split + split + 1) * SPLIT, end)
-        more_acc, ones = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, 16], tl.float32)
+        more_acc, more_total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
         more_top = tl.full([ROWS], -INF, tl.float32)
         t = from_key + tl.arange(0, TILE)
         block = tl.load(table + t // S, mask=t < to_key, other=0)
@@ -181,12 +184,12 @@ def attention_kernel(
             score = tl.where(visible, score, -INF)
             highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
             reference = tl.where(highest == -INF, 0.0, highest)
-            weight = tl.exp2(score * scale - reference[:, None]).to(v.dtype)
-            shrink, more_top = tl.exp2(more_top - reference)[:, None], highest
-            more_acc = tl.dot(weight, v, more_acc * shrink, input_precision="ieee")
-            one = tl.full([TILE, 16], 1.0, v.dtype)
-            ones = tl.dot(weight, one, ones * shrink, input_precision="ieee")
-        more_total = tl.max(ones, axis=1)  # of equal numbers
+            weight = tl.exp2(score * scale - reference[:, None])
+            shrink, more_top = tl.exp2(more_top - reference), highest
+            units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+            more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
+            more_acc *= shrink[:, None]
+            more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
         if PROGRAMS == 1:
             acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
         else:
