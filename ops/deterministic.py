@@ -145,7 +145,7 @@ def attention_kernel(
     context = tl.load(context_lens + request)
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     lowest = context - (stop - begin) + offset  # position of the first row
-    position, token = lowest + row // HEADS, (begin + offset + row // HEADS).to(tl.int64)
+    position, token = lowest + row // HEADS, begin + offset + row // HEADS
     head, kv_head = tl.program_id(0) * HEADS + row % HEADS, tl.program_id(0) * HEADS // (H // Hk)
     first = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW else 0
     end = tl.minimum(lowest + (ROWS + HEADS - 1) // HEADS, context)
@@ -253,6 +253,7 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     tables = batch.block_tables
     queries = q.to(kv.dtype).contiguous()
     out = torch.empty_like(queries)
+    assert out.numel() < 2**31, f"the kernel counts in int32, the step has {q.shape} queries"
     scale = attn.scale
     squeeze = None
     if attn.softcap:

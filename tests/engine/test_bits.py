@@ -79,7 +79,7 @@ def model_of(name: str) -> GPT:
 
 
 # "gpu" and the dtype of the weights: the operators of --deterministic
-ON_GPU = {"gpu-bf16": torch.bfloat16, "gpu-fp32": torch.float32}
+GPU_DTYPES = {"gpu-bf16": torch.bfloat16, "gpu-fp32": torch.float32}
 
 
 @cache
@@ -95,7 +95,7 @@ QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
 SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 each_model = pytest.mark.parametrize(("name", "kind"), QUICK + SLOW)
-GPU_CASES = list(product(OWN + FAMILIES, ON_GPU))
+GPU_CASES = list(product(OWN + FAMILIES, GPU_DTYPES))
 each_model_on_gpu = pytest.mark.parametrize(("name", "kind"), GPU_CASES)
 
 # --------------------------------------------------------------------------------------------------
@@ -197,8 +197,8 @@ def start(name: str, kind: str, threads=1, **settings) -> Service:
     sizes = {"num_blocks": 160, "max_num_seqs": 16, "token_budget": 256}
     how = {"deterministic": True, "overlap": False}
     model = model_of(name)
-    if kind in ON_GPU:
-        model = model_on_gpu(name, ON_GPU[kind])
+    if kind in GPU_DTYPES:
+        model = model_on_gpu(name, GPU_DTYPES[kind])
         how |= {"attention": "triton"}
     elif kind == "interpreted":
         how |= {"attention": "triton"}
@@ -365,14 +365,12 @@ def without_graphs(start) -> list[Service]:
 
 SITUATIONS = (together, beside_others, one_after_the_other, warm, chunked, preempted, forked)
 SITUATIONS += (overlapping,)
-ANYWHERE = SITUATIONS
-SITUATIONS += (with_threads, beside_another_engine, with_drafts)
-ON_CPU = SITUATIONS
-SITUATIONS += (without_graphs,)
+ON_A_CPU = (with_threads, beside_another_engine, with_drafts)
+ON_A_GPU = (without_graphs,)
 
 
 @needs_compiler
-@pytest.mark.parametrize("situation", ON_CPU)
+@pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU)
 @each_model
 def test_a_request_gets_the_same_bits(name, kind, situation):
     """
@@ -386,7 +384,7 @@ def test_a_request_gets_the_same_bits(name, kind, situation):
 
 
 @needs_gpu
-@pytest.mark.parametrize("situation", (*ANYWHERE, without_graphs))
+@pytest.mark.parametrize("situation", SITUATIONS + ON_A_GPU)
 @each_model_on_gpu
 def test_a_request_gets_the_same_bits_on_a_gpu(name, kind, situation):
     """
@@ -463,7 +461,7 @@ def test_a_request_gets_the_same_bits_in_random_lives(name, kind):
 
 
 @needs_gpu
-@pytest.mark.parametrize(("name", "kind"), [*product(OWN, ON_GPU), ("gemma2", "gpu-bf16")])
+@pytest.mark.parametrize(("name", "kind"), [*product(OWN, GPU_DTYPES), ("gemma2", "gpu-bf16")])
 def test_a_request_gets_the_same_bits_in_random_lives_on_a_gpu(name, kind):
     """Without graphs: these were captured for each of the sizes."""
     check_random_lives(name, kind, graphs=False)
@@ -507,7 +505,7 @@ def test_the_answers_are_worth_comparing(name, kind):
 
 
 @needs_gpu
-@pytest.mark.parametrize(("name", "kind"), list(product(OWN, ON_GPU)))
+@pytest.mark.parametrize(("name", "kind"), list(product(OWN, GPU_DTYPES)))
 def test_the_answers_on_a_gpu_are_worth_comparing(name, kind):
     """As above; and without --deterministic they do differ."""
     check_answers(name, kind)
