@@ -115,8 +115,8 @@ def choose_ops(
     if ops.name == "triton":
         return DETERMINISTIC, "--deterministic"
     raise ValueError(
-        "--deterministic is for --attention triton, on a GPU, and cpu, which "
-        f"{NEEDS['cpu']}; here attention is {ops.name}: leave it out"
+        f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
+        f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
     )
 
 

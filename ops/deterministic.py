@@ -96,8 +96,7 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-SPLIT_KEYS = 512  # keys that are added up by themselves, at least
-MOST_SPLITS = 32  # of the longest text: a split of long ones has more keys
+SPLIT_KEYS = 512  # keys that are added up by themselves
 AT_ONCE = tl.constexpr(4)  # splits whose sums are loaded at once
 # Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
 UNIT = tl.constexpr(2.0**-23)
@@ -219,12 +218,10 @@ def attention_kernel(
     tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
 
 
-def split_text(longest: int) -> tuple[int, int]:
-    """The keys of a split, and how many the longest text has: up to `longest` tokens."""
-    keys = SPLIT_KEYS
-    while keys * MOST_SPLITS < longest:
-        keys *= 2
-    return keys, triton.cdiv(longest, keys)
+def most_splits(batch: Batch, S: int) -> int:
+    """Of the longest text that the block tables hold."""
+    M = batch.block_tables.shape[1]
+    return triton.cdiv(M * S, SPLIT_KEYS)
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
@@ -234,8 +231,7 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
     plan = prepare_triton(batch, H, kv, window)
     *_, S, D = kv.shape
-    M = batch.block_tables.shape[1]
-    _, splits = split_text(M * S)
+    splits = most_splits(batch, S)
     programs = min(plan.splits, triton.next_power_of_2(splits))
     if programs == 1:
         splits = 0  # one program needs no scratch
@@ -264,10 +260,9 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     tensors += (tables, batch.context_lens, batch.query_start)
     scale *= math.log2(math.e)  # the kernel works in powers of two
     numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
-    keys, splits = split_text(tables.shape[1] * S)
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
     shape |= {"WINDOW": plan.window, "TILE": TILE}
-    shape |= {"SPLIT": keys, "SPLITS": splits}
+    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S)}
 
     def launch(tiles, start, **options):
         heads = H // options["HEADS"]

@@ -149,14 +149,6 @@ def test_these_comparisons_can_fail(short_splits):
     assert differences(Text(ops=TRITON)) > 3
 
 
-def test_a_long_text_has_few_splits():
-    """Else its partial results would take the GPU's memory: 131,072 tokens are 32 splits."""
-    assert deterministic.split_text(1) == (512, 1)
-    assert deterministic.split_text(16_384) == (512, 32)
-    assert deterministic.split_text(16_385) == (1024, 17)
-    assert deterministic.split_text(131_072) == (4096, 32)
-
-
 # --------------------------------------------------------------------------------------------------
 # Products
 

@@ -34,7 +34,7 @@ from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
 from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
-from ops.choice import choose_ops, tables_for
+from ops.choice import DETERMINISTIC, choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -476,6 +476,11 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         assert reason == "the fastest on CUDA"
         assert ops.sample is sampling_kernels.sample_triton
         assert not choose_ops("flex", "cuda")[0].fixed_shapes
+        assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
+    assert choose_ops("auto", deterministic=True)[0].name == "cpu"
+    for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave it out"):
+            choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
         choose_ops("triton")
