@@ -50,8 +50,10 @@ from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear
 FEW_ROWS = 32
 FOR_FEW_ROWS = [Tiles(FEW_ROWS, 64, 128, 4, 5, swapped=True)]
 FOR_FEW_ROWS += [Tiles(FEW_ROWS, 16, 256, 4, 6)]
-FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4), Tiles(128, 64, 64, 8, 6)]
-FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True), Tiles(64, 32, 128, 4, 6)]
+FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
+FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
+FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
+FOR_MANY_ROWS += [Tiles(64, 32, 128, 4, 6)]
 
 
 def tiles_for(x: Tensor, layer) -> Tiles:
