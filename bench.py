@@ -644,7 +644,7 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 # The engine: speed, equality, and where a step's time goes
 
 
-def bench_engine(model="gpt2-124M") -> dict:
+def bench_engine(model="gpt2-124M", deterministic=False) -> dict:
     """
     Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each of
     three seeds. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on
@@ -652,7 +652,7 @@ def bench_engine(model="gpt2-124M") -> dict:
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
-    engine = Engine(gpt)
+    engine = Engine(gpt, Settings(deterministic=deterministic))
     result = {"engine": engine.statement()}
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     collect_garbage_rarely()  # as the server's engine does

@@ -212,6 +212,9 @@ class Settings(SchedulerSettings):
     attention: str = setting(
         "auto", "attention backend: triton, cpu, flex or torch; auto takes the fastest here"
     )
+    deterministic: bool = setting(
+        False, "on a GPU: answers equal to the bit, whatever else is served; on a CPU they are"
+    )
     quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
     # the help text is that of the flag, which turns it off
     graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")

@@ -120,7 +120,8 @@ class Runner:
         device = model.wte.weight.device
         self.device = device
         dtype = torch.int8 if settings.quantize == "int8" else model.wte.weight.dtype
-        self.ops, self.reason = choose_ops(settings.attention, device, dtype)
+        how = (settings.attention, device, dtype, settings.deterministic)
+        self.ops, self.reason = choose_ops(*how)
         self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
             settings.num_blocks,

@@ -95,7 +95,7 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
     config = model.config
     dtype = model.wte.weight.dtype
     served = torch.int8 if settings.quantize == "int8" else dtype
-    ops, _ = choose_ops(settings.attention, device, served)
+    ops, _ = choose_ops(settings.attention, device, served, settings.deterministic)
     packed = ops.pack_weights(model, settings.quantize)
     weights = sum(weight.nbytes for weight in packed.parameters())
     if packed is not model:

@@ -8,6 +8,7 @@ an engine is built.
     PACKED    packed weights, scaled dot-product attention of gathered K and V
     cpu       the operators of cpu.c, if there is a C compiler
     TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
+    DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
     flex      TRITON or PACKED with FlexAttention
 
 Each batch carries its table, so no code further down asks which device it is on.
@@ -23,6 +24,7 @@ import model
 from model import Ops
 from ops import (
     cpu,
+    deterministic,
     flex,
     fused,
     gather,
@@ -61,6 +63,14 @@ TRITON = TORCH._replace(
     sample=sampling_kernels.sample_triton,
     fixed_shapes=True,
 )
+DETERMINISTIC = TRITON._replace(
+    add_norm=linear.norm_now,
+    project_qkv=deterministic.project_qkv,
+    attend=deterministic.attend,
+    linear=deterministic.linear,
+    head=deterministic.head,
+    prepare=deterministic.prepare,
+)
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",
     "flex": "needs triton on CUDA, a C++ compiler elsewhere",
@@ -92,11 +102,26 @@ def choose_ops(
     attention: str = "auto",
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
 ) -> tuple[Ops, str]:
     """
     The table of that name, or with "auto" the fastest for the device and the dtype that weights are
-    multiplied in, and why. Raises ValueError where it does not work.
+    multiplied in, and why; `deterministic`: one whose answers do not depend on what shares a step.
+    Raises ValueError where it does not work.
     """
+    ops, reason = find_ops(attention, device, dtype)
+    if not deterministic or ops.name == "cpu":  # cpu.c's operators always are
+        return ops, reason
+    if ops.name == "triton":
+        return DETERMINISTIC, "--deterministic"
+    raise ValueError(
+        f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
+        f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
+    )
+
+
+def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Ops, str]:
+    """As choose_ops, deterministic or not."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
         raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")

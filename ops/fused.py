@@ -180,7 +180,7 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
     normalised and rotated; keys, likewise, and values go to their slots in one layer's pool kv.
     """
     R, N = parts.shape[-2:]
-    heads = HEADS_AT_ONCE if R > 8 else 1
+    heads = HEADS_AT_ONCE if R > 8 else 1  # a warp takes a head: no bit depends on it
     all_heads = attn.H + 2 * attn.Hk
     assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
     norms = (None, None)

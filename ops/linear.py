@@ -461,10 +461,11 @@ def launch_linear(
     partial_sums=False,
     targets: tuple[Tensor, Tensor] | None = None,
     is_head=False,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """
     As linear; or, with `targets`, one layer's pool and the slots [R] in it, as project_qkv, but q
-    is [R, H D].
+    is [R, H D]. With `tiles`, in one part by matrix_kernel, whatever R is.
     """
     N, K = layer.weight.shape
     if gated:
@@ -482,14 +483,16 @@ def launch_linear(
         pool = (kv, slots, kv.stride(0))  # from K to V
     width = N - 2 * shape["Hk"] * shape["D"]  # columns of the result
     dtype = torch.float32 if partial_sums else layer.weight.dtype
-    if len(x) == 1:
+    R = len(x)
+    if R == 1 and tiles is None:
         out = layer.weight.new_empty(1, width, dtype=dtype)
         launch_vector(x, layer, out, pool, shape, one_row_tiles(x, N, K, gated, is_head))
         return out
-    R = len(x)
-    tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
-    programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
-    P = num_parts(K, programs) if partial_sums else 1
+    P = 1
+    if tiles is None:
+        tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
+        programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
+        P = num_parts(K, programs) if partial_sums else 1
     out = x.new_empty(P, R, width, dtype=dtype)
     launch_matrix(x, layer, out, pool, shape, tiles)
     return out if partial_sums else out[0]

@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ops.inputs import upload
@@ -302,20 +303,36 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     """
     Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
     -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. LOWEST_LOGPROB is
-    the least, also where a row has NaN or its token is NO_TOKEN. On a CPU a row's results do not
-    depend on the other rows, on the threads, or on n.
+    the least, also where a row has NaN or its token is NO_TOKEN. A row's results do not depend on
+    the other rows, on threads, or on n.
     """
+    _, V = logits.shape
+    rows = logits
+    if logits.is_cuda:  # it adds up a row by its place in words of 16 bytes: let none begin within
+        rows = F.pad(logits, (0, -V % 8), value=-torch.inf)
     # not logsumexp, which several threads add up in parts, where there is one row
-    scores = logits.log_softmax(1, dtype=torch.float32)
+    scores = rows.log_softmax(1, dtype=torch.float32)
 
     def finite(x: Tensor) -> Tensor:
         return x.nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
 
     # which of equal logits topk takes depends on how many it takes: as many as can be asked for
     most = max(n, MOST_LOGPROBS) if n else 0
-    ids = logits.topk(min(most, logits.shape[1])).indices[:, :n]
+    ranked = keys(logits) if logits.is_cuda else logits
+    ids = ranked.topk(min(most, V)).indices[:, :n]
     chosen = scores.gather(1, tokens.clamp(min=0)[:, None])
     return finite(chosen)[:, 0], ids, finite(scores.gather(1, ids))
+
+
+def keys(logits: Tensor) -> Tensor:
+    """
+    Integers [R, V] in the order of logits [R, V], of equal ones the first is the largest: on a GPU
+    the number of rows decides which of equal numbers topk takes.
+    """
+    _, V = logits.shape
+    words = logits.float().view(torch.int32).long()
+    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # of negative floats the largest
+    return (words << 32) - torch.arange(V, device=logits.device)
 
 
 # --------------------------------------------------------------------------------------------------

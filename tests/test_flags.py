@@ -21,8 +21,8 @@ DEFAULTS = """{
     "model": "out/stdlib", "device": null, "dtype": "auto", "quantize": "none",
     "attention": "auto", "num_blocks": null, "block_size": 16, "max_model_len": null,
     "max_num_seqs": null, "token_budget": null, "prefill_share": 0.25, "policy": "priority",
-    "graphs": true, "speculate": false, "prefix_cache": true, "check": false,
-    "host": "127.0.0.1", "port": 8000,
+    "deterministic": false, "graphs": true, "speculate": false, "prefix_cache": true,
+    "check": false, "host": "127.0.0.1", "port": 8000,
     "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
     "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
@@ -48,6 +48,7 @@ FLAGS = r"""
 --prefill-share 0.5 -> {"prefill_share": 0.5}
 --policy fcfs -> {"policy": "fcfs"}
 --policy sjf -> {"policy": "sjf"}
+--deterministic -> {"deterministic": true}
 --no-graphs -> {"graphs": false}
 --speculate -> {"speculate": true}
 --no-prefix-cache -> {"prefix_cache": false}
@@ -90,7 +91,7 @@ def test_each_flag_sets_one_thing(row):
     assert vars(args) == json.loads(DEFAULTS) | json.loads(effect)
     settings = vars(engine_settings(args))
     shared = settings.keys() & vars(args).keys() - {"seed"}  # of the terminal
-    assert len(shared) == 13
+    assert len(shared) == 14
     assert all(settings[name] == getattr(args, name) for name in shared)
 
 

@@ -1,11 +1,13 @@
 """
-Equal to the bit: with the operators of cpu.c a request gets the same tokens and the same
-log-probabilities to the last bit, whatever happens to it and whatever stands beside it.
+Equal to the bit: with the operators of cpu.c, and with --deterministic on a GPU, a request gets the
+same tokens and the same log-probabilities to the last bit, whatever happens to it and whatever
+stands beside it. `pytest tests/engine/test_bits.py -k gpu` is the GPU's part.
 
-The reference is each of ASKS alone: cold, its prompt in one piece, by one thread. Then all of them
-are served in the situations below, each of which shows that it has happened: hits, preemptions and
-copies of shared blocks were counted. Whether answers are right, test_paged.py asks; here they need
-only be the same. Compared answers have one block size, for attention adds up block by block.
+The reference is each of ASKS alone: cold, its prompt in one piece, by one thread, without CUDA
+graphs. Then all of them are served in the situations below, each of which shows that it has
+happened: hits, preemptions and copies of shared blocks were counted. Whether answers are right,
+test_paged.py asks; here they need only be the same. Compared answers have one block size, for
+attention adds up block by block.
 """
 
 import ctypes
@@ -15,22 +17,27 @@ import shlex
 import tomllib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from functools import cache, partial
 from itertools import product
 from unittest import mock
 
 import pytest
 import torch
+from interpreting import multiply_in_order
 from torch import Tensor
 
 from engine.drafts import GrowingText
 from engine.engine import Engine, Output
 from engine.process import add_request
+from kernels import INTERPRETED, triton
 from model import GPT, GPTConfig
 from ops import cpu, sampling
 from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
+has_gpu = torch.cuda.is_available() and triton is not None
+needs_gpu = pytest.mark.skipif(not has_gpu, reason="needs a GPU and triton")
 
 
 @pytest.fixture(autouse=True)
@@ -71,6 +78,15 @@ def model_of(name: str) -> GPT:
     return ours
 
 
+# "gpu" and the dtype of the weights: the operators of --deterministic
+GPU_DTYPES = {"gpu-bf16": torch.bfloat16, "gpu-fp32": torch.float32}
+
+
+@cache
+def model_on_gpu(name: str, dtype: torch.dtype) -> GPT:
+    return deepcopy(model_of(name)).to("cuda", dtype)
+
+
 OWN = ("trained", "twins")
 FAMILIES = ("gpt2-untied", "llama-one-kv-head", "mistral", "qwen2-windows", "qwen3-windows")
 FAMILIES += ("gemma2", "gemma3")
@@ -78,7 +94,9 @@ FORMATS = ("none", "int8")
 QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
 SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
-each_model = pytest.mark.parametrize(("name", "quantize"), QUICK + SLOW)
+each_model = pytest.mark.parametrize(("name", "kind"), QUICK + SLOW)
+GPU_CASES = list(product(OWN + FAMILIES, GPU_DTYPES))
+each_model_on_gpu = pytest.mark.parametrize(("name", "kind"), GPU_CASES)
 
 # --------------------------------------------------------------------------------------------------
 # Requests
@@ -147,10 +165,12 @@ class Service:
 
     def add(self, *names: str):
         for name in names:
-            id = f"{len(self.answers)}:{name}"
-            self.answers[id] = []
-            request = message(name, self.engine.config.vocab_size)
-            add_request(self.engine, request | {"id": id})
+            self.send(message(name, self.engine.config.vocab_size))
+
+    def send(self, request: dict):
+        id = f"{len(self.answers)}:{request['id']}"
+        self.answers[id] = []
+        add_request(self.engine, request | {"id": id})
 
     def step(self):
         for output in self.engine.step():
@@ -168,12 +188,23 @@ class Service:
         assert_idle(self.engine)
 
 
-def start(name: str, quantize: str, threads=1, **settings) -> Service:
-    """An engine with cpu.c and so many threads; torch has as many."""
+def start(name: str, kind: str, threads=1, **settings) -> Service:
+    """
+    An engine with cpu.c and so many threads; torch has as many. Or one on a GPU; without overlap,
+    if it is not asked for, since that hits and preempts as a CPU's does.
+    """
     torch.set_num_threads(threads)
     sizes = {"num_blocks": 160, "max_num_seqs": 16, "token_budget": 256}
+    how = {"deterministic": True, "overlap": False}
     model = model_of(name)
-    return Service(new_engine(model, attention="cpu", quantize=quantize, **sizes | settings))
+    if kind in GPU_DTYPES:
+        model = model_on_gpu(name, GPU_DTYPES[kind])
+        how |= {"attention": "triton"}
+    elif kind == "interpreted":
+        how |= {"attention": "triton"}
+    else:
+        how |= {"attention": "cpu", "quantize": kind}
+    return Service(new_engine(model, **how | sizes | settings))
 
 
 def name_of(id: str) -> str:
@@ -181,10 +212,10 @@ def name_of(id: str) -> str:
 
 
 @cache
-def alone(name: str, quantize: str, block_size=4) -> dict[str, list[Output]]:
+def alone(name: str, kind: str, block_size=4) -> dict[str, list[Output]]:
     """The reference. Choices of a request are not forked: there is no row for a second one."""
-    settings = {"max_num_seqs": 1, "prefix_cache": False}
-    service = start(name, quantize, block_size=block_size, **settings)
+    settings = {"max_num_seqs": 1, "prefix_cache": False, "graphs": False}
+    service = start(name, kind, block_size=block_size, **settings)
     for asked in ASKS:
         service.run(asked)
     assert len(service.answers) == 13
@@ -323,40 +354,131 @@ def with_drafts(start) -> list[Service]:
     return [service]
 
 
+def without_graphs(start) -> list[Service]:
+    """And with them, the same batches."""
+    services = [start(graphs=False), start(graphs=True)]
+    for service in services:
+        service.run(*ASKS)
+    assert [len(service.engine.runner.graphs) > 0 for service in services] == [False, True]
+    return services
+
+
 SITUATIONS = (together, beside_others, one_after_the_other, warm, chunked, preempted, forked)
-SITUATIONS += (with_threads, beside_another_engine, overlapping, with_drafts)
+SITUATIONS += (overlapping,)
+ON_A_CPU = (with_threads, beside_another_engine, with_drafts)
+ON_A_GPU = (without_graphs,)
 
 
 @needs_compiler
-@pytest.mark.parametrize("situation", SITUATIONS)
+@pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU)
 @each_model
-def test_a_request_gets_the_same_bits(name, quantize, situation):
+def test_a_request_gets_the_same_bits(name, kind, situation):
     """
     Would catch: a sum whose order depends on the size of a batch, a thread's share, or where a
     chunk or a task begins; K and V in the cache that are not those computed again; candidates that
     depend on how many a neighbour asks for.
     """
-    expected = alone(name, quantize)
-    for service in situation(partial(start, name, quantize)):
+    expected = alone(name, kind)
+    for service in situation(partial(start, name, kind)):
         assert differences(service, expected) == []
+
+
+@needs_gpu
+@pytest.mark.parametrize("situation", SITUATIONS + ON_A_GPU)
+@each_model_on_gpu
+def test_a_request_gets_the_same_bits_on_a_gpu(name, kind, situation):
+    """
+    Would also catch: tiles, splits and kernels that follow the number of rows, a padded shape, or
+    what a graph has captured.
+    """
+    test_a_request_gets_the_same_bits(name, kind, situation)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize(
+    ("name", "situation"),
+    [
+        *product(["twins"], [together, warm, chunked, preempted, overlapping]),
+        ("gemma2", warm),
+        ("gemma2", preempted),
+    ],
+)
+def test_a_request_gets_the_same_bits_in_the_interpreter(name, situation, monkeypatch):
+    """Would catch, without a GPU: what follows the order of tiles, masks and splits."""
+    multiply_in_order(monkeypatch)
+    test_a_request_gets_the_same_bits(name, "interpreted", situation)
+
+
+def check_second_turn(name: str, kind: str):
+    """
+    Of a chat: its prompt is the first one and the answer. Cold, and with hits of blocks that
+    decodes wrote.
+    """
+    firsts = alone(name, kind)
+    requests = []
+    for asked in ("greedy", "sampled", "nucleus", "min-p", "penalised", "filtered"):
+        request = message(asked, model_of(name).config.vocab_size)
+        answer = [token for output in firsts[asked] for token in output.tokens]
+        requests.append(request | {"prompt": request["prompt"] + answer + [5]})
+    cold = start(name, kind, max_num_seqs=1, prefix_cache=False, graphs=False)
+    warm = start(name, kind)
+    warm.run(*(request["id"] for request in requests))
+    warm.answers.clear()
+    hits = warm.scheduler.num_hit_tokens
+    for request in requests:
+        cold.send(request)
+        warm.send(request)
+    cold.run()
+    warm.run()
+    # all whole blocks before the last token of each answer, which no step has computed
+    whole = sum((len(request["prompt"]) - 2) // 4 * 4 for request in requests)
+    assert warm.scheduler.num_hit_tokens - hits == whole
+    assert cold.answers.keys() == warm.answers.keys()
+    assert repr(dict(cold.answers)) == repr(dict(warm.answers))
+
+
+@needs_compiler
+@each_model
+def test_a_second_turn_gets_the_same_bits_cold_and_warm(name, kind):
+    """Would catch: K and V of a decode that are not those of the same token in a prompt."""
+    check_second_turn(name, kind)
+
+
+@needs_gpu
+@each_model_on_gpu
+def test_a_second_turn_gets_the_same_bits_on_a_gpu(name, kind):
+    """As above: decodes and prompts have the same kernels there, but other tiles."""
+    check_second_turn(name, kind)
 
 
 @needs_compiler
 @pytest.mark.slow
 @each_model
-def test_a_request_gets_the_same_bits_in_random_lives(name, quantize):
+def test_a_request_gets_the_same_bits_in_random_lives(name, kind):
     """All situations at once, as they come."""
+    check_random_lives(name, kind)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("name", "kind"), [*product(OWN, GPU_DTYPES), ("gemma2", "gpu-bf16")])
+def test_a_request_gets_the_same_bits_in_random_lives_on_a_gpu(name, kind):
+    """Without graphs: these were captured for each of the sizes."""
+    check_random_lives(name, kind, graphs=False)
+
+
+def check_random_lives(name: str, kind: str, **settings):
     counts = Counter()
     for seed in range(8):
         rng = random.Random(seed)
         block_size = rng.choice([4, 16])
-        expected = alone(name, quantize, block_size)
+        expected = alone(name, kind, block_size)
         rows = rng.choice([1, 3, 8, 20])
         sizes = {"max_num_seqs": rows, "token_budget": rng.choice([rows, rows + 5, 64])}
         sizes |= {"block_size": block_size, "num_blocks": rng.choice([56, 100, 960]) // block_size}
         sizes["watermark"] = rng.choice([0, 0.01])
         sizes |= {"overlap": rng.random() < 0.5, "prefix_cache": rng.random() < 0.8}
-        service = start(name, quantize, threads=rng.choice([1, 1, 2, 3]), **sizes)
+        service = start(name, kind, threads=rng.choice([1, 1, 2, 3]), **sizes, **settings)
         names = 2 * list(ASKS) + list(NEIGHBOURS)
         rng.shuffle(names)
         for asked in names:
@@ -376,12 +498,26 @@ def test_a_request_gets_the_same_bits_in_random_lives(name, quantize):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("name", "quantize"), QUICK)
-def test_the_answers_are_worth_comparing(name, quantize):
+@pytest.mark.parametrize(("name", "kind"), QUICK)
+def test_the_answers_are_worth_comparing(name, kind):
     """Would catch: comparisons that cannot fail, for there is nothing in the answers."""
-    service = start(name, quantize)
+    check_answers(name, kind)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("name", "kind"), list(product(OWN, GPU_DTYPES)))
+def test_the_answers_on_a_gpu_are_worth_comparing(name, kind):
+    """As above; and without --deterministic they do differ."""
+    check_answers(name, kind)
+    service = start(name, kind, deterministic=False)
     service.run(*ASKS)
-    answers = alone(name, quantize)
+    assert differences(service, alone(name, kind))
+
+
+def check_answers(name: str, kind: str):
+    service = start(name, kind)
+    service.run(*ASKS)
+    answers = alone(name, kind)
     texts = {str([output.tokens for output in answer]) for answer in answers.values()}
     assert len(texts) >= 11
     assert len(answers["min-p"][8].logprobs[1]) == 20

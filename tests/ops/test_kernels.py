@@ -34,7 +34,7 @@ from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
 from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
-from ops.choice import choose_ops, tables_for
+from ops.choice import DETERMINISTIC, choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,7 +42,7 @@ BACKENDS = ["torch"]
 if DEVICE == "cpu":
     BACKENDS.append("packed")
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
-    BACKENDS.append("triton")
+    BACKENDS += ["triton", "deterministic"]
 GARBAGE = {"flex": 1e4}  # what slots hold that belong to no request, NaN by default
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # the interpreter has no bf16 dot product
@@ -83,6 +83,12 @@ class Shape:
         return max(0, position - self.window + 1) if self.window else 0
 
 
+def ops_of(backend: str):
+    if backend == "deterministic":
+        return choose_ops("triton", DEVICE, deterministic=True)[0]
+    return choose_ops(backend, DEVICE)[0]
+
+
 class Step:
     """
     Tensors of a step: q [T, H, D], new k and v [T, Hk, D], one layer's pool kv, and the batch.
@@ -115,7 +121,7 @@ class Step:
         windows = {"n_layer": 1, "n_head": G * Hk, "windows": (shape.window,)}
         model = SimpleNamespace(config=GPTConfig(n_embd=G * Hk, **windows))
         self.batch = flat_batch(plan, model, pool)
-        self.batch.ops = choose_ops(backend, DEVICE)[0]
+        self.batch.ops = ops_of(backend)
         self.slots = self.batch.slot_mapping.tolist()
         heads = self.randn(len(self.slots), G * Hk + 2 * Hk, D)
         # views, as the model has them
@@ -470,6 +476,11 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         assert reason == "the fastest on CUDA"
         assert ops.sample is sampling_kernels.sample_triton
         assert not choose_ops("flex", "cuda")[0].fixed_shapes
+        assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
+    assert choose_ops("auto", deterministic=True)[0].name == "cpu"
+    for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave it out"):
+            choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
         choose_ops("triton")

@@ -1,0 +1,290 @@
+"""
+`--deterministic` on a GPU: Triton operators that give a request the same numbers to the last bit,
+whatever is served beside it and however its tokens come into steps.
+
+A product's number is a sum in the order of its inputs, all of them in one part (no split-K), as
+tensor cores add up alike in tiles of any shape: so the tiles may follow the number of rows.
+Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, and then these sums,
+the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
+weights in integers, as the order of a sum of floats follows the layout of the tile.
+
+ops/choice.py makes the table. Letters as in kernels.py, and N outputs of a layer.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+import kernels
+import model
+from kernels import (
+    DECODE_WARPS,
+    INF,
+    PREFILL_ROWS,
+    PREFILL_WARPS,
+    TILE,
+    Batch,
+    TritonPlan,
+    capped,
+    check_layout,
+    finishes_last,
+    gdc_wait,
+    jit,
+    padded,
+    pdl_options,
+    pool_offset,
+    prepare_triton,
+    stages_that_fit,
+    tl,
+    triton,
+)
+from ops.fused import norm_rope_store
+from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear
+
+# --------------------------------------------------------------------------------------------------
+# Products
+
+# Rows, columns, inputs, warps, stages, see Tiles: the first with enough programs is taken. Without
+# split-K, fewer columns keep the chip busy. Up to FEW_ROWS are one tile, no larger than they need.
+FEW_ROWS = 32
+FOR_FEW_ROWS = [Tiles(FEW_ROWS, 64, 128, 4, 5, swapped=True)]
+FOR_FEW_ROWS += [Tiles(FEW_ROWS, 16, 256, 4, 6)]
+FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
+FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
+FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
+FOR_MANY_ROWS += [Tiles(64, 32, 128, 4, 6)]
+
+
+def tiles_for(x: Tensor, layer) -> Tiles:
+    """How a product of x [R, K] is cut; no bit of it depends on that."""
+    R = len(x)
+    N = len(layer.weight)
+    choice = FOR_MANY_ROWS
+    if R <= FEW_ROWS:
+        choice = FOR_FEW_ROWS
+    for tiles in choice:
+        programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
+        if programs >= ENOUGH_PROGRAMS:
+            break
+    rows = min(tiles.rows, padded(R))
+    return tiles._replace(rows=rows)
+
+
+def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
+    """As linear.linear."""
+    tiles = tiles_for(x, layer)
+    return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
+
+
+def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
+    """As linear.head."""
+    logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
+    return model.soft_cap(logits, softcap) if softcap else logits
+
+
+def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
+    """As fused.project_qkv."""
+    if batch.rotations:
+        parts = linear(y, attn.c_attn, partial_sums=True)
+        return norm_rope_store(parts, attn, kv, batch), kv
+    if attn.q_norm is not None:
+        return model.project_qkv(y, attn, kv, batch)
+    tiles = tiles_for(y, attn.c_attn)
+    q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping), tiles=tiles)
+    return q.view(len(y), attn.H, attn.D), kv
+
+
+# --------------------------------------------------------------------------------------------------
+# Attention
+
+SPLIT_KEYS = 512  # keys that are added up by themselves
+AT_ONCE = tl.constexpr(4)  # splits whose sums are loaded at once
+# Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
+UNIT = tl.constexpr(2.0**-23)
+ONE = tl.constexpr(0x3F800000)
+
+
+@jit
+def add_split(acc, total, top, more_acc, more_total, more_top):
+    """
+    Add a split's state, see kernels.online_softmax, to that of the splits before. The additions are
+    spelled out as fma, else a compiler may round one of the products in one place, the other in
+    another.
+    """
+    highest = tl.maximum(top, more_top)
+    reference = tl.where(highest == -INF, 0.0, highest)
+    shrink, weight = tl.exp2(top - reference), tl.exp2(more_top - reference)
+    acc = tl.fma(more_acc, tl.broadcast_to(weight[:, None], acc.shape), acc * shrink[:, None])
+    return acc, tl.fma(more_total, weight, total * shrink), highest
+
+
+@jit
+def attention_kernel(
+    q, kv, out, split_acc, split_sums, finished, block_tables, context_lens, query_start,
+    tile_request, tile_start, scale, squeeze, k_to_v, M,
+    H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """
+    Grid (H / HEADS, PROGRAMS, tiles): a program attends from ROWS rows, HEADS query heads of one KV
+    head for each of consecutive tokens of one request, to every PROGRAMS-th split of SPLIT keys.
+    Tiles are those of prefill_kernel; without tile_start each is a request that decodes. One of
+    several programs, the last to finish, adds up the splits, from split_acc [B, H, SPLITS, WIDTH]
+    and split_sums [B, H, SPLITS, 2], the sums of weights and the largest exponents. A key that a
+    row may not see changes no bit of it: rows begin and end in the middle of a tile or a split.
+    """
+    program, tile, offset = tl.program_id(1), tl.program_id(2), 0
+    if tile_start is not None:  # those that see most keys first, see prefill_kernel
+        tile = tl.num_programs(2) - 1 - tile
+        offset = tl.load(tile_start + tile)
+    request = tl.load(tile_request + tile)
+    if request < 0:
+        return
+    begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
+    context = tl.load(context_lens + request)
+    row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    lowest = context - (stop - begin) + offset  # position of the first row
+    position, token = lowest + row // HEADS, begin + offset + row // HEADS
+    head, kv_head = tl.program_id(0) * HEADS + row % HEADS, tl.program_id(0) * HEADS // (H // Hk)
+    first = tl.maximum(lowest - WINDOW + 1, 0) if WINDOW else 0
+    end = tl.minimum(lowest + (ROWS + HEADS - 1) // HEADS, context)
+    first_split = first // SPLIT
+    used = tl.maximum(tl.cdiv(end, SPLIT) - first_split, 1)
+    if program >= used:
+        return
+    table = block_tables + request.to(tl.int64) * M
+    real = (token < stop)[:, None] & (d < D)[None, :]
+    at = ((token * H + head) * D)[:, None] + d[None, :]
+    if PDL:
+        gdc_wait()
+    queries = tl.load(q + at, mask=real, other=0.0)
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], -INF, tl.float32)
+    mine = (request * H + head).to(tl.int64) * SPLITS  # where the splits of each row begin
+    for split in range(program, used, PROGRAMS):
+        from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
+        to_key = tl.minimum((first_split + split + 1) * SPLIT, end)
+        more_acc, more_total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+        more_top = tl.full([ROWS], -INF, tl.float32)
+        t = from_key + tl.arange(0, TILE)
+        block = tl.load(table + t // S, mask=t < to_key, other=0)
+        for _ in range(from_key, to_key, TILE):
+            there, visible = t < to_key, t[None, :] <= position[:, None]
+            if WINDOW:
+                there &= t >= first
+                visible &= t[None, :] > position[:, None] - WINDOW
+            keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+            t += TILE
+            block = tl.load(table + t // S, mask=t < to_key, other=0)  # for the next round, in time
+            mask = there[:, None] & (d < D)[None, :]
+            k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
+            v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+            score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+            score = tl.where(visible, score, -INF)
+            highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
+            reference = tl.where(highest == -INF, 0.0, highest)
+            weight = tl.exp2(score * scale - reference[:, None])
+            shrink, more_top = tl.exp2(more_top - reference), highest
+            units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+            more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
+            more_acc *= shrink[:, None]
+            more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+        if PROGRAMS == 1:
+            acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
+        else:
+            to = mine + split
+            tl.store(split_acc + to[:, None] * WIDTH + d[None, :], more_acc, mask=real)
+            tl.store(split_sums + 2 * to, more_total, mask=token < stop)
+            tl.store(split_sums + 2 * to + 1, more_top, mask=token < stop)
+    if PDL:
+        kernels.gdc_launch_dependents()
+    if PROGRAMS > 1:
+        counter = finished + request * Hk + kv_head
+        if not finishes_last(counter, tl.minimum(used, PROGRAMS)):
+            return
+        tl.store(counter, 0)
+        for several in range(0, used, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                at_split = mine + several + i
+                of_row = (token < stop) & (at_split < mine + used)
+                parts = split_acc + at_split[:, None] * WIDTH + d[None, :]
+                seen = of_row[:, None] & (d < D)[None, :]
+                more_acc = tl.load(parts, mask=seen, other=0.0, cache_modifier=".cg")
+                sums = split_sums + 2 * at_split
+                more_total = tl.load(sums, mask=of_row, other=0.0, cache_modifier=".cg")
+                more_top = tl.load(sums + 1, mask=of_row, other=-INF, cache_modifier=".cg")
+                acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+
+
+def most_splits(batch: Batch, S: int) -> int:
+    """Of the longest text that the block tables hold."""
+    M = batch.block_tables.shape[1]
+    return triton.cdiv(M * S, SPLIT_KEYS)
+
+
+def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
+    """
+    As kernels.prepare_triton: its `splits` are the programs that share the splits of a request, its
+    partial results those of `attention_kernel`.
+    """
+    plan = prepare_triton(batch, H, kv, window)
+    *_, S, D = kv.shape
+    splits = most_splits(batch, S)
+    programs = min(plan.splits, triton.next_power_of_2(splits))
+    if programs == 1:
+        splits = 0  # one program needs no scratch
+    sums = torch.empty(2 * batch.num_decodes * H * splits, device=kv.device)
+    acc = sums.new_empty(len(sums) // 2 * padded(D))
+    return plan._replace(splits=programs, partial_out=acc, partial_lse=sums)
+
+
+def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
+    """As kernels.paged_attention_triton."""
+    check_layout(q, kv, batch)
+    plan = batch.prepared[attn.window]
+    H = q.shape[1]
+    Hk, S, D = kv.shape[2:]
+    tables = batch.block_tables
+    queries = q.to(kv.dtype).contiguous()
+    out = torch.empty_like(queries)
+    assert out.numel() < 2**31, f"the kernel counts in int32, the step has {q.shape} queries"
+    scale = attn.scale
+    squeeze = None
+    if attn.softcap:
+        scale = attn.softcap
+        squeeze = attn.scale / scale
+    tensors = (queries, kv, out)
+    tensors += (plan.partial_out, plan.partial_lse, plan.finished)
+    tensors += (tables, batch.context_lens, batch.query_start)
+    scale *= math.log2(math.e)  # the kernel works in powers of two
+    numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
+    shape |= {"WINDOW": plan.window, "TILE": TILE}
+    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S)}
+
+    def launch(tiles, start, **options):
+        heads = H // options["HEADS"]
+        grid = (heads, options["PROGRAMS"], len(tiles))
+        attention_kernel[grid](*tensors, tiles, start, *numbers, **shape, **options)
+
+    if plan.side:
+        plan.side.wait_stream(torch.cuda.current_stream())
+    if plan.tile_request is not None:
+        options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
+        options |= {"num_warps": PREFILL_WARPS, "num_stages": stages_that_fit(kv)}
+        options |= pdl_options(q, allowed=False)
+        with torch.cuda.stream(plan.side):
+            launch(plan.tile_request, plan.tile_start, **options)
+    if batch.num_decodes:
+        G = H // Hk
+        options = {"HEADS": G, "ROWS": padded(G), "PROGRAMS": plan.splits}
+        options |= {"num_warps": DECODE_WARPS, "num_stages": plan.num_stages}
+        options |= pdl_options(q, plan.pdl)
+        launch(plan.order, None, **options)
+    if plan.side:
+        torch.cuda.current_stream().wait_stream(plan.side)
+    return out.to(q.dtype)
