@@ -19,7 +19,6 @@ from torch import Tensor
 import kernels
 import model
 from kernels import (
-    DECODE_WARPS,
     INF,
     PREFILL_ROWS,
     PREFILL_WARPS,
@@ -276,14 +275,14 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     if plan.tile_request is not None:
         options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
         options |= {"num_warps": PREFILL_WARPS, "num_stages": stages_that_fit(kv)}
-        options |= pdl_options(q, allowed=False)
+        options["PDL"] = False
         with torch.cuda.stream(plan.side):
             launch(plan.tile_request, plan.tile_start, **options)
     if batch.num_decodes:
         G = H // Hk
         options = {"HEADS": G, "ROWS": padded(G), "PROGRAMS": plan.splits}
-        options |= {"num_warps": DECODE_WARPS, "num_stages": plan.num_stages}
-        options |= pdl_options(q, plan.pdl)
+        options |= {"num_warps": 2 if padded(D) <= 64 else 4, "num_stages": plan.num_stages}
+        options |= pdl_options(q)
         launch(plan.order, None, **options)
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
