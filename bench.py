@@ -97,6 +97,7 @@ FLAGS = {  # the help of each argument of a command
     "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
     "quantize": "int8: the engine's weights as integers",
+    "deterministic": "the engine as with serve.py --deterministic",
     "llama": "a Python that has llama_cpp, to measure llama.cpp beside; not given: without",
     "limit": "held-out tokens to score",
     "data": "the model's training data: a name in data/, or a folder",
@@ -652,7 +653,8 @@ def bench_engine(model="gpt2-124M", deterministic=False) -> dict:
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
-    engine = Engine(gpt, Settings(deterministic=deterministic))
+    settings = Settings(deterministic=deterministic)
+    engine = Engine(gpt, settings)
     result = {"engine": engine.statement()}
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
     collect_garbage_rarely()  # as the server's engine does
@@ -768,7 +770,7 @@ def let_decode(engine: Engine, n: int, context: int):
 
 
 KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
-    "attention": "(decode|prefill)_kernel",
+    "attention": "(decode|prefill|attention)_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
     "sampling": "(threshold|gumbel_max)_kernel",

@@ -95,8 +95,11 @@ QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
 SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 each_model = pytest.mark.parametrize(("name", "kind"), QUICK + SLOW)
-GPU_CASES = list(product(OWN + FAMILIES, GPU_DTYPES))
-each_model_on_gpu = pytest.mark.parametrize(("name", "kind"), GPU_CASES)
+QUICK_ON_GPU = [*product(("trained", "gemma2"), GPU_DTYPES)]
+QUICK_ON_GPU += [*product(("twins", "qwen3-windows", "llama-one-kv-head"), ["gpu-bf16"])]
+SLOW = [case for case in product(OWN + FAMILIES, GPU_DTYPES) if case not in QUICK_ON_GPU]
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
+each_model_on_gpu = pytest.mark.parametrize(("name", "kind"), QUICK_ON_GPU + SLOW)
 
 # --------------------------------------------------------------------------------------------------
 # Requests
