@@ -15,8 +15,12 @@ sampled at once:
     sampled     a  b  x  y      a and b were right; x is the token after them, y is worth nothing
 
 The noise of a token depends on its request's seed and on its position, and its logits do not depend
-on the rows beside it (ops/cpu.c). So a text is to the bit what it would be without drafts, greedy
-or sampled: a wrong guess costs time, never a token. A draft ends where a grammar forbids it.
+on the rows beside it (ops/cpu.c, ops/deterministic.py). So a text is to the bit what it would be
+without drafts, greedy or sampled: a wrong guess costs time, never a token. A draft ends where a
+grammar forbids it.
+
+A guess needs the tokens before it, and with overlap the last one is on its way. So the engine goes
+on with overlap until the text so far promises a draft, and plans without while there are drafts.
 """
 
 from itertools import takewhile
@@ -25,7 +29,7 @@ from paged import TO_COME, Plan, Request, Scheduler
 
 MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
 MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
-LONGEST_PAUSE = 32  # steps without a draft, after one wrong guess upon another
+LONGEST_PAUSE = 32  # tokens without a draft, after one wrong guess upon another
 
 
 class GrowingText:
@@ -40,25 +44,28 @@ class GrowingText:
         self.num_indexed = MATCHED  # the next such place to enter; the end is none
         # what its guesses were worth
         self.length = 1  # of the next draft
-        self.pause = 1  # steps after the next wrong guess
-        self.steps_left = 0  # of a pause
+        self.pause = 1  # tokens after the next wrong guess
+        self.pause_ends = 0  # with so many tokens
+        self.promised = False  # a draft, for which the engine has waited
 
     def guess(self, most: int) -> list[int]:
-        """At most so many tokens that may come next; none where the text's end is new to it."""
+        """
+        At most so many tokens that may come behind the known ones; none where the text's end is new
+        to it.
+        """
         if not self.can_guess or most < 1:
             return []
-        new = self.request.generated_tokens[self.num_generated :]
-        self.num_generated += len(new)
+        request = self.request
+        num_known = request.num_generated - request.num_to_come
+        new = request.generated_tokens[self.num_generated : num_known]
+        self.num_generated = num_known
         self.tokens += new
         tokens = self.tokens
         for place in range(self.num_indexed, len(tokens)):
             self.place_after[tuple(tokens[place - MATCHED : place])] = place
         self.num_indexed = max(self.num_indexed, len(tokens))
         place = self.place_after.get(tuple(tokens[-MATCHED:]))
-        if self.steps_left:
-            self.steps_left -= 1
-            return []
-        if place is None:
+        if place is None or len(tokens) < self.pause_ends:
             return []
         # a text that repeats a few tokens over and over goes on with them
         period = len(tokens) - place
@@ -70,12 +77,12 @@ class GrowingText:
         if num_right:
             self.pause = 1
         else:
-            self.steps_left = self.pause
+            self.pause_ends = len(self.tokens) + 1 + self.pause
             self.pause = min(LONGEST_PAUSE, 2 * self.pause)
 
 
 class Speculator:
-    """The drafts of an engine without overlap: guesses need the tokens before them."""
+    """The drafts of an engine."""
 
     def __init__(self, scheduler: Scheduler):
         self.scheduler = scheduler
@@ -83,34 +90,63 @@ class Speculator:
         self.num_guessed = 0  # tokens, and of these the right ones
         self.num_right = 0
 
+    def waits_for(self, plan: Plan) -> bool:
+        """
+        Whether this step under way must end before the next one is planned: it has drafts, or a
+        text promises one.
+        """
+        if plan.drafts:
+            return True
+        scheduler = self.scheduler
+        room = self._room(scheduler.active)
+        if room <= 0 or scheduler.prefilling:
+            return False
+        for request in scheduler.active:
+            text = self._text(request)
+            text.promised = bool(self._guess(text, room))
+        return any(self.texts[r].promised for r in scheduler.active)
+
     def plan_drafts(self, plan: Plan):
         """
         Add drafts to a plan of decodes alone, up to MOST_ROWS and the budget, and as far as blocks
         are free. `plan.sampled` then has a request once for each of its tokens.
         """
-        room = min(MOST_ROWS, self.scheduler.token_budget) - len(plan.decodes)
+        room = self._room(plan.decodes)
         if room <= 0 or plan.chunks:
             return
         for request in plan.decodes:
-            text = self.texts.get(request) or self._begin(request)
-            wanted = min(room, request.max_new_tokens - request.num_generated - 1)
-            draft = text.guess(wanted)
+            if request.num_to_come:
+                continue
+            text = self._text(request)
+            draft = self._guess(text, room)
             if draft and request.grammar:
                 draft = request.grammar.allowed_part(draft)
             if draft:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
+            elif text.promised:
+                text.learn(0)
+            text.promised = False
         if plan.drafts:
             plan.sampled = [r for r, n in plan.work for _ in range(n)]
             allocator = self.scheduler.block_allocator
             plan.evicted += allocator.evicted  # for the drafts
             allocator.evicted = []
 
-    def _begin(self, request: Request) -> GrowingText:
-        """The text of a request that is new here, in place of those that have ended."""
-        self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
-        self.texts[request] = text = GrowingText(request)
-        return text
+    def _room(self, decodes: list[Request]) -> int:
+        """For drafts behind these."""
+        return min(MOST_ROWS, self.scheduler.token_budget) - len(decodes)
+
+    def _text(self, request: Request) -> GrowingText:
+        """That of a request that is new here takes the place of those that have ended."""
+        if request not in self.texts:
+            self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
+            self.texts[request] = GrowingText(request)
+        return self.texts[request]
+
+    def _guess(self, text: GrowingText, room: int) -> list[int]:
+        request = text.request
+        return text.guess(min(room, request.max_new_tokens - request.num_generated - 1))
 
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
         """As far as there are free blocks for it."""
@@ -126,7 +162,7 @@ class Speculator:
         Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
         known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
         request then stands once; returns the place of its last token in `tokens`, and leaves in
-        `plan.drafts` what was accepted before it.
+        `plan.drafts` what was accepted before it: nothing, where the request was aborted meanwhile.
         """
         places = []
         start = 0
@@ -135,13 +171,16 @@ class Speculator:
             n = num_right(draft, tokens[start:], request.stop_token_ids)
             if request.grammar:  # `allowed_part` does not count a rule's tokens (max_tokens)
                 n = len([*takewhile(request.grammar.accept, draft[:n])])
+            if not request.num_to_come:
+                n = 0
             places.append(start + n)
             start += 1 + len(draft)
+            self.num_guessed += len(draft)
             if draft:
-                self.num_guessed += len(draft)
+                plan.drafts[request] = draft[:n]
+            if draft and request.num_to_come:
                 self.num_right += n
                 self.texts[request].learn(n)
-                plan.drafts[request] = draft[:n]
                 self._accept(request, plan, len(draft))
         plan.sampled = plan.decodes.copy()
         return places

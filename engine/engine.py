@@ -84,12 +84,6 @@ class Engine:
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.speculator = Speculator(self.scheduler)
-        if settings.speculate and (self.overlap or not self.runner.recorded):
-            raise ValueError(
-                "--speculate is for the CPU's own kernels (--attention cpu, which needs a C "
-                f"compiler), without overlap; here attention is {self.runner.ops.name}: leave it "
-                "out"
-            )
         self.in_flight: InFlight | None = None
         self.recorder: Recorder | None = None  # is sent what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running
@@ -259,12 +253,20 @@ class Engine:
             host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
             device                  [ step 1             ][ step 2                      ][ step 3 ..
 
+        Where a draft is likely, the step under way comes first: a guess needs all tokens before it.
         Should a step fail, the requests that took part end with an error and the others go on.
         """
         outputs = []
+        flight = self.in_flight
+        if flight and self.settings.speculate and self.speculator.waits_for(flight.plan):
+            self.in_flight = None
+            outputs = self._resolve(flight)
+            if self.recorder:
+                self.recorder.end_step()
         flight = None
         try:
-            outputs, flight = self._launch()
+            failed, flight = self._launch()
+            outputs += failed
         finally:
             # Also if Ctrl-C ended the launch: the next plan may admit a request again that this one
             # has preempted, and its chunk under way would then count for the new attempt.

@@ -21,12 +21,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from engine.drafts import MOST_ROWS
 from model import GPT
 from ops.choice import choose_ops
 from ops.inputs import (
     KnownRows,
     StepShape,
     lay_out,
+    num_decode_rows,
     pack,
     sizes,
     upload,
@@ -120,7 +122,7 @@ class Runner:
         device = model.wte.weight.device
         self.device = device
         dtype = torch.int8 if settings.quantize == "int8" else model.wte.weight.dtype
-        how = (settings.attention, device, dtype, settings.deterministic)
+        how = (settings.attention, device, dtype, settings.deterministic or settings.speculate)
         self.ops, self.reason = choose_ops(*how)
         self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
@@ -136,19 +138,21 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
         self.padding_row = N
+        most_rows = max(N, MOST_ROWS) if settings.speculate else N
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.known = KnownRows(
             last_token=self.sampling.last_token,
             context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
             block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
-            counting=torch.arange(N + 1, dtype=torch.int32, device=device),
+            counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
         self.window = settings.window
+        self.S_with_drafts = settings.block_size if settings.speculate else 0
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
-            self.shapes = padded_shapes(N, settings.token_budget)
+            self.shapes = padded_shapes(most_rows, settings.token_budget)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.recorded = None
@@ -192,7 +196,7 @@ class Runner:
         The smallest padded shape that holds a plan. If none does, the plan's own shape, with only
         its decodes padded, if steps are padded at all.
         """
-        n = len(plan.decodes)
+        n = num_decode_rows(plan)
         C = len(plan.chunks)
         T = sum(m for _, m in plan.chunks)
         for shape in self.shapes:  # the smallest come first
@@ -217,19 +221,22 @@ class Runner:
         if plan.admitted:
             self.fill_rows(*plan.admitted)
         # With a window a prompt gets blocks from chunk to chunk. A decode's new block is among the
-        # inputs that `pack` makes; a recorded step has the tables alone.
+        # inputs that `pack` makes, but one of its draft may see another one that is as new; a
+        # recorded step has the tables alone.
         changed = [r for r, _ in plan.chunks if self.window]
-        changed += [r for r in plan.grown if self.recorded and r.row is not None]
+        if self.recorded or plan.drafts:
+            changed += [r for r in plan.grown if r.row is not None]
         if changed:
             self.fill_tables(changed)
         shape = self.padded_shape(plan)
-        places = list(range(len(plan.decodes)))
+        places = list(range(num_decode_rows(plan)))
         places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         if self.recorded:
             places = range(len(plan.sampled))
             outputs = self.compute(None, shape, plan)
         else:
-            packed = pack(plan, shape, self.padding_row, self.pool.sink)
+            constants = (self.padding_row, self.pool.sink, self.S_with_drafts)
+            packed = pack(plan, shape, *constants)
             if shape in self.graphs:
                 graph, *outputs = self.graphs[shape]
                 if packed != self.last_inputs:  # else the same requests decode on in their blocks
@@ -344,7 +351,7 @@ class Runner:
             flight.done.synchronize()
         plan = flight.plan
         computed = flight.tokens.tolist()
-        n = len(plan.decodes)
+        n = num_decode_rows(plan)
         tokens = computed[:n] + [computed[i] for i in flight.places[n:]]
         result = StepResult(tokens, {}, {}, {})
         if NO_TOKEN in tokens:

@@ -115,8 +115,8 @@ def choose_ops(
     if ops.name == "triton":
         return DETERMINISTIC, "--deterministic"
     raise ValueError(
-        f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
-        f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
+        f"--deterministic and --speculate are for --attention triton, which {NEEDS['triton']}, and "
+        f"cpu, which {NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave them out"
     )
 
 

@@ -7,7 +7,8 @@ From the scheduler's plan to the model's batch.
     inputs, last = flat_inputs(plan, S)                         # or from what the host knows
 
 Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
-token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these.
+token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these;
+with drafts, from tokens that the host gives, where it knows them: then a request has several rows.
 Letters: n requests that decode, C prefill chunks with T tokens together, N rows, M blocks per
 table, S block size.
 """
@@ -21,12 +22,13 @@ from torch import Tensor
 from kernels import Batch
 from model import Ops
 from paged import TO_COME, Plan
+from params import NO_TOKEN
 
 
 class StepShape(NamedTuple):
     """The sizes that a step is padded to."""
 
-    n: int  # decodes
+    n: int  # decodes, tokens of drafts included
     C: int  # chunks
     T: int  # tokens of all chunks
 
@@ -46,16 +48,23 @@ class StepInputs(NamedTuple):
     tokens: Tensor  # [T] of all chunks
     positions: Tensor  # [T] of each in its own request
     token_rows: Tensor  # [T] the row of the request that each belongs to
+    given_tokens: Tensor  # [n] of decodes; NO_TOKEN: the device's own
+    given_positions: Tensor  # [n] of the given tokens
 
 
 def sizes(shape: StepShape) -> StepInputs:
     """The length of each field."""
     n, C, T = shape
     starts = C + 1 if C else 0
-    return StepInputs(n, n, C, C, starts, C, T, T, T)
+    return StepInputs(n, n, C, C, starts, C, T, T, T, n, n)
 
 
-def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
+def num_decode_rows(plan: Plan) -> int:
+    """One for each decode, and for each token of a draft."""
+    return len(plan.decodes) + sum(map(len, plan.drafts.values()))
+
+
+def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0) -> array:
     """
     The fields one after the other, each padded to its size with requests of the padding row. Here
     requests a and b decode, and a chunk of 3 tokens of c, whose prompt goes on, is padded to 4:
@@ -64,17 +73,32 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
                 blocks  rows   rows      starts  contexts  tokens       positions  token rows
         | 3 0 | 7 2   | 5    | 8       | 0 3   | 5       | 22 23 24 0 | 2 3 4 0  | 5 5 5 8 |
 
+    With S, the block size, tokens of decodes that the host knows are given; here none is:
+
+         given tokens  given positions
+        | -1 -1       | 0 0            |
+
     >>> from paged import Request
     >>> a = Request("a", [11, 12], 9, row=3, block_table=[7])
     >>> b = Request("b", [13, 14, 15, 16, 17], 9, row=0, block_table=[6, 2])
     >>> c = Request("c", [20, 21, 22, 23, 24, 25], 9, row=5, prefill_cursor=2)
     >>> plan = Plan(decodes=[a, b], chunks=[(c, 3)])
     >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, sink=64).tolist()
-    [3, 0, 7, 2, 5, 8, 0, 3, 5, 22, 23, 24, 0, 2, 3, 4, 0, 5, 5, 5, 8]
+    [3, 0, 7, 2, 5, 8, 0, 3, 5, 22, 23, 24, 0, 2, 3, 4, 0, 5, 5, 5, 8, -1, -1, 0, 0]
     """
     step = StepInputs(*([] for _ in StepInputs._fields))
-    step.rows.extend([r.row for r in plan.decodes])
-    step.last_blocks.extend([r.block_table[-1] for r in plan.decodes])
+    if S:
+        decodes = Plan(decodes=plan.decodes, drafts=plan.drafts)
+        inputs, _ = flat_inputs(decodes, S, [NO_TOKEN] * padding_row)
+        for token, position, slot, row in inputs:
+            step.rows.append(row)
+            step.last_blocks.append(slot // S)
+            step.given_tokens.append(token)
+            # without a token the same in the next step, which then needs no upload
+            step.given_positions.append(position if token != NO_TOKEN else 0)
+    else:
+        step.rows.extend([r.row for r in plan.decodes])
+        step.last_blocks.extend([r.block_table[-1] for r in plan.decodes])
     offset = 0
     for request, m in plan.chunks:
         start = request.prefill_cursor
@@ -88,7 +112,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int) -> array:
         step.token_rows.extend([request.row] * m)
         offset += m
     row = padding_row
-    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row)
+    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0)
     packed = []
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         packed += values
@@ -150,25 +174,28 @@ class KnownRows(NamedTuple):
     last_token: Tensor  # [N + 1] int64: the next input of a decode
     context_len: Tensor  # [N + 1] int64: tokens in the pool
     block_tables: Tensor  # [N + 1, M] int32
-    counting: Tensor  # [N + 1] int32: 0, 1, 2, ...
+    counting: Tensor  # [N + 1, or more] int32: 0, 1, 2, ...
     S: int
 
 
-def decode_inputs(rows: Tensor, last_blocks: Tensor, known: KnownRows) -> ModelInputs:
+def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
-    The inputs of n decodes. rows [n] int64: the place of each request in `known`. last_blocks [n]
-    int64: the block that its new token goes to. In place: last_blocks are entered in
-    known.block_tables, and known.context_len grows by one, but for the last row, padding's, where
-    it stays 0.
+    The inputs of n decodes. In place: step.last_blocks are entered in known.block_tables, and
+    known.context_len becomes that behind the token, but for the last row, padding's, where it stays
+    0. After a draft it is any of those behind its tokens: the next token is given.
     """
     last_token, context_len, block_tables, _, S = known
-    positions = context_len[rows]
+    rows = step.rows
+    last_blocks = step.last_blocks
+    is_given = step.given_tokens != NO_TOKEN
+    tokens = torch.where(is_given, step.given_tokens, last_token[rows])
+    positions = torch.where(is_given, step.given_positions, context_len[rows])
     block_tables[rows, positions // S] = last_blocks.int()
     context_len[rows] = positions + 1
     context_len[-1:].zero_()
     slots = last_blocks * S + positions % S
     context_lens = (positions + 1).int()
-    return ModelInputs(last_token[rows], positions, slots, context_lens, block_tables[rows])
+    return ModelInputs(tokens, positions, slots, context_lens, block_tables[rows])
 
 
 def chunk_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
@@ -191,9 +218,9 @@ def lay_out(
     n, C, _ = shape
     lengths = sizes(shape)
     step = StepInputs(*packed[: sum(lengths)].split(lengths))  # views of the fields
-    inputs = ops.decode_inputs(step.rows, step.last_blocks, known)
+    inputs = ops.decode_inputs(step, known)
     query_start = known.counting[: n + 1]
-    logits_index = query_start[:n]  # each decode's one token
+    logits_index = query_start[:n]  # each row's one token
     rows = step.rows
     if C:
         of_chunks = chunk_inputs(step, known)
@@ -208,8 +235,9 @@ def lay_out(
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))
     query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk
-    context_lens = [r.num_filled_slots + 1 for r in plan.decodes]
-    context_lens += [1] * (n - len(plan.decodes))
+    decodes = plan.work[: len(plan.decodes)]
+    context_lens = [r.num_filled_slots + i + 1 for r, m in decodes for i in range(m)]
+    context_lens += [1] * (n - len(context_lens))
     context_lens += [r.num_filled_slots + m for r, m in plan.chunks] + no_chunk
     longest = max(context_lens)
     M = inputs.block_tables.shape[1]

@@ -24,6 +24,7 @@ from zlib import crc32
 import torch
 
 from engine import engine as engine_module
+from engine.drafts import MOST_ROWS
 from engine.engine import Engine
 from engine.runner import Runner, num_scored, sampling_row
 from model import GPTConfig
@@ -127,7 +128,9 @@ class SimulatedRunner(Runner):
         self.block_size = settings.block_size
         self.window = settings.window
         self.pool = Pool(settings.num_blocks, settings.block_size)
-        self.recorded = settings.speculate  # with drafts, steps are laid out as for ops/cpu.c
+        # half of the lives with drafts have steps that are laid out as for ops/cpu.c
+        self.S_with_drafts = settings.block_size if settings.speculate else 0
+        self.recorded = settings.speculate and not padded
         self.graphs = {}
         self.decode_one = None
         self.padding_row = N  # all that follows is indexed by row
@@ -138,7 +141,7 @@ class SimulatedRunner(Runner):
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         self.scored_rows: set[int] = set()
         self.masked: set[Request] = set()
-        decodes = sorted({1, 2, 4, N}) if padded else []
+        decodes = sorted({1, 2, 4, N, max(N, MOST_ROWS)}) if padded else []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [
             StepShape(n, 2, T) for T in (4, settings.token_budget) for n in decodes[-2:]
@@ -179,9 +182,9 @@ class SimulatedRunner(Runner):
             ends = self.write_all(plan)
         else:
             step = split_list(packed.tolist(), shape)
-            self.write_decodes(step)
+            ends = self.write_decodes(step)
             self.write_chunks(step)
-            ends = [(row, self.context_len[row]) for row in [*step.rows, *step.sampling_rows]]
+            ends += [(row, self.context_len[row]) for row in step.sampling_rows]
         texts = []
         tokens = HostTokens()
         for row, end in ends:
@@ -206,22 +209,37 @@ class SimulatedRunner(Runner):
     def write_all(self, plan: Plan) -> list[tuple[int, int]]:
         """Returns the row of each text that is wanted, and where it ends."""
         S = self.block_size
-        inputs, last = flat_inputs(plan, S)
+        inputs, last = flat_inputs(plan, S, self.last_token)
         for token, _, slot, _ in inputs:
             self.pool.blocks[slot // S][slot % S] = token
         return [(row, position + 1) for _, position, _, row in map(inputs.__getitem__, last)]
 
-    def write_decodes(self, step: StepInputs):
-        """The last token of each row, in the slot after its text."""
+    def write_decodes(self, step: StepInputs) -> list[tuple[int, int]]:
+        """
+        The token given or the last one of each row, in the slot after its text. Returns the row of
+        each, and where its text ends then. On a GPU none sees the block of another one's token in
+        the same step, if the device was not told of it before.
+        """
         blocks = self.pool.blocks
         lens = self.context_len
         S = self.block_size
-        for row, last_block in zip(step.rows, step.last_blocks, strict=True):
-            position = lens[row]
-            self.block_tables[row][position // S] = last_block
-            blocks[last_block][position % S] = self.last_token[row]
+        ends = []
+        told = {row: self.block_tables[row].copy() for row in step.rows}
+        given = zip(step.given_tokens, step.given_positions, strict=True)
+        for row, last_block, (token, position) in zip(
+            step.rows, step.last_blocks, given, strict=True
+        ):
+            if token == NO_TOKEN:
+                token = self.last_token[row]
+                position = lens[row]
+            table = self.block_tables[row]
+            assert table[: position // S] == told[row][: position // S], "it sees another table"
+            table[position // S] = last_block
+            blocks[last_block][position % S] = token
             lens[row] = position + 1
-        lens[self.padding_row] = 0
+            lens[self.padding_row] = 0
+            ends.append((row, position + 1))
+        return ends
 
     def write_chunks(self, step: StepInputs):
         blocks = self.pool.blocks
@@ -244,7 +262,7 @@ class SimulatedRunner(Runner):
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
-        if self.recorded:
+        if self.recorded or plan.drafts:
             at = dict(enumerate(plan.sampled))
         for i, request in at.items():
             if request in self.broken_logits and request in plan.sampled:

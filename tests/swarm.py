@@ -29,7 +29,7 @@ def a_life(seed: int) -> tuple[dict, list[dict]]:
     events = life.events()
     engine = life.settings["engine"]
     # drawn last: all else in a life is as it would be without drafts
-    engine["speculate"] = not engine["overlap"] and life.rng.random() < 0.7
+    engine["speculate"] = life.rng.random() < 0.7
     return life.settings, events
 
 

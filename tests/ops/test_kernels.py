@@ -36,6 +36,7 @@ from model import ACTIVATIONS, Attention, GPTConfig
 from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
+from params import NO_TOKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"]
@@ -593,7 +594,7 @@ def test_the_memory_that_attention_takes(backend, copies):
 def test_the_inputs_of_decodes_in_one_launch(n):
     """
     A position one off, or the neighbour's table, is another text; so is a new block that only this
-    step knows of. The padding's row must stay as it is.
+    step knows of, or a given token in place of the last one. The padding's row must stay as it is.
     """
     torch.manual_seed(0)
     S, N, M = 4, 8, 6
@@ -604,12 +605,20 @@ def test_the_inputs_of_decodes_in_one_launch(n):
     rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
     blocks = torch.randint(100, (n,))
     blocks[rows == N] = tables[N, 0].long()  # padding's rows all write the same
+    tokens = torch.tensor([NO_TOKEN, NO_TOKEN, 7, 0, NO_TOKEN, 9, NO_TOKEN][:n])
+    positions = torch.tensor([0, 0, 21, 0, 0, 3, 0][:n])
     results = []
     for module in inputs, fused:
         tensors = [x.to(DEVICE, copy=True) for x in (last, lens, tables)]
         known = inputs.KnownRows(*tensors, None, S)
-        step = module.decode_inputs(rows.to(DEVICE), blocks.to(DEVICE), known)
-        results.append([*step, *tensors[1:]])
+        fields = [None] * len(inputs.StepInputs._fields)
+        step = inputs.StepInputs(*fields)._replace(
+            rows=rows.to(DEVICE),
+            last_blocks=blocks.to(DEVICE),
+            given_tokens=tokens.to(DEVICE),
+            given_positions=positions.to(DEVICE),
+        )
+        results.append([*module.decode_inputs(step, known), *tensors[1:]])
     assert lens[N] == results[0][5][N] == 0
     for x, y in zip(*results, strict=True):
         assert x.dtype == y.dtype
