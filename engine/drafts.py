@@ -102,8 +102,8 @@ class Speculator:
         if room <= 0 or scheduler.prefilling:
             return False
         for request in scheduler.active:
-            text = self._text(request)
-            text.promised = bool(self._guess(text, room))
+            draft = self._guess(request, room)
+            self.texts[request].promised = bool(draft)
         return any(self.texts[r].promised for r in scheduler.active)
 
     def plan_drafts(self, plan: Plan):
@@ -117,16 +117,15 @@ class Speculator:
         for request in plan.decodes:
             if request.num_to_come:
                 continue
-            text = self._text(request)
-            draft = self._guess(text, room)
+            draft = self._guess(request, room)
             if draft and request.grammar:
                 draft = request.grammar.allowed_part(draft)
             if draft:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
-            elif text.promised:
-                text.learn(0)
-            text.promised = False
+            elif self.texts[request].promised:
+                self.texts[request].learn(0)
+            self.texts[request].promised = False
         if plan.drafts:
             plan.sampled = [r for r, n in plan.work for _ in range(n)]
             allocator = self.scheduler.block_allocator
@@ -137,16 +136,13 @@ class Speculator:
         """For drafts behind these."""
         return min(MOST_ROWS, self.scheduler.token_budget) - len(decodes)
 
-    def _text(self, request: Request) -> GrowingText:
-        """That of a request that is new here takes the place of those that have ended."""
+    def _guess(self, request: Request, room: int) -> list[int]:
+        """The text of a request that is new here takes the place of those that have ended."""
         if request not in self.texts:
             self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
             self.texts[request] = GrowingText(request)
-        return self.texts[request]
-
-    def _guess(self, text: GrowingText, room: int) -> list[int]:
-        request = text.request
-        return text.guess(min(room, request.max_new_tokens - request.num_generated - 1))
+        wanted = min(room, request.max_new_tokens - request.num_generated - 1)
+        return self.texts[request].guess(wanted)
 
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
         """As far as there are free blocks for it."""
@@ -175,8 +171,8 @@ class Speculator:
                 n = 0
             places.append(start + n)
             start += 1 + len(draft)
-            self.num_guessed += len(draft)
             if draft:
+                self.num_guessed += len(draft)
                 plan.drafts[request] = draft[:n]
             if draft and request.num_to_come:
                 self.num_right += n

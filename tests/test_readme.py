@@ -170,9 +170,9 @@ PROMISED = {
     "after a prefix hit; its prompt in chunks": {"one_after_the_other", "warm", "chunked"},
     "preempted and resumed": {"preempted"},
     "forked (`n` answers to one prompt)": {"forked"},
-    "with overlap": {"overlapping"},
+    "with overlap; with `--speculate`": {"overlapping", "with_drafts"},
     "with CUDA graphs": {"without_graphs"},
-    "with threads; with `--speculate`": {"with_threads", "with_drafts"},
+    "with threads": {"with_threads"},
 }
 
 

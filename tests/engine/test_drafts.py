@@ -1,7 +1,7 @@
 """
 Drafts (engine/drafts.py): what is guessed, what of it counts, and that answers are to the bit those
-without drafts, whatever was guessed. On machines without a C compiler, which have no drafts, only
-the scheduler's side is tested.
+without drafts, whatever was guessed, with overlap and without. Steps are computed by cpu.c; without
+a C compiler, and as on a GPU, by the simulated runner. tests/engine/test_bits.py has the kernels.
 """
 
 import json
@@ -10,12 +10,14 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
+from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine
 
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
 from engine.engine import Engine
 from engine.events import Recorder
 from ops import cpu
-from paged import Request, Scheduler, SchedulerSettings
+from ops.inputs import StepShape, pack
+from paged import TO_COME, Plan, Request, Scheduler, SchedulerSettings
 from params import NO_TOKEN, SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 
@@ -83,15 +85,21 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
     pauses = []
     for _ in range(8):
         text.learn(0)
+        text.request.generated_tokens.append(7)
         steps = 0
         while not text.guess(MOST_ROWS):
             steps += 1
+            text.request.generated_tokens.append(7)
         pauses.append(steps)
     assert pauses == [1, 2, 4, 8, 16, LONGEST_PAUSE, LONGEST_PAUSE, LONGEST_PAUSE]
     assert len(text.guess(MOST_ROWS)) == 1, "after a wrong guess a short one"
     text.learn(1)
     text.learn(0)
-    assert [len(text.guess(2)) for _ in range(2)] == [0, 1], "a right guess forgives all"
+    lengths = []
+    for _ in range(2):
+        text.request.generated_tokens.append(7)
+        lengths.append(len(text.guess(2)))
+    assert lengths == [0, 1], "a right guess forgives all"
 
 
 def test_how_much_of_a_draft_counts():
@@ -117,9 +125,11 @@ def begin(max_new_tokens=50, num_blocks=8, watermark=0.0, **request):
 
 def step(scheduler, speculator, drafts: dict):
     """One with these drafts."""
-    texts = {r: Mock(guess=lambda most, d=draft: d[:most]) for r, draft in drafts.items()}
+    texts = {
+        r: Mock(guess=lambda most, d=draft: d[:most], promised=False) for r, draft in drafts.items()
+    }
     for r in scheduler.active:
-        speculator.texts[r] = texts.get(r) or Mock(guess=Mock(return_value=[]))
+        speculator.texts[r] = texts.get(r) or Mock(guess=Mock(return_value=[]), promised=False)
     plan = scheduler.plan(1)
     speculator.plan_drafts(plan)
     scheduler.check(plan)
@@ -293,6 +303,8 @@ def guesses_of(monkeypatch):
         {"max_num_seqs": 1, "token_budget": 8},
         {"max_num_seqs": 3, "token_budget": 5, "prefix_cache": False},
         {"num_blocks": 24, "watermark": 0},  # preempts
+        {"overlap": True},
+        {"overlap": True, "num_blocks": 24, "watermark": 0, "token_budget": 9},
     ],
 )
 def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
@@ -309,7 +321,9 @@ def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
     speculator = engine.speculator
     assert 20 < speculator.num_right < speculator.num_guessed - 20
     total = sum(map(len, expected))
-    assert engine.counts()["decode tokens"] == total - len(work) or engine.scheduler.num_preemptions
+    # with overlap a text that a stop token ends has one more under way
+    is_simple = not engine.overlap and not engine.scheduler.num_preemptions
+    assert engine.counts()["decode tokens"] == total - len(work) or not is_simple
     # and once more, with hits of blocks that drafts have filled
     assert engine.generate(prompts, list(params), progress=False) == expected
 
@@ -327,9 +341,8 @@ def test_random_lives(guesses_of):
         rng = random.Random(seed)
         rows = rng.choice([1, 2, 5])
         settings = {"num_blocks": rng.choice([14, 40]), "prefix_cache": rng.random() < 0.7}
-        engine = speculating(
-            max_num_seqs=rows, token_budget=rows + rng.choice([1, 3, 20]), **settings
-        )
+        settings |= {"max_num_seqs": rows, "token_budget": rows + rng.choice([1, 3, 20])}
+        engine = speculating(overlap=rng.random() < 0.5, **settings)
         answers = {}
         waiting = rng.sample(range(28), 20)
         while engine.has_work or waiting:
@@ -439,7 +452,129 @@ def test_a_record_has_the_copies_that_come_before_drafts(guesses_of):
     assert len(copies) == engine.scheduler.num_copies > 3
 
 
-@pytest.mark.parametrize("settings", [{"attention": "torch"}, {"overlap": True}])
-def test_drafts_are_refused_where_they_are_not_checked(settings):
-    with pytest.raises(ValueError, match=r"--speculate is for .*: leave it out"):
-        new_engine(trained_model(), speculate=True, **settings)
+def test_drafts_are_refused_where_bits_follow_the_batch():
+    message = "--deterministic and --speculate are for .*; here attention is torch .*: leave them"
+    with pytest.raises(ValueError, match=message):
+        new_engine(trained_model(), speculate=True, attention="torch")
+
+
+# --------------------------------------------------------------------------------------------------
+# With overlap, and steps that are laid out and padded as on a GPU
+
+
+def padded(window=0, **settings) -> Engine:
+    """Its answers depend on their last `window` tokens, so sooner or later they go in circles."""
+    build = partial(SimulatedRunner, padded=True)
+    sizes = {"context_length": 200, "num_blocks": 128}
+    return simulated_engine(build=build, window=window, **sizes | settings)
+
+
+def lives_of(engine: Engine, prompts: list[list[int]]) -> tuple[list[list[int]], list[bool]]:
+    """The answers, and of each step whether it was planned with another one under way."""
+    requests = [engine.add_request(i, prompt, greedy(100)) for i, prompt in enumerate(prompts)]
+    overlaps = []
+    launch = engine.runner.launch
+    engine.runner.launch = lambda plan: overlaps.append(bool(engine.in_flight)) or launch(plan)
+    finish(engine)
+    assert_idle(engine)
+    return [request.generated_tokens for request in requests], overlaps
+
+
+@pytest.mark.parametrize("num_prompts", [1, 3, 7, 8])
+@pytest.mark.parametrize(("matched", "window"), [(3, 2), (1, 3)])
+@pytest.mark.parametrize("settings", [{}, {"block_size": 1}, {"overlap": True}])
+def test_steps_laid_out_as_on_a_gpu_are_right(settings, matched, window, num_prompts, monkeypatch):
+    """
+    Would catch: a draft's token in another slot, or at another position; a row that sees another
+    table; a last token or a length that the device has from a wrong guess.
+    """
+    monkeypatch.setattr("engine.drafts.MATCHED", matched)  # after one token some guesses are wrong
+    prompts = [[i, i + 1, i + 2] for i in range(num_prompts)]
+    sizes = {"max_num_seqs": num_prompts, "window": window, "token_budget": 40, "num_blocks": 999}
+    sizes |= settings
+    expected, plain = lives_of(padded(**sizes), prompts)
+    engine = padded(speculate=True, **sizes)
+    answers, overlaps = lives_of(engine, prompts)
+    assert answers == expected
+    right = engine.speculator.num_right
+    guessed = engine.speculator.num_guessed
+    if num_prompts == MOST_ROWS:
+        assert guessed == 0, "without room none is waited for"
+        assert overlaps == plain
+        return
+    assert guessed > 0 and (right < guessed) == (window > matched)
+    if num_prompts == 1 and matched == 3:
+        assert right > 50 and len(overlaps) < len(plain) / 2
+        if engine.overlap:
+            first = overlaps.index(False, 1)
+            assert first > 3 and not any(overlaps[first:-2]), "until the text promises a draft"
+
+
+def test_a_text_without_repetition_waits_for_nothing():
+    """All of its steps overlap; where guesses are wrong, most of them do."""
+    engine = padded(speculate=True, overlap=True)
+    [answer], overlaps = lives_of(engine, [[1, 2]])
+    [expected], _ = lives_of(padded(overlap=True), [[1, 2]])
+    assert answer == expected
+    new = {tuple(answer[i : i + 3]) for i in range(len(answer))}
+    assert len(new) > 90, "it hardly repeats three tokens"
+    assert engine.speculator.num_right < 5
+    assert sum(overlaps) > 85
+
+
+def test_a_promise_that_is_not_kept_is_a_wrong_guess(monkeypatch):
+    """Would catch: an engine that waits in each step for a draft that does not come."""
+    text_guess = GrowingText.guess
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        draft = text_guess(text, most)
+        return draft if text.request.num_to_come else []
+
+    monkeypatch.setattr(GrowingText, "guess", guess)
+    engine = padded(window=2, speculate=True, overlap=True)
+    _, overlaps = lives_of(engine, [[1, 2]])
+    waits = overlaps.count(False)
+    assert engine.speculator.num_guessed == 0
+    assert 3 < waits < 9, "pauses of 1, 2, 4, 8, 16, 32 tokens"
+
+
+def test_steps_without_drafts_need_no_upload():
+    """The same inputs as long as the host has no token to tell, and no new block."""
+    r = Request("r", [5, 6, 7], 9, generated_tokens=[8], row=1, block_table=[4], num_filled_slots=3)
+    sizes = (StepShape(2, 0, 0), 3, 64, 8)
+    told = pack(Plan(decodes=[r]), *sizes)
+    assert told.tolist() == [1, 3, 4, 64, 8, NO_TOKEN, 3, 0]
+    inputs = []
+    for _ in range(2):
+        r.generated_tokens.append(TO_COME)
+        r.num_to_come = 1
+        r.num_filled_slots += 1
+        inputs.append(pack(Plan(decodes=[r]), *sizes).tolist())
+    assert inputs == 2 * [[1, 3, 4, 64, NO_TOKEN, NO_TOKEN, 0, 0]]
+
+
+@needs_compiler
+def test_a_request_may_hang_up_while_its_draft_is_under_way(guesses_of):
+    """Would catch: tokens for nobody, and a neighbour who gets another one's."""
+    params = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True, seed=1)
+    prompts = [[5, 6, 7, 8], [9, 8, 7], [1, 2]]
+    expected = new_engine(trained_model(), attention="cpu").generate(prompts, params, False)
+    pairs = zip(prompts, expected, strict=True)
+    guesses_of({(tuple(prompt), 1): answer for prompt, answer in pairs})
+    num_aborts = 0
+    for first in range(3):
+        engine = speculating(overlap=True)
+        requests = [engine.add_request(i, p, params) for i, p in enumerate(prompts)]
+        outputs = []
+        while engine.has_work:
+            outputs += engine.step()
+            drafts = engine.in_flight.plan.drafts if engine.in_flight else {}
+            if requests[first] in drafts and first in engine.requests:
+                engine.abort(first)
+                num_aborts += 1
+                outputs = [o for o in outputs if o.id != first]
+        answers = {r.id: r.generated_tokens for r in requests if r.id != first}
+        assert answers == {i: expected[i] for i in answers}
+        assert {o.id for o in outputs} == answers.keys()
+        assert_idle(engine)
+    assert num_aborts == 3

@@ -250,8 +250,14 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
 
 
 @needs_cpu_c
-@pytest.mark.parametrize("mask_seconds", [60, 0], ids=["in time", "late"])
-def test_drafts_are_checked_by_the_grammar_first(model, grammars, mask_seconds, monkeypatch):
+@pytest.mark.parametrize(
+    ("mask_seconds", "overlap"),
+    [(60, False), (0, False), (60, True)],
+    ids=["in time", "late", "overlap"],
+)
+def test_drafts_are_checked_by_the_grammar_first(
+    model, grammars, mask_seconds, overlap, monkeypatch
+):
     """
     Answers are those without drafts. Would catch: a draft that the grammar forbids and that is
     kept, a grammar that does not follow a draft, a mask of another row than the refused token's, a
@@ -286,7 +292,7 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, mask_seconds, 
     monkeypatch.setattr(GrowingText, "learn", learn)
     for speculate in (False, True):
         sizes = {"num_blocks": 20, "max_num_seqs": 3, "attention": "cpu", "check": True}
-        engine = new_engine(model, speculate=speculate, **sizes)
+        engine = new_engine(model, speculate=speculate, overlap=overlap and speculate, **sizes)
         for id, (prompt, params) in enumerate(asked):
             engine.add_request(id, prompt, params)
         answers = finish(engine, {})
