@@ -460,22 +460,31 @@ def write_gguf(gpt: GPT, path: str, format: str):
 
 def bench_drafts(model="out/stdlib", quantize="none") -> dict:
     """
-    Answers with drafts (--speculate) and without, one at a time and by turns: to code of paged.py,
-    greedy and at temperature 0.8, and to random tokens at temperature 1. Output tokens a second,
-    tokens a step, and how many of the answers are equal.
+    Answers with drafts (--speculate) and without, on a GPU with --deterministic, too; one at a time
+    and by turns: to 16 tokens over and over and to code of paged.py (for random weights its
+    bytes), greedy; to code at temperature 0.8, and to random tokens at temperature 1. Output
+    tokens a second, tokens a step, and how many of the answers with drafts are equal to the last.
     """
-    tokenizer = load_tokenizer(model)
+    settings = Settings(quantize=quantize, prefix_cache=False, max_num_seqs=8)
+    gpt = build_model(model, DEVICE)
     engines = {}
-    for name, speculate in ("with", True), ("without", False):
-        settings = Settings(speculate=speculate, quantize=quantize, prefix_cache=False)
-        engines[name] = Engine(build_model(model), settings)
+    engines["with"] = Engine(gpt, replace(settings, speculate=True))
+    engines["without"] = Engine(gpt, settings)
+    if DEVICE == "cuda":
+        engines["deterministic"] = Engine(gpt, replace(settings, deterministic=True))
     length = min(256, engines["with"].max_model_len // 2)
-    text = Path(__file__).with_name("paged.py").read_text()
-    code = tokenizer.encode(text)
+    code = Path(__file__).with_name("paged.py").read_bytes()
+    if model not in MODELS:
+        code = load_tokenizer(model).encode(code.decode())
+    V = gpt.config.vocab_size
+    code = [token % V for token in code]
     codes = [code[i * length :][:length] for i in range(7)]
     rng = Random(0)
-    randoms = [random_tokens(rng, 64, tokenizer.vocab_size) for _ in range(7)]
+    randoms = [random_tokens(rng, 64, V) for _ in range(7)]
+    times = length // 16
+    repeated = [times * tokens[:16] for tokens in randoms]
     cases = {
+        "repeated, greedy": (repeated, 0.0),
         "code, greedy": (codes, 0.0),
         "code, temperature 0.8": (codes, 0.8),
         "random tokens, temperature 1": (randoms, 1.0),
@@ -499,7 +508,8 @@ def with_and_without(
             answers[name] += texts
     result = {f"{name}, tok/s": round(median(values[1:])) for name, values in rates.items()}
     result["tokens a step"] = round(len(prompts) * length / steps["with"], 2)
-    equal = sum(map(eq, answers["with"], answers["without"]))
+    *_, last = answers.values()
+    equal = sum(map(eq, answers["with"], last))
     return result | {"equal answers": f"{equal} of {len(prompts)}"}
 
 

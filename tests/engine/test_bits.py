@@ -347,14 +347,14 @@ def with_drafts(start) -> list[Service]:
         draft = answer[request.num_generated :][: max(0, most)]
         if draft and rng.random() < 0.5:
             draft[-1] = (draft[-1] + 1) % 29
-        is_silent = request.num_to_come and rng.random() < 0.7
+        is_silent = request.num_to_come and rng.random() < 0.5
         return draft if text.can_guess and not is_silent else []
 
     services = []
     for overlap in (False, True):
         with mock.patch.object(GrowingText, "guess", guess):
             service = start(speculate=True, max_num_seqs=4, overlap=overlap)
-            service.run(*ASKS)
+            service.run(*ASKS, *4 * ["nucleus"])  # which alone is not scored
         speculator = service.engine.speculator
         assert 1 < speculator.num_right < speculator.num_guessed - 1
         services.append(service)
