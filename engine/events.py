@@ -104,6 +104,8 @@ class Recorder:
         self.line |= {"resolved": plan.step, "sampled": sum(len(tokens) for _, tokens in new)}
         drafts = [[r.arrival_number, len(draft)] for r, draft in plan.drafts.items() if draft]
         self._add(drafts=drafts, committed=plan.committed)
+        # what wrong guesses give back; one that has hung up may be told already
+        self.changed += [r for r in plan.drafts if r in self.tables]
         if self.has_tokens:
             pairs = [(r.arrival_number, token) for r, tokens in new for token in tokens]
             self._add(tokens=[pair for pair in pairs if pair[1] != NO_TOKEN])

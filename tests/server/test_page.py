@@ -168,11 +168,11 @@ def frequent_snapshots(*args, **settings) -> list[tuple]:
         return random_record(*args, **settings)
 
 
-def record_of_drafts() -> list[tuple]:
+def record_of_drafts(overlap: bool) -> list[tuple]:
     """Texts that repeat themselves, some ended early."""
     if not c_compiler():
         pytest.skip("no C compiler here, so no drafts")
-    settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24}
+    settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24, "overlap": overlap}
     engine = new_engine(trained_model(), speculate=True, **settings)
     arrivals = {4 * i: [(str(i), [i, 7, 8, 9] * 3, 5 + 3 * i, 1 + i % 2)] for i in range(9)}
     told = record(engine, arrivals, {15: ["2"]})
@@ -186,7 +186,8 @@ RECORDS = {
     "overlap": lambda: random_record(2, overlap=True),
     "tight": lambda: random_record(3, 40, num_blocks=12, overlap=True, token_budget=8),
     "snapshots": lambda: frequent_snapshots(4),
-    "drafts": record_of_drafts,
+    "drafts": lambda: record_of_drafts(False),
+    "drafts and overlap": lambda: record_of_drafts(True),
 }
 
 
