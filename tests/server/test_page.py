@@ -120,6 +120,9 @@ def record(engine, arrivals: dict[int, list], aborts: dict[int, list]) -> list[t
     """
     lines = recorded(engine)
     snapshots = lines.copy()
+    recorder = engine.recorder
+    # a step with drafts may have two lines
+    recorder.listeners.append(lambda line: snapshots.append(json.loads(recorder.snapshot())))
     coming = sorted(arrivals.items())
     while engine.has_work or coming:
         while coming and (coming[0][0] <= engine.num_steps or not engine.has_work):
@@ -128,8 +131,6 @@ def record(engine, arrivals: dict[int, list], aborts: dict[int, list]) -> list[t
         for id in aborts.pop(engine.num_steps, []):
             engine.abort(id)
         engine.step()
-        snapshot = json.loads(engine.recorder.snapshot())
-        snapshots += [snapshot] * (len(lines) - len(snapshots))
     return [*zip(lines, snapshots, strict=True)]
 
 
