@@ -213,11 +213,16 @@ class Recorder:
         return self._text("snapshot", settings | state)
 
     def _describe(self, r: Request) -> dict:
+        flight = self.engine.in_flight
+        guessed = (
+            len(flight.plan.drafts.get(r, ())) if flight else 0
+        )  # the lines tell of right ones
         described = {
+            "filled": r.num_filled_slots - guessed,
             "target": r.prefill_target,
             "hits": r.num_hit_tokens,
             "preemptions": r.num_preemptions,
-            "generated": r.num_generated,
+            "generated": r.num_generated - guessed,
             "table": r.block_table,
         }
         if self.has_tokens:
