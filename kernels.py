@@ -450,23 +450,12 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
         )  # fmt: skip
     partial_lse = torch.empty(B * H * splits, device=device)
     partial_out = torch.empty(len(partial_lse) * padded(D), device=device)
-    tile_request, tile_start = prefill_tiles(batch)
     side = None
     if on_gpu and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(device)
-    return TritonPlan(
-        window=window,
-        splits=splits,
-        num_stages=num_stages,
-        order=order,
-        ordered=ordered,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        finished=finished,
-        tile_request=tile_request,
-        tile_start=tile_start,
-        side=side,
-    )
+    cut = window, splits, num_stages, order, ordered
+    scratch = partial_out, partial_lse, finished
+    return TritonPlan(*cut, *scratch, *prefill_tiles(batch), side)
 
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
