@@ -290,7 +290,8 @@ def decode_kernel(
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     if shared is not None:
-        begins = (row < G) & (begin > 0) & (split == 0)
+        # those of split 0, if there is a prefix: it has more than G tokens then
+        begins = row < tl.minimum(begin, G) - split * G
         parts = query[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
         acc, top = sum_of_parts(prefix_out, prefix_lse, parts, begins[:, None], WIDTH)
         total += 1.0  # elsewhere it is nothing to the first key, as `top` is next to -inf
@@ -405,7 +406,7 @@ class TritonPlan(NamedTuple):
     tile_start: Tensor | None  # [tiles] int32
     # beside decodes, which wait for memory, chunks compute on a stream of their own
     side: torch.cuda.Stream | None
-    prefix: dict | None = None  # the last arguments of decode_kernel, if it has them
+    prefix: dict  # the last arguments of decode_kernel, where requests share a prefix
 
 
 def padded(n: int) -> int:
@@ -453,9 +454,8 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     side = None
     if on_gpu and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(device)
-    cut = window, splits, num_stages, order, ordered
-    scratch = partial_out, partial_lse, finished
-    return TritonPlan(*cut, *scratch, *prefill_tiles(batch), side)
+    scratch = order, ordered, partial_out, partial_lse, finished
+    return TritonPlan(window, splits, num_stages, *scratch, *prefill_tiles(batch), side, {})
 
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
@@ -527,13 +527,13 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
                 **shape, ROWS=PREFILL_ROWS, num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
-        heads_at_once = COMBINED_AT_ONCE // (plan.splits * width)
-        heads_at_once = max(1, min(triton.next_power_of_2(H // Hk), heads_at_once))
+        group = triton.next_power_of_2(H // Hk)
+        heads_at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
             **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
-            ORDERED=plan.ordered, **(plan.prefix or {}), **pdl_options(q),
+            ORDERED=plan.ordered, **plan.prefix, **pdl_options(q),
             num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
         )  # fmt: skip
     if plan.side:

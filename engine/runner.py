@@ -107,10 +107,10 @@ def sharing_shapes(N: int, G: int) -> list[StepShape]:
     Fewer, as each is a graph more: such a step has time to spare.
     """
     least = prefix.LEAST_REQUESTS
-    decodes = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
-    if least <= N:
-        decodes.append(N)
-    return [StepShape(n, 0, 0, prefix.num_groups(n, G)) for n in decodes]
+    if least > N:
+        return []
+    fewer = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
+    return [StepShape(n, 0, 0, prefix.num_groups(n, G)) for n in (*fewer, N)]
 
 
 class Runner:

@@ -206,7 +206,7 @@ def prefix_kernel(
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = (request * H + query).to(tl.int64) * PARTS + part
     tl.store(prefix_out + to[:, None] * WIDTH + d[None, :], acc, mask=real[:, None])
-    tl.store(prefix_lse + to, top + tl.log2(total), mask=real)
+    tl.store(prefix_lse + to, top + tl.log2(tl.maximum(total, 1e-30)), mask=real)
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:

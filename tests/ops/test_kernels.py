@@ -33,7 +33,7 @@ import paged
 from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import cpu, flex, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
 
@@ -472,7 +472,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
         assert ops.name == "triton"
-        assert ops.prepare is kernels.prepare_triton
+        assert ops.prepare is prefix.prepare
         assert reason == "the fastest on CUDA"
         assert ops.sample is sampling_kernels.sample_triton
         assert not choose_ops("flex", "cuda")[0].fixed_shapes
