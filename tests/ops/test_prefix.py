@@ -124,11 +124,12 @@ def test_the_groups_are_found_anew_when_a_request_comes_goes_or_moves(monkeypatc
     assert finder.find([*running]) is first
     assert len(counts) == 1
     assert finder.find(running[1:]).shared == [768] * 31
+    assert finder.find(running) == first
     running[3].block_table = [*range(500, 550)]
     groups = finder.find(running)
     assert groups.shared == [768] * 3 + [0] + [768] * 28
     assert sorted(zip(groups.first, groups.end, strict=True)) == [(0, 3), (4, 32)]
-    assert len(counts) == 3
+    assert len(counts) == 4
 
 
 def test_the_groups_of_a_step_are_among_its_inputs():
