@@ -130,8 +130,6 @@ class GroupFinder:
 
     def find(self, requests: list) -> Groups | None:
         """The groups of requests that decode; None where sharing does not pay."""
-        if len(requests) < LEAST_REQUESTS:
-            return None
         tables = [r.block_table for r in requests]
         # A table is one list while its request runs, and in its full blocks does not change: to
         # compare two lists of the same lists is fast.
@@ -144,6 +142,8 @@ class GroupFinder:
     def worth_it(self, found: list[tuple[int, int, int]]) -> Groups | None:
         """The groups that spare most, if together they spare enough."""
         n = len(self.tables)
+        if n < LEAST_REQUESTS:
+            return None
         spared = {}
         for first, end, blocks in found:
             tokens = blocks * self.S // TILE * TILE
