@@ -97,8 +97,9 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-SPLIT_KEYS = 512  # keys that are added up by themselves
-AT_ONCE = tl.constexpr(4)  # splits whose sums are loaded at once
+SPLIT_KEYS = 128  # keys that are added up by themselves
+AT_ONCE = 8  # splits whose sums are loaded at once
+WIDE_WARPS = 8  # of a program for rows of a chunk with heads of 256 numbers
 # Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
 UNIT = tl.constexpr(2.0**-23)
 ONE = tl.constexpr(0x3F800000)
@@ -119,12 +120,61 @@ def add_split(acc, total, top, more_acc, more_total, more_top):
 
 
 @jit
+def add_keys(
+    queries, kv, kv_head, k_to_v, table, M, position, first, from_key, to_key, scale, squeeze,
+    acc, total, top, more_acc, more_total, more_top,
+    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """
+    Attend to keys from_key .. to_key, a TILE at a time. acc, total and top are the state of the
+    splits before, the others that of the split under way, which joins them where SPLIT keys end;
+    with SPLIT = 0 there is but one split.
+    """
+    d = tl.arange(0, queries.shape[1])
+    t = from_key + tl.arange(0, TILE)
+    block = tl.load(table + t // S, mask=t // S < M, other=0)
+    for start in range(from_key, to_key, TILE):
+        if SPLIT and start % SPLIT == 0:
+            acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
+            more_acc, more_total = tl.zeros_like(acc), tl.zeros_like(total)
+            more_top = tl.full(top.shape, -INF, tl.float32)
+        there, visible = t < to_key, t[None, :] <= position[:, None]
+        if WINDOW:
+            there &= t >= first
+            visible &= t[None, :] > position[:, None] - WINDOW
+        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+        t += TILE
+        block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
+        if MASKED:
+            mask = there[:, None] & (d < D)[None, :]
+            k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
+            v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+        else:  # a load without a mask is faster
+            k = tl.load(keys)
+            v = tl.load(keys + k_to_v)
+        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+        if MASKED:
+            score = tl.where(visible, score, -INF)
+        highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
+        reference = tl.where(highest == -INF, 0.0, highest)
+        weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
+        shrink, more_top = tl.exp2(more_top - reference), highest
+        units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+        more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
+        more_acc *= shrink[:, None]
+        more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+    return acc, total, top, more_acc, more_total, more_top
+
+
+@jit
 def attention_kernel(
     q, kv, out, split_acc, split_sums, finished, block_tables, context_lens, query_start,
     tile_request, tile_start, scale, squeeze, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (H / HEADS, PROGRAMS, tiles): a program attends from ROWS rows, HEADS query heads of one KV
@@ -134,14 +184,16 @@ def attention_kernel(
     and split_sums [B, H, SPLITS, 2], the sums of weights and the largest exponents. A key that a
     row may not see changes no bit of it: rows begin and end in the middle of a tile or a split.
     """
-    program, tile, offset = tl.program_id(1), tl.program_id(2), 0
+    tile = tl.program_id(2)
     if tile_start is not None:  # those that see most keys first, see prefill_kernel
         tile = tl.num_programs(2) - 1 - tile
-        offset = tl.load(tile_start + tile)
     request = tl.load(tile_request + tile)
     if request < 0:
         return
-    begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
+    begin, stop, offset = request, request + 1, 0
+    if tile_start is not None:
+        offset = tl.load(tile_start + tile)
+        begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
     context = tl.load(context_lens + request)
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     lowest = context - (stop - begin) + offset  # position of the first row
@@ -151,6 +203,7 @@ def attention_kernel(
     end = tl.minimum(lowest + (ROWS + HEADS - 1) // HEADS, context)
     first_split = first // SPLIT
     used = tl.maximum(tl.cdiv(end, SPLIT) - first_split, 1)
+    program = tl.program_id(1) if PROGRAMS > 1 else 0
     if program >= used:
         return
     table = block_tables + request.to(tl.int64) * M
@@ -162,34 +215,24 @@ def attention_kernel(
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     mine = (request * H + head).to(tl.int64) * SPLITS  # where the splits of each row begin
-    for split in range(program, used, PROGRAMS):
-        from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
-        to_key = tl.minimum((first_split + split + 1) * SPLIT, end)
+    for split in range(program, used if PROGRAMS > 1 else 1, PROGRAMS):
         more_acc, more_total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
         more_top = tl.full([ROWS], -INF, tl.float32)
-        t = from_key + tl.arange(0, TILE)
-        block = tl.load(table + t // S, mask=t < to_key, other=0)
-        for _ in range(from_key, to_key, TILE):
-            there, visible = t < to_key, t[None, :] <= position[:, None]
-            if WINDOW:
-                there &= t >= first
-                visible &= t[None, :] > position[:, None] - WINDOW
-            keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
-            t += TILE
-            block = tl.load(table + t // S, mask=t < to_key, other=0)  # for the next round, in time
-            mask = there[:, None] & (d < D)[None, :]
-            k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
-            v = tl.load(keys + k_to_v, mask=mask, other=0.0)
-            score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-            score = tl.where(visible, score, -INF)
-            highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
-            reference = tl.where(highest == -INF, 0.0, highest)
-            weight = tl.exp2(score * scale - reference[:, None])
-            shrink, more_top = tl.exp2(more_top - reference), highest
-            units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
-            more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
-            more_acc *= shrink[:, None]
-            more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+        from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
+        to_key = tl.minimum((first_split + split + 1) * SPLIT, end) if PROGRAMS > 1 else end
+        if tile_start is not None and WINDOW == 0 and WIDTH == D:
+            unmasked = tl.maximum(lowest + 1, 0) // TILE * TILE  # every row sees what is before
+            acc, total, top, more_acc, more_total, more_top = add_keys(
+                queries, kv, kv_head, k_to_v, table, M, position, first, from_key, unmasked,
+                scale, squeeze, acc, total, top, more_acc, more_total, more_top,
+                Hk, D, S, WINDOW, TILE, SPLIT, MASKED=False,
+            )  # fmt: skip
+            from_key = unmasked
+        acc, total, top, more_acc, more_total, more_top = add_keys(
+            queries, kv, kv_head, k_to_v, table, M, position, first, from_key, to_key,
+            scale, squeeze, acc, total, top, more_acc, more_total, more_top,
+            Hk, D, S, WINDOW, TILE, SPLIT if PROGRAMS == 1 else 0, MASKED=True,
+        )  # fmt: skip
         if PROGRAMS == 1:
             acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
         else:
@@ -263,7 +306,7 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
     shape |= {"WINDOW": plan.window, "TILE": TILE}
-    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S)}
+    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S), "AT_ONCE": AT_ONCE}
 
     def launch(tiles, start, **options):
         heads = H // options["HEADS"]
@@ -274,7 +317,8 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
         options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
-        options |= {"num_warps": PREFILL_WARPS, "num_stages": stages_that_fit(kv)}
+        warps = WIDE_WARPS if padded(D) > 128 else PREFILL_WARPS
+        options |= {"num_warps": warps, "num_stages": stages_that_fit(kv)}
         options["PDL"] = False
         with torch.cuda.stream(plan.side):
             launch(plan.tile_request, plan.tile_start, **options)

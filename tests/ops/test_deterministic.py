@@ -93,7 +93,7 @@ class Text:
         return out
 
 
-# around the ends of tiles and splits, which are 64 keys here
+# around the ends of tiles and splits, which are one or two tiles here
 EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 333]
 CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 256), (77, 333)], [(333, 333)]]
 CUTS += [[(5, 192), (2, 194), (139, 333)], [(1, n) for n in EDGES]]
@@ -109,6 +109,7 @@ MORE += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 @pytest.fixture
 def short_splits(monkeypatch):
     monkeypatch.setattr(deterministic, "SPLIT_KEYS", kernels.TILE)
+    monkeypatch.setattr(deterministic, "AT_ONCE", 4)
 
 
 def differences(text: Text) -> int:
@@ -131,16 +132,17 @@ def differences(text: Text) -> int:
     return count
 
 
-@pytest.mark.parametrize("at_once", [1, 1000])
+@pytest.mark.parametrize(("at_once", "tiles"), [(1, 1), (1000, 1), (1, 2), (1000, 2)])
 @pytest.mark.parametrize("kind", [*KINDS[1:4], *MORE], ids=str)
 def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
-    kind, at_once, short_splits, monkeypatch
+    kind, at_once, tiles, short_splits, monkeypatch
 ):
     """
     Would catch: splits that follow the number of requests, or begin where a window or a chunk does;
     a masked key that rescales a sum; sums of splits in the order in which programs finish.
     """
     monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
+    monkeypatch.setattr(deterministic, "SPLIT_KEYS", tiles * kernels.TILE)
     assert differences(Text(**kind)) == 0
 
 
