@@ -2,8 +2,9 @@
 `--deterministic` on a GPU: Triton operators that give a request the same numbers to the last bit,
 whatever is served beside it and however its tokens come into steps.
 
-A product's number is a sum in the order of its inputs, all of them in one part (no split-K), as
-tensor cores add up alike in tiles of any shape: so the tiles may follow the number of rows.
+A product's number is the sum of parts (split-K), as many as follow from its layer alone, the first
+ones first, and a part a sum in the order of its inputs, as tensor cores add up alike in tiles of
+any shape: so the tiles, and who adds up the parts, may follow the number of rows.
 Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, and then these sums,
 the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
 weights in integers, as the order of a sum of floats follows the layout of the tile.
@@ -39,41 +40,50 @@ from kernels import (
     triton,
 )
 from ops.fused import norm_rope_store
-from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear
+from ops.linear import (
+    ENOUGH_PROGRAMS,
+    Tiles,
+    head_tiles,
+    launch_linear,
+    layer_tiles,
+    num_parts,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Products
 
-# Rows, columns, inputs, warps, stages, see Tiles: the first with enough programs is taken. Without
-# split-K, fewer columns keep the chip busy. Up to FEW_ROWS are one tile, no larger than they need.
-FEW_ROWS = 32
-FOR_FEW_ROWS = [Tiles(FEW_ROWS, 64, 128, 4, 5, swapped=True)]
-FOR_FEW_ROWS += [Tiles(FEW_ROWS, 16, 256, 4, 6)]
+# Up to APART_ROWS the tiles are those of linear.py, and each part of a sum is another program's.
+# Beyond, a program adds up all parts: the first of these tiles with enough programs are taken.
+APART_ROWS = 512
+MOST_PARTS = 4
+PART_COLS = 64  # columns of a program, as if they made the number of parts
 FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
 FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
 FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
-FOR_MANY_ROWS += [Tiles(64, 32, 128, 4, 6)]
 
 
 def tiles_for(x: Tensor, layer) -> Tiles:
     """How a product of x [R, K] is cut; no bit of it depends on that."""
     R = len(x)
     N = len(layer.weight)
-    choice = FOR_MANY_ROWS
-    if R <= FEW_ROWS:
-        choice = FOR_FEW_ROWS
-    for tiles in choice:
+    if R <= APART_ROWS:
+        return layer_tiles(R, N, layer.weight.numel())
+    for tiles in FOR_MANY_ROWS:
         programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
         if programs >= ENOUGH_PROGRAMS:
             break
-    rows = min(tiles.rows, padded(R))
-    return tiles._replace(rows=rows)
+    return tiles
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
-    """As linear.linear."""
+    """As linear.linear; the number of parts follows from the layer alone."""
+    N, K = layer.weight.shape
+    P = 1
+    if partial_sums:
+        P = min(MOST_PARTS, num_parts(K, triton.cdiv(N, PART_COLS)))
+    parts = (P, 1) if len(x) <= APART_ROWS else (1, P)
     tiles = tiles_for(x, layer)
-    return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
+    return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles, parts=parts)
 
 
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
