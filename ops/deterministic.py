@@ -55,8 +55,7 @@ from ops.linear import (
 # Up to APART_ROWS the tiles are those of linear.py, and each part of a sum is another program's.
 # Beyond, a program adds up all parts: the first of these tiles with enough programs are taken.
 APART_ROWS = 512
-MOST_PARTS = 4
-PART_COLS = 64  # columns of a program, as if they made the number of parts
+MOST_PARTS = 4  # of a sum
 FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
 FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
 FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
@@ -80,7 +79,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
-        P = min(MOST_PARTS, num_parts(K, triton.cdiv(N, PART_COLS)))
+        P = min(MOST_PARTS, num_parts(K, N // 64))
     parts = (P, 1) if len(x) <= APART_ROWS else (1, P)
     tiles = tiles_for(x, layer)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles, parts=parts)
@@ -127,54 +126,6 @@ def add_split(acc, total, top, more_acc, more_total, more_top):
     shrink, weight = tl.exp2(top - reference), tl.exp2(more_top - reference)
     acc = tl.fma(more_acc, tl.broadcast_to(weight[:, None], acc.shape), acc * shrink[:, None])
     return acc, tl.fma(more_total, weight, total * shrink), highest
-
-
-@jit
-def add_keys(
-    queries, kv, kv_head, k_to_v, table, M, position, first, from_key, to_key, scale, squeeze,
-    acc, total, top, more_acc, more_total, more_top,
-    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """
-    Attend to keys from_key .. to_key, a TILE at a time. acc, total and top are the state of the
-    splits before, the others that of the split under way, which joins them where SPLIT keys end;
-    with SPLIT = 0 there is but one split.
-    """
-    d = tl.arange(0, queries.shape[1])
-    t = from_key + tl.arange(0, TILE)
-    block = tl.load(table + t // S, mask=t // S < M, other=0)
-    for start in range(from_key, to_key, TILE):
-        if SPLIT and start % SPLIT == 0:
-            acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
-            more_acc, more_total = tl.zeros_like(acc), tl.zeros_like(total)
-            more_top = tl.full(top.shape, -INF, tl.float32)
-        there, visible = t < to_key, t[None, :] <= position[:, None]
-        if WINDOW:
-            there &= t >= first
-            visible &= t[None, :] > position[:, None] - WINDOW
-        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
-        t += TILE
-        block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
-        if MASKED:
-            mask = there[:, None] & (d < D)[None, :]
-            k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
-            v = tl.load(keys + k_to_v, mask=mask, other=0.0)
-        else:  # a load without a mask is faster
-            k = tl.load(keys)
-            v = tl.load(keys + k_to_v)
-        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-        if MASKED:
-            score = tl.where(visible, score, -INF)
-        highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
-        reference = tl.where(highest == -INF, 0.0, highest)
-        weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
-        shrink, more_top = tl.exp2(more_top - reference), highest
-        units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
-        more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
-        more_acc *= shrink[:, None]
-        more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
-    return acc, total, top, more_acc, more_total, more_top
 
 
 @jit
@@ -225,24 +176,48 @@ def attention_kernel(
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     mine = (request * H + head).to(tl.int64) * SPLITS  # where the splits of each row begin
+    # of a chunk: every row sees all tiles before its first row's
+    some_unmasked: tl.constexpr = tile_start is not None and WINDOW == 0 and WIDTH == D
     for split in range(program, used if PROGRAMS > 1 else 1, PROGRAMS):
         more_acc, more_total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
         more_top = tl.full([ROWS], -INF, tl.float32)
         from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
         to_key = tl.minimum((first_split + split + 1) * SPLIT, end) if PROGRAMS > 1 else end
-        if tile_start is not None and WINDOW == 0 and WIDTH == D:
-            unmasked = tl.maximum(lowest + 1, 0) // TILE * TILE  # every row sees what is before
-            acc, total, top, more_acc, more_total, more_top = add_keys(
-                queries, kv, kv_head, k_to_v, table, M, position, first, from_key, unmasked,
-                scale, squeeze, acc, total, top, more_acc, more_total, more_top,
-                Hk, D, S, WINDOW, TILE, SPLIT, MASKED=False,
-            )  # fmt: skip
-            from_key = unmasked
-        acc, total, top, more_acc, more_total, more_top = add_keys(
-            queries, kv, kv_head, k_to_v, table, M, position, first, from_key, to_key,
-            scale, squeeze, acc, total, top, more_acc, more_total, more_top,
-            Hk, D, S, WINDOW, TILE, SPLIT if PROGRAMS == 1 else 0, MASKED=True,
-        )  # fmt: skip
+        for masked in tl.static_range(0 if some_unmasked else 1, 2):
+            last = to_key if masked else tl.maximum(lowest + 1, 0) // TILE * TILE
+            t = from_key + tl.arange(0, TILE)
+            block = tl.load(table + t // S, mask=t // S < M, other=0)
+            for start in range(from_key, last, TILE):
+                if PROGRAMS == 1 and start % SPLIT == 0:
+                    acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
+                    more_acc, more_total = tl.zeros_like(acc), tl.zeros_like(total)
+                    more_top = tl.full([ROWS], -INF, tl.float32)
+                there, visible = t < to_key, t[None, :] <= position[:, None]
+                if WINDOW:
+                    there &= t >= first
+                    visible &= t[None, :] > position[:, None] - WINDOW
+                keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+                t += TILE
+                block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round
+                if masked:
+                    mask = there[:, None] & (d < D)[None, :]
+                    k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
+                    v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+                else:  # a load without a mask is faster
+                    k = tl.load(keys)
+                    v = tl.load(keys + k_to_v)
+                score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+                if masked:
+                    score = tl.where(visible, score, -INF)
+                highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
+                reference = tl.where(highest == -INF, 0.0, highest)
+                weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
+                shrink, more_top = tl.exp2(more_top - reference), highest
+                units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+                more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
+                more_acc *= shrink[:, None]
+                more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+            from_key = last
         if PROGRAMS == 1:
             acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
         else:
