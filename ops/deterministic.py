@@ -61,17 +61,17 @@ FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
 FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
 
 
-def tiles_for(x: Tensor, layer) -> Tiles:
-    """How a product of x [R, K] is cut; no bit of it depends on that."""
+def tiles_for(x: Tensor, layer, P=1) -> Tiles:
+    """How a product of x [R, K], the sum of P parts, is cut; no bit of it depends on that."""
     R = len(x)
     N = len(layer.weight)
     if R <= APART_ROWS:
-        return layer_tiles(R, N, layer.weight.numel())
+        return layer_tiles(R, N, layer.weight.numel())._replace(apart=P)
     for tiles in FOR_MANY_ROWS:
         programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
         if programs >= ENOUGH_PROGRAMS:
             break
-    return tiles
+    return tiles._replace(together=P)
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
@@ -80,9 +80,8 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     P = 1
     if partial_sums:
         P = min(MOST_PARTS, num_parts(K, N // 64))
-    parts = (P, 1) if len(x) <= APART_ROWS else (1, P)
-    tiles = tiles_for(x, layer)
-    return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles, parts=parts)
+    tiles = tiles_for(x, layer, P)
+    return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:

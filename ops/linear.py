@@ -278,11 +278,11 @@ def matrix_kernel(
 ):  # fmt: skip
     """
     Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
-    rows from PARTS times LENGTH = K / P / PARTS inputs, BLOCK at a time: one of the P parts of out
-    [P, R, N]. It adds up PARTS sums, each from zero, as add_norm_kernel would. SWAPPED
-    computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, which
-    the weights have even where x has few. With PREFETCH its weights are on their way from memory
-    before it waits for its predecessor.
+    rows, one of the P parts of out [P, R, N], BLOCK inputs at a time. That is the sum of PARTS
+    parts of LENGTH inputs, in the order in which add_norm_kernel adds. SWAPPED computes the
+    transposed product: Hopper's tensor cores want 64 rows of the first factor, which the weights
+    have even where x has few. With PREFETCH its weights are on their way from memory before it
+    waits for its predecessor.
     """
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -375,6 +375,8 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 1  # tiles under way at once
     swapped: bool = False
+    apart: int = 1  # parts of a sum, by as many programs
+    together: int = 1  # parts that a program adds up
 
     def options(self) -> dict:
         return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
@@ -469,12 +471,10 @@ def launch_linear(
     targets: tuple[Tensor, Tensor] | None = None,
     is_head=False,
     tiles: Tiles | None = None,
-    parts=(1, 1),
 ) -> Tensor:
     """
     As linear; or, with `targets`, one layer's pool and the slots [R] in it, as project_qkv, but q
-    is [R, H D]. With `tiles`, by matrix_kernel, whatever R is, and in `parts`: so many for add_norm
-    to add up, and how many each of these is the sum of.
+    is [R, H D]. With `tiles`, by matrix_kernel, whatever R is.
     """
     N, K = layer.weight.shape
     if gated:
@@ -497,13 +497,13 @@ def launch_linear(
         out = layer.weight.new_empty(1, width, dtype=dtype)
         launch_vector(x, layer, out, pool, shape, one_row_tiles(x, N, K, gated, is_head))
         return out
-    P, together = parts
     if tiles is None:
         tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
         programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
-        P = num_parts(K, programs) if partial_sums else 1
-    out = x.new_empty(P, R, width, dtype=dtype)
-    launch_matrix(x, layer, out, pool, shape, tiles, together)
+        if partial_sums:
+            tiles = tiles._replace(apart=num_parts(K, programs))
+    out = x.new_empty(tiles.apart, R, width, dtype=dtype)
+    launch_matrix(x, layer, out, pool, shape, tiles)
     return out if partial_sums else out[0]
 
 
@@ -524,22 +524,20 @@ def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles)
     )  # fmt: skip
 
 
-def launch_matrix(
-    x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles, together: int
-):
-    """matrix_kernel, for the R rows of x, to out [P, R, columns], each of so many parts."""
+def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
+    """matrix_kernel, for the R rows of x, to out [P, R, columns]."""
     assert x.is_contiguous(), "rows must be contiguous"
-    P, R, _ = out.shape
+    R = len(x)
     column_tiles = triton.cdiv(shape["N"], tiles.cols)
     row_tiles = triton.cdiv(R, tiles.rows)
-    blocks = triton.cdiv(triton.cdiv(shape["K"], P * together), PART_BLOCK)  # of a part
+    blocks = triton.cdiv(shape["K"], tiles.apart * tiles.together * PART_BLOCK)  # of a part
     weight_tiles = 2 * tiles.cols if shape["GATED"] else tiles.cols
     stage_bytes = (tiles.rows + weight_tiles) * tiles.block * x.element_size()
     room = min(TILES_MEMORY, shared_memory(x.device))
     stages = max(1, min(tiles.stages, room // stage_bytes))
-    matrix_kernel[(column_tiles, row_tiles, P)](
+    matrix_kernel[(column_tiles, row_tiles, tiles.apart)](
         x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
-        ROWS=tiles.rows, LENGTH=blocks * PART_BLOCK, PARTS=together, SWAPPED=tiles.swapped,
+        ROWS=tiles.rows, LENGTH=blocks * PART_BLOCK, PARTS=tiles.together, SWAPPED=tiles.swapped,
         PREFETCH=R <= FEW_ROWS and layer.weight.numel() <= PREFETCHED, num_stages=stages,
         **pdl_options(x),
     )  # fmt: skip
