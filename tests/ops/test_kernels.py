@@ -665,6 +665,18 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype, bias):
 
 
 @needs_triton
+@both_biases
+@pytest.mark.parametrize("R", [1, 5])
+def test_each_half_of_a_gated_layer_has_its_own_bias(R, bias):
+    torch.manual_seed(R)
+    (layer,) = randomised(nn.Linear(70, 2 * 40, bias=bias))
+    operators = (
+        partial(f, activation="silu", gated=True) for f in (linear.linear, model_module.linear)
+    )
+    check_operator(*operators, torch.float32, torch.randn(R, 70), layer)
+
+
+@needs_triton
 @pytest.mark.parametrize("limit", [0, 10**9])
 def test_many_rows_with_few_weights_and_with_many(limit, monkeypatch):
     """Each has tiles of its own."""
