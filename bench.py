@@ -7,6 +7,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py engine        # tokens per second of a mixed workload, latency of 1 and 32
     python bench.py equality      # greedy answers with graphs, overlap, neither; the dense model's
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
+    python bench.py choices       # decode steps of 256 answers to one prompt, and to 256 prompts
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
     python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
@@ -765,22 +766,44 @@ def bench_overhead(model="gpt2-124M") -> dict:
     return row
 
 
-def let_decode(engine: Engine, n: int, context: int):
-    """Drop what the engine has, and bring it to where n requests decode at this context length."""
+def bench_choices(model="gpt2-124M") -> dict:
+    """
+    Decode steps of 256 answers (32 on a CPU), 64 tokens from a context of 768 on (less, if the
+    model's is shorter), without prefix cache: each to a prompt of its own, then choices of one
+    prompt, which have its blocks in common. Output tokens per second.
+    """
+    gpt = build_model(model, DEVICE)
+    n = 256 if DEVICE == "cuda" else 32
+    context = min(768, gpt.config.context_length - 100)
+    num_blocks = n * math.ceil((context + 100) / 16)
+    engine = Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks))
+    result = {"answers": n}
+    for name, choices in ("prompts", 1), ("choices", n):
+        let_decode(engine, n, context, choices)
+        seconds = median_seconds(engine.step, 64)
+        result[f"{name}, tok/s"] = round(n / seconds)
+    return result
+
+
+def let_decode(engine: Engine, n: int, context: int, choices=1):
+    """
+    Drop what the engine has, and bring it to where n requests decode at this context length, so
+    many of them choices of one prompt.
+    """
     for id in list(engine.requests):
         engine.abort(id)
     while engine.has_work:
         engine.step()
     room = engine.config.context_length - context
-    work = even_workload(n, context, room, engine.config.vocab_size)
+    work = even_workload(n // choices, context, room, engine.config.vocab_size)
     for i, (prompt, _) in enumerate(work):
-        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i))
+        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i), n=choices)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
 
 
 KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
-    "attention": "(decode|prefill|attention)_kernel",
+    "attention": "(decode|prefill|prefix|attention)_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
     "sampling": "(threshold|gumbel_max)_kernel",

@@ -41,6 +41,9 @@ except ImportError:  # nothing but the Triton kernels needs it
         constexpr = float  # for the kernels' signatures and constants
 
 
+constexpr = tl.constexpr
+
+
 @dataclass
 class Batch:
     """
@@ -62,6 +65,9 @@ class Batch:
     # window -> what ops.prepare worked out for this step and the layers with that window
     prepared: dict | None = None
     rotations: dict | None = None  # window -> rotary positions, see model.GPT.hidden
+    # (shared [B], first [groups], end [groups]) int64: tokens of the prefix that a request has in
+    # common with its group, the group's first request, and the one behind it (prefix.py)
+    groups: tuple | None = None
     dropout: float = 0.0  # training alone drops, see model.WholeTexts
 
 
@@ -79,7 +85,7 @@ def jit(function):
 
 
 @jit
-def pool_offset(block, offset, head, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr):
+def pool_offset(block, offset, head, Hk: constexpr, S: constexpr, D: constexpr):
     """
     Where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in elements, for
     slots block * S + offset; V is `k_to_v` further on. int64: offsets pass 2^31.
@@ -90,7 +96,7 @@ def pool_offset(block, offset, head, Hk: tl.constexpr, S: tl.constexpr, D: tl.co
 @jit
 def store_kv_kernel(
     k, v, kv, slot_mapping, k_stride, v_stride, k_to_v,
-    Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    Hk: constexpr, D: constexpr, S: constexpr, WIDTH: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """Grid (T,): a program copies K and V of one token, all heads, to its slot."""
     pdl_wait(PDL)
@@ -115,7 +121,7 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Attention: no gather, K and V are read where they are
 
-INF = tl.constexpr(math.inf)
+INF = constexpr(math.inf)
 
 
 @jit
@@ -128,13 +134,34 @@ def capped(score, squeeze):
 
 
 @jit
-def online_softmax(score, scale, v, acc, top, total):
+def read_tile(
+    kv, block, t, head, seen, k_to_v, Hk: constexpr, S: constexpr, D: constexpr, WIDTH: constexpr
+):
     """
-    Online softmax (Milakov and Gimelshein 2018), one more tile of keys. score [ROWS, TILE], -inf
-    where masked: score * scale is an exponent of two. v [TILE, WIDTH]. State of each row so far:
-    acc [ROWS, WIDTH], the weighted sum of v; top [ROWS], the largest exponent; total [ROWS], the
-    sum of weights.
+    K and V [TILE, WIDTH] of tokens t [TILE], which are in these blocks, of one KV head; zeros where
+    not `seen` [TILE] (None: all are, and a load without a mask is faster).
     """
+    d = tl.arange(0, WIDTH)[None, :]
+    keys = kv + pool_offset(block, t % S, head, Hk, S, D)[:, None] + d
+    mask, zero = None, None
+    if seen is not None:
+        mask, zero = seen[:, None] & (d < D), 0.0
+    elif WIDTH > D:
+        mask, zero = d < D, 0.0
+    return tl.load(keys, mask, zero), tl.load(keys + k_to_v, mask, zero)
+
+
+@jit
+def online_softmax(queries, k, v, visible, scale, squeeze, acc, top, total):
+    """
+    Online softmax (Milakov and Gimelshein 2018), one more tile of keys, k and v [TILE, WIDTH], of
+    which queries [ROWS, WIDTH] see what is `visible` [ROWS, TILE] or [1, TILE] (None: all). score *
+    scale is an exponent of two. State of each row so far: acc [ROWS, WIDTH], the weighted sum of v;
+    top [ROWS], the largest exponent; total [ROWS], the sum of weights.
+    """
+    score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+    if visible is not None:
+        score = tl.where(visible, score, -INF)
     new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
     reference = tl.where(new_top == -INF, 0.0, new_top)  # -inf: a row that has seen no key yet
     weight, shrink = tl.exp2(score * scale - reference[:, None]), tl.exp2(top - reference)
@@ -154,25 +181,35 @@ def finishes_last(finished, programs):
 
 
 @jit
+def sum_of_parts(partial_out, partial_lse, at, real, WIDTH: constexpr):
+    """
+    Of partial results `at` [n, parts], where `real`, each weighted by its share of the softmax,
+    which its log-sum-exp gives: the sum [n, WIDTH], and its log-sum-exp [n].
+    """
+    lse = tl.load(partial_lse + at, mask=real, other=-1e30, cache_modifier=".cg")
+    parts = partial_out + at.to(tl.int64)[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+    parts = tl.load(parts, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
+    top = tl.max(lse, axis=1)
+    weight = tl.exp2(lse - top[:, None])
+    total = tl.sum(weight, axis=1)
+    share = weight / total[:, None]
+    return tl.sum(parts * share[:, :, None], axis=1), top + tl.log2(total)
+
+
+@jit
 def combine_splits(
     partial_out, partial_lse, out, first_head, used,
-    heads: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr, WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr,
+    heads: constexpr, D: constexpr, SPLITS: constexpr, WIDTH: constexpr,
+    AT_ONCE: constexpr,
 ):  # fmt: skip
     """
     Second half of split-KV: add up the first `used` of SPLITS partial results of AT_ONCE query
-    heads, each weighted by its share of the softmax, which its log-sum-exp gives. Of these heads,
-    the first at `out`, `heads` are there; the others are padding.
+    heads. Of these, the first at `out`, `heads` are there; the others are padding.
     """
     h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     real = (h < heads)[:, None] & (s < used)[None, :]
     at = ((first_head + h)[:, None] * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
-    lse = tl.load(partial_lse + at, mask=real, other=-1e30, cache_modifier=".cg")
-    parts = partial_out + at[:, :, None] * WIDTH + d[None, None, :]
-    parts = tl.load(parts, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
-    weight = tl.exp2(lse - tl.max(lse, axis=1)[:, None])
-    share = weight / tl.sum(weight, axis=1)[:, None]
-    whole = tl.sum(parts * share[:, :, None], axis=1)  # [AT_ONCE, WIDTH]
+    whole, _ = sum_of_parts(partial_out, partial_lse, at, real, WIDTH)
     mask = (h < heads)[:, None] & (d < D)[None, :]
     tl.store(out + h[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=mask)
 
@@ -180,7 +217,7 @@ def combine_splits(
 @jit
 def order_kernel(
     context_lens, order, finished, B,
-    WIDTH: tl.constexpr, Hk: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: constexpr, Hk: constexpr, HEADS: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """
     Grid (B,): a program finds the place of its request in `order`, the longest context first, and
@@ -191,16 +228,17 @@ def order_kernel(
     mine, lens = tl.load(context_lens + i), tl.load(context_lens + other, mask=other < B, other=-1)
     before = (lens > mine) | ((lens == mine) & (other < i))
     tl.store(order + tl.sum(before.to(tl.int32), axis=0), i)
-    tl.store(finished + i * Hk + head, tl.zeros([HEADS], tl.int32), mask=head < Hk)
+    tl.store(finished + i * Hk + head, 0, mask=head < Hk)
 
 
 @jit
 def decode_kernel(
     q, kv, out, partial_out, partial_lse, finished, block_tables, context_lens, order,
     scale, squeeze, q_stride, out_stride, k_to_v, M,
-    H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    AT_ONCE: tl.constexpr, ORDERED: tl.constexpr, PDL: tl.constexpr,
+    H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
+    SPLITS: constexpr, TILE: constexpr, ROWS: constexpr, WIDTH: constexpr,
+    AT_ONCE: constexpr, ORDERED: constexpr, PDL: constexpr,
+    shared=None, prefix_out=None, prefix_lse=None, PARTS: constexpr = 0,
 ):  # fmt: skip
     """
     Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
@@ -219,15 +257,21 @@ def decode_kernel(
                  the last of the two to finish weighs both by 2 ** lse (combine_splits)  -> out
 
     One request with 4 KV heads is 4 programs without splits, of 132 processors; with 32, 128.
+
+    With `shared` (not None) attention to so many first tokens of a request is there already, in
+    PARTS partial results (prefix.prefix_kernel): split 0 begins with these.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:
         request = tl.load(order + request)
-    G: tl.constexpr = H // Hk
+    G: constexpr = H // Hk
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    query = request * H + head * G + row
     context = tl.load(context_lens + request)
     first = tl.maximum(context - WINDOW, 0) if WINDOW else 0
     begin = first // TILE * TILE
+    if shared is not None:
+        begin = tl.load(shared + request).to(tl.int32)
     t = begin + split * TILE + tl.arange(0, TILE)
     table = block_tables + request.to(tl.int64) * M
     # masked by M: does not depend on `context`, if there is no window, so need not wait for it
@@ -245,17 +289,20 @@ def decode_kernel(
     queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
+    if shared is not None:
+        # those of split 0, if there is a prefix: it has more than G tokens then
+        begins = row < tl.minimum(begin, G) - split * G
+        parts = query[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
+        acc, top = sum_of_parts(prefix_out, prefix_lse, parts, begins[:, None], WIDTH)
+        total += 1.0  # elsewhere it is nothing to the first key, as `top` is next to -inf
     for _ in range(begin + split * TILE, context, SPLITS * TILE):
         visible = (t < context) & (t >= first)
-        mask = visible[:, None] & (d < D)[None, :]
-        keys = kv + pool_offset(block, t % S, head, Hk, S, D)[:, None] + d[None, :]
-        k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
-        v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+        k, v = read_tile(kv, block, t, head, visible, k_to_v, Hk, S, D, WIDTH)
         t += SPLITS * TILE
         block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
-        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-        score = tl.where(visible[None, :], score, -INF)
-        acc, top, total = online_softmax(score, scale, v, acc, top, total)
+        acc, top, total = online_softmax(
+            queries, k, v, visible[None, :], scale, squeeze, acc, top, total
+        )
     # only now: programs of the next kernel that merely wait would occupy shared memory
     if PDL:
         gdc_launch_dependents()
@@ -264,7 +311,7 @@ def decode_kernel(
         tl.store(out + request * out_stride + at, acc.to(out.dtype.element_ty), mask=real)
         return
 
-    mine = ((request * H + head * G + row) * SPLITS + split).to(tl.int64)
+    mine = (query * SPLITS + split).to(tl.int64)
     tl.store(partial_out + mine[:, None] * WIDTH + d[None, :], acc, mask=(row < G)[:, None])
     tl.store(partial_lse + mine, top + tl.log2(total), mask=row < G)
     counter = finished + request * Hk + head
@@ -282,8 +329,8 @@ def decode_kernel(
 def prefill_kernel(
     q, kv, out, block_tables, context_lens, query_start, tile_request, tile_start,
     scale, squeeze, q_stride, out_stride, k_to_v, M,
-    H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
+    ROWS: constexpr, TILE: constexpr, WIDTH: constexpr,
 ):  # fmt: skip
     """
     Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
@@ -315,31 +362,21 @@ def prefill_kernel(
     t = first + tl.arange(0, TILE)
     block = tl.load(table + t // S, mask=t < end, other=0)
     for _ in range(first, unmasked, TILE):
-        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+        k, v = read_tile(kv, block, t, kv_head, None, k_to_v, Hk, S, D, WIDTH)
         t += TILE
         block = tl.load(table + t // S, mask=t < end, other=0)  # for the next round, in time
-        # k and v [TILE, WIDTH]; a load without a mask is faster
-        k = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        keys += k_to_v
-        v = tl.load(keys, mask=(d < D)[None, :], other=0.0) if WIDTH > D else tl.load(keys)
-        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-        acc, top, total = online_softmax(score, scale, v, acc, top, total)
+        acc, top, total = online_softmax(queries, k, v, None, scale, squeeze, acc, top, total)
     for n in range(unmasked, end, TILE):
         t = n + tl.arange(0, TILE)
         in_context = t < end
         if WINDOW:
             in_context &= t > lowest - WINDOW
         block = tl.load(table + t // S, mask=in_context, other=0)
-        keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
-        mask = in_context[:, None] & (d < D)[None, :]
-        k = tl.load(keys, mask=mask, other=0.0)
-        v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+        k, v = read_tile(kv, block, t, kv_head, in_context, k_to_v, Hk, S, D, WIDTH)
         visible = t[None, :] <= position[:, None]
         if WINDOW:
             visible &= t[None, :] > position[:, None] - WINDOW
-        score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-        score = tl.where(visible, score, -INF)
-        acc, top, total = online_softmax(score, scale, v, acc, top, total)
+        acc, top, total = online_softmax(queries, k, v, visible, scale, squeeze, acc, top, total)
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = out + token[:, None] * out_stride + at[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real)
@@ -369,6 +406,7 @@ class TritonPlan(NamedTuple):
     tile_start: Tensor | None  # [tiles] int32
     # beside decodes, which wait for memory, chunks compute on a stream of their own
     side: torch.cuda.Stream | None
+    prefix: dict  # the last arguments of decode_kernel, where requests share a prefix
 
 
 def padded(n: int) -> int:
@@ -406,31 +444,18 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     order = batch.block_tables.new_empty(B)
     finished = batch.block_tables.new_empty(B * Hk)
     if B:
-        width = triton.next_power_of_2(B)
-        heads = triton.next_power_of_2(Hk)
         order_kernel[(B,)](
             batch.context_lens, order, finished, B,
-            WIDTH=width, Hk=Hk, HEADS=heads, num_warps=1, **pdl_options(order),
+            WIDTH=triton.next_power_of_2(B), Hk=Hk, HEADS=triton.next_power_of_2(Hk), num_warps=1,
+            **pdl_options(order),
         )  # fmt: skip
     partial_lse = torch.empty(B * H * splits, device=device)
     partial_out = torch.empty(len(partial_lse) * padded(D), device=device)
-    tile_request, tile_start = prefill_tiles(batch)
     side = None
     if on_gpu and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(device)
-    return TritonPlan(
-        window=window,
-        splits=splits,
-        num_stages=num_stages,
-        order=order,
-        ordered=ordered,
-        partial_out=partial_out,
-        partial_lse=partial_lse,
-        finished=finished,
-        tile_request=tile_request,
-        tile_start=tile_start,
-        side=side,
-    )
+    scratch = order, ordered, partial_out, partial_lse, finished
+    return TritonPlan(window, splits, num_stages, *scratch, *prefill_tiles(batch), side, {})
 
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
@@ -468,6 +493,13 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     assert tables.stride(1) == 1, "block tables must be contiguous along blocks"
 
 
+def factors(attn: Attention) -> tuple[float, float | None]:
+    """`scale`, as the kernels work in powers of two, and `squeeze`, see `capped`."""
+    if attn.softcap:
+        return attn.softcap * math.log2(math.e), attn.scale / attn.softcap
+    return attn.scale * math.log2(math.e), None
+
+
 def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
     As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
@@ -475,21 +507,16 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     """
     check_layout(q, kv, batch)
     plan = batch.prepared[attn.window]
-    T, H, D = q.shape
-    _, _, Hk, S, _ = kv.shape
+    _, H, D = q.shape
+    Hk, S = kv.shape[2:4]
     width = padded(D)
     queries = q.to(kv.dtype)
-    out = queries.new_empty(T, H, D)
-    scale = attn.scale * math.log2(math.e)  # the kernels work in powers of two
-    squeeze = None
-    if attn.softcap:
-        scale = attn.softcap * math.log2(math.e)
-        squeeze = attn.scale / attn.softcap
+    out = queries.new_empty(q.shape)
+    scale, squeeze = factors(attn)
     tables = batch.block_tables
     lengths = tables, batch.context_lens
     strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width}
-    cut = {"TILE": TILE, "WINDOW": plan.window}
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width, "TILE": TILE, "WINDOW": plan.window}
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
@@ -497,8 +524,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
                 queries, kv, out, *lengths, batch.query_start, *tiles, scale, squeeze, *strides,
-                **shape, **cut, ROWS=PREFILL_ROWS,
-                num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
+                **shape, ROWS=PREFILL_ROWS, num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
         group = triton.next_power_of_2(H // Hk)
@@ -506,9 +532,9 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
             queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
-            **shape, **cut, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
-            ORDERED=plan.ordered, num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
-            **pdl_options(q),
+            **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
+            ORDERED=plan.ordered, **plan.prefix, **pdl_options(q),
+            num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
@@ -547,7 +573,7 @@ def stages_that_fit(kv: Tensor) -> int:
 
 
 @jit
-def pdl_wait(PDL: tl.constexpr):
+def pdl_wait(PDL: constexpr):
     """
     Programmatic dependent launch (PDL, from Hopper on): this kernel may have been started before
     its predecessor ended. Let the successor start likewise, then block until the predecessor's

@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from engine.drafts import MOST_ROWS
 from model import GPT
+from ops import prefix
 from ops.choice import choose_ops
 from ops.inputs import (
     KnownRows,
@@ -102,6 +103,18 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     return shapes
 
 
+def sharing_shapes(N: int, G: int) -> list[StepShape]:
+    """
+    The shapes of steps of at most N decodes that share prefixes, with G query heads to a KV head.
+    Fewer, as each is a graph more: such a step has time to spare.
+    """
+    least = prefix.LEAST_REQUESTS
+    if least > N:
+        return []
+    fewer = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
+    return [StepShape(n, 0, 0, prefix.num_groups(n, G)) for n in (*fewer, N)]
+
+
 class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed
@@ -153,6 +166,13 @@ class Runner:
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
+        self.finder = None  # of prefixes that decodes share
+        self.sharing_shapes = []
+        if self.ops.attend is prefix.attend and not self.window:
+            G = config.n_head // config.n_kv_head
+            self.finder = prefix.GroupFinder(G, settings.block_size)
+            if self.shapes:
+                self.sharing_shapes = sharing_shapes(N, G)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.recorded = None
@@ -206,6 +226,13 @@ class Runner:
             n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
 
+    def sharing_shape(self, n: int) -> StepShape:
+        """The smallest of a step of n decodes that shares prefixes."""
+        for shape in self.sharing_shapes:
+            if shape.n >= n:
+                return shape
+        return StepShape(n, 0, 0, prefix.num_groups(n, self.finder.G))
+
     # -- a step on the device ----------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -229,6 +256,11 @@ class Runner:
         if changed:
             self.fill_tables(changed)
         shape = self.padded_shape(plan)
+        groups = None
+        if self.finder and not plan.chunks and not plan.drafts:
+            groups = self.finder.find(plan.decodes)
+        if groups:
+            shape = self.sharing_shape(shape.n)
         places = list(range(num_decode_rows(plan)))
         places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         if self.recorded:
@@ -236,7 +268,7 @@ class Runner:
             outputs = self.compute(None, shape, plan)
         else:
             constants = (self.padding_row, self.pool.sink, self.S_with_drafts)
-            packed = pack(plan, shape, *constants)
+            packed = pack(plan, shape, *constants, groups or ())
             if shape in self.graphs:
                 graph, *outputs = self.graphs[shape]
                 if packed != self.last_inputs:  # else the same requests decode on in their blocks
@@ -388,13 +420,14 @@ class Runner:
         memory. A step runs once before: that compiles its kernels. At the end all objects of the
         process are exempt from garbage collection.
         """
-        longest = max(sum(sizes(shape)) for shape in self.shapes)
+        shapes = self.shapes + self.sharing_shapes
+        longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         reserved = torch.cuda.memory_reserved()
         started = time.perf_counter()
-        largest_first = sorted(self.shapes, key=lambda shape: -shape.n - shape.T)
+        largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads

@@ -2,8 +2,9 @@
 `--deterministic` on a GPU: Triton operators that give a request the same numbers to the last bit,
 whatever is served beside it and however its tokens come into steps.
 
-A product's number is a sum in the order of its inputs, all of them in one part (no split-K), as
-tensor cores add up alike in tiles of any shape: so the tiles may follow the number of rows.
+A product's number is the sum of parts (split-K), as many as follow from its layer alone, the first
+ones first, and a part a sum in the order of its inputs, as tensor cores add up alike in tiles of
+any shape: so the tiles, and who adds up the parts, may follow the number of rows.
 Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, and then these sums,
 the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
 weights in integers, as the order of a sum of floats follows the layout of the tile.
@@ -39,40 +40,47 @@ from kernels import (
     triton,
 )
 from ops.fused import norm_rope_store
-from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear
+from ops.linear import (
+    ENOUGH_PROGRAMS,
+    Tiles,
+    head_tiles,
+    launch_linear,
+    layer_tiles,
+    num_parts,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Products
 
-# Rows, columns, inputs, warps, stages, see Tiles: the first with enough programs is taken. Without
-# split-K, fewer columns keep the chip busy. Up to FEW_ROWS are one tile, no larger than they need.
-FEW_ROWS = 32
-FOR_FEW_ROWS = [Tiles(FEW_ROWS, 64, 128, 4, 5, swapped=True)]
-FOR_FEW_ROWS += [Tiles(FEW_ROWS, 16, 256, 4, 6)]
+# Up to APART_ROWS the tiles are those of linear.py, and each part of a sum is another program's.
+# Beyond, a program adds up all parts: the first of these tiles with enough programs are taken.
+APART_ROWS = 512
+MOST_PARTS = 4  # of a sum
 FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
 FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
 FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
-FOR_MANY_ROWS += [Tiles(64, 32, 128, 4, 6)]
 
 
-def tiles_for(x: Tensor, layer) -> Tiles:
-    """How a product of x [R, K] is cut; no bit of it depends on that."""
+def tiles_for(x: Tensor, layer, P=1) -> Tiles:
+    """How a product of x [R, K], the sum of P parts, is cut; no bit of it depends on that."""
     R = len(x)
     N = len(layer.weight)
-    choice = FOR_MANY_ROWS
-    if R <= FEW_ROWS:
-        choice = FOR_FEW_ROWS
-    for tiles in choice:
+    if R <= APART_ROWS:
+        return layer_tiles(R, N, layer.weight.numel())._replace(apart=P)
+    for tiles in FOR_MANY_ROWS:
         programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
         if programs >= ENOUGH_PROGRAMS:
             break
-    rows = min(tiles.rows, padded(R))
-    return tiles._replace(rows=rows)
+    return tiles._replace(together=P)
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
-    """As linear.linear."""
-    tiles = tiles_for(x, layer)
+    """As linear.linear; the number of parts follows from the layer alone."""
+    N, K = layer.weight.shape
+    P = 1
+    if partial_sums:
+        P = min(MOST_PARTS, num_parts(K, N // 64))
+    tiles = tiles_for(x, layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
@@ -97,8 +105,9 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-SPLIT_KEYS = 512  # keys that are added up by themselves
-AT_ONCE = tl.constexpr(4)  # splits whose sums are loaded at once
+SPLIT_KEYS = 128  # keys that are added up by themselves
+AT_ONCE = 8  # splits whose sums are loaded at once
+WIDE_WARPS = 8  # of a program for rows of a chunk with heads of 256 numbers
 # Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
 UNIT = tl.constexpr(2.0**-23)
 ONE = tl.constexpr(0x3F800000)
@@ -124,7 +133,8 @@ def attention_kernel(
     tile_request, tile_start, scale, squeeze, k_to_v, M,
     H: tl.constexpr, Hk: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
     HEADS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, SPLITS: tl.constexpr, PROGRAMS: tl.constexpr, AT_ONCE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (H / HEADS, PROGRAMS, tiles): a program attends from ROWS rows, HEADS query heads of one KV
@@ -134,14 +144,16 @@ def attention_kernel(
     and split_sums [B, H, SPLITS, 2], the sums of weights and the largest exponents. A key that a
     row may not see changes no bit of it: rows begin and end in the middle of a tile or a split.
     """
-    program, tile, offset = tl.program_id(1), tl.program_id(2), 0
+    tile = tl.program_id(2)
     if tile_start is not None:  # those that see most keys first, see prefill_kernel
         tile = tl.num_programs(2) - 1 - tile
-        offset = tl.load(tile_start + tile)
     request = tl.load(tile_request + tile)
     if request < 0:
         return
-    begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
+    begin, stop, offset = request, request + 1, 0
+    if tile_start is not None:
+        offset = tl.load(tile_start + tile)
+        begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
     context = tl.load(context_lens + request)
     row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     lowest = context - (stop - begin) + offset  # position of the first row
@@ -151,6 +163,7 @@ def attention_kernel(
     end = tl.minimum(lowest + (ROWS + HEADS - 1) // HEADS, context)
     first_split = first // SPLIT
     used = tl.maximum(tl.cdiv(end, SPLIT) - first_split, 1)
+    program = tl.program_id(1) if PROGRAMS > 1 else 0
     if program >= used:
         return
     table = block_tables + request.to(tl.int64) * M
@@ -162,34 +175,48 @@ def attention_kernel(
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     mine = (request * H + head).to(tl.int64) * SPLITS  # where the splits of each row begin
-    for split in range(program, used, PROGRAMS):
-        from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
-        to_key = tl.minimum((first_split + split + 1) * SPLIT, end)
+    # of a chunk: every row sees all tiles before its first row's
+    some_unmasked: tl.constexpr = tile_start is not None and WINDOW == 0 and WIDTH == D
+    for split in range(program, used if PROGRAMS > 1 else 1, PROGRAMS):
         more_acc, more_total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
         more_top = tl.full([ROWS], -INF, tl.float32)
-        t = from_key + tl.arange(0, TILE)
-        block = tl.load(table + t // S, mask=t < to_key, other=0)
-        for _ in range(from_key, to_key, TILE):
-            there, visible = t < to_key, t[None, :] <= position[:, None]
-            if WINDOW:
-                there &= t >= first
-                visible &= t[None, :] > position[:, None] - WINDOW
-            keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
-            t += TILE
-            block = tl.load(table + t // S, mask=t < to_key, other=0)  # for the next round, in time
-            mask = there[:, None] & (d < D)[None, :]
-            k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
-            v = tl.load(keys + k_to_v, mask=mask, other=0.0)
-            score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
-            score = tl.where(visible, score, -INF)
-            highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
-            reference = tl.where(highest == -INF, 0.0, highest)
-            weight = tl.exp2(score * scale - reference[:, None])
-            shrink, more_top = tl.exp2(more_top - reference), highest
-            units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
-            more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
-            more_acc *= shrink[:, None]
-            more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+        from_key = tl.maximum((first_split + split) * SPLIT, first // TILE * TILE)
+        to_key = tl.minimum((first_split + split + 1) * SPLIT, end) if PROGRAMS > 1 else end
+        for masked in tl.static_range(0 if some_unmasked else 1, 2):
+            last = to_key if masked else tl.maximum(lowest + 1, 0) // TILE * TILE
+            t = from_key + tl.arange(0, TILE)
+            block = tl.load(table + t // S, mask=t // S < M, other=0)
+            for start in range(from_key, last, TILE):
+                if PROGRAMS == 1 and start % SPLIT == 0:
+                    acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
+                    more_acc, more_total = tl.zeros_like(acc), tl.zeros_like(total)
+                    more_top = tl.full([ROWS], -INF, tl.float32)
+                there, visible = t < to_key, t[None, :] <= position[:, None]
+                if WINDOW:
+                    there &= t >= first
+                    visible &= t[None, :] > position[:, None] - WINDOW
+                keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+                t += TILE
+                block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round
+                if masked:
+                    mask = there[:, None] & (d < D)[None, :]
+                    k = tl.load(keys, mask=mask, other=0.0)  # [TILE, WIDTH]
+                    v = tl.load(keys + k_to_v, mask=mask, other=0.0)
+                else:  # a load without a mask is faster
+                    k = tl.load(keys)
+                    v = tl.load(keys + k_to_v)
+                score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
+                if masked:
+                    score = tl.where(visible, score, -INF)
+                highest = tl.maximum(more_top, tl.max(score, axis=1) * scale)
+                reference = tl.where(highest == -INF, 0.0, highest)
+                weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
+                shrink, more_top = tl.exp2(more_top - reference), highest
+                units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+                more_total = tl.fma(more_total, shrink, units.to(tl.float32) * UNIT)
+                more_acc *= shrink[:, None]
+                more_acc = tl.dot(weight.to(v.dtype), v, more_acc, input_precision="ieee")
+            from_key = last
         if PROGRAMS == 1:
             acc, total, top = add_split(acc, total, top, more_acc, more_total, more_top)
         else:
@@ -263,7 +290,7 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
     shape |= {"WINDOW": plan.window, "TILE": TILE}
-    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S)}
+    shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S), "AT_ONCE": AT_ONCE}
 
     def launch(tiles, start, **options):
         heads = H // options["HEADS"]
@@ -274,7 +301,8 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
         options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
-        options |= {"num_warps": PREFILL_WARPS, "num_stages": stages_that_fit(kv)}
+        warps = WIDE_WARPS if padded(D) > 128 else PREFILL_WARPS
+        options |= {"num_warps": warps, "num_stages": stages_that_fit(kv)}
         options["PDL"] = False
         with torch.cuda.stream(plan.side):
             launch(plan.tile_request, plan.tile_start, **options)

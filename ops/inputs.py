@@ -31,6 +31,7 @@ class StepShape(NamedTuple):
     n: int  # decodes, tokens of drafts included
     C: int  # chunks
     T: int  # tokens of all chunks
+    groups: int = 0  # of decodes that share a prefix (prefix.py); with some, there are no chunks
 
 
 class StepInputs(NamedTuple):
@@ -50,13 +51,18 @@ class StepInputs(NamedTuple):
     token_rows: Tensor  # [T] the row of the request that each belongs to
     given_tokens: Tensor  # [n] of decodes; NO_TOKEN: the device's own
     given_positions: Tensor  # [n] of the given tokens
+    # see prefix.Groups
+    shared: Tensor  # [n], where there are groups
+    first: Tensor  # [groups]
+    end: Tensor  # [groups]
 
 
 def sizes(shape: StepShape) -> StepInputs:
     """The length of each field."""
-    n, C, T = shape
+    n, C, T, groups = shape
     starts = C + 1 if C else 0
-    return StepInputs(n, n, C, C, starts, C, T, T, T, n, n)
+    shared = n if groups else 0
+    return StepInputs(n, n, C, C, starts, C, T, T, T, n, n, shared, groups, groups)
 
 
 def num_decode_rows(plan: Plan) -> int:
@@ -64,10 +70,11 @@ def num_decode_rows(plan: Plan) -> int:
     return len(plan.decodes) + sum(map(len, plan.drafts.values()))
 
 
-def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0) -> array:
+def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, groups=()) -> array:
     """
-    The fields one after the other, each padded to its size with requests of the padding row. Here
-    requests a and b decode, and a chunk of 3 tokens of c, whose prompt goes on, is padded to 4:
+    The fields one after the other, each padded to its size with requests of the padding row; the
+    last ones are `groups` (prefix.Groups), where there are some. Here requests a and b decode, and
+    a chunk of 3 tokens of c, whose prompt goes on, is padded to 4:
 
          rows   last    chunk  sampling  chunk   chunk
                 blocks  rows   rows      starts  contexts  tokens       positions  token rows
@@ -111,8 +118,10 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0) 
         step.positions.extend(range(start, end))
         step.token_rows.extend([request.row] * m)
         offset += m
+    for values, of_groups in zip(step[-3:], groups, strict=False):
+        values += of_groups
     row = padding_row
-    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0)
+    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0, 0, 0, 0)
     packed = []
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         packed += values
@@ -215,7 +224,7 @@ def lay_out(
     its requests, to sample by. `packed` may be longer than the step. Without a plan, all of it is
     padding. In place: known.context_len and known.block_tables become those after the step.
     """
-    n, C, _ = shape
+    n, C, *_ = shape
     lengths = sizes(shape)
     step = StepInputs(*packed[: sum(lengths)].split(lengths))  # views of the fields
     inputs = ops.decode_inputs(step, known)
@@ -253,5 +262,6 @@ def lay_out(
         query_lens_host=query_lens,
         context_lens_host=context_lens,
         ops=ops,
+        groups=step[-3:] if shape.groups else None,
     )
     return batch, rows

@@ -62,16 +62,17 @@ def add_norm_kernel(
     P: tl.constexpr, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program adds P rows, those of delta [P, R, K], to its row of x [R, K], and
+    Grid (R,): a program adds up P rows, those of delta [P, R, K], and its row of x [R, K], and
     normalises that to `out` as nn.LayerNorm does, or model.RMSNorm; bias may be None.
     """
     k, row = tl.arange(0, WIDTH), tl.program_id(0).to(tl.int64) * K
     w = load_row(weight, k, K)
     b = load_row(bias, k, K) if bias is not None else None
     pdl_wait(PDL)
-    value = load_row(x + row, k, K)
+    value = tl.zeros([WIDTH], tl.float32)
     for part in tl.static_range(P):
         value += load_row(delta + part * R * K + row, k, K)
+    value += load_row(x + row, k, K)  # last: the parts may also come as one sum
     if P:
         tl.store(x + row + k, value.to(x.dtype.element_ty), mask=k < K)
     value = normalised(value, w, b, eps, k, K, RMS)
@@ -273,20 +274,21 @@ def matrix_kernel(
     N: tl.constexpr, K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, BLOCK: tl.constexpr, LENGTH: tl.constexpr,
-    SWAPPED: tl.constexpr, PREFETCH: tl.constexpr,
+    PARTS: tl.constexpr, SWAPPED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """
     Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
-    rows from LENGTH = K / P inputs, BLOCK at a time: one of the P parts of out [P, R, N]. SWAPPED
-    computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, which
-    the weights have even where x has few. With PREFETCH its weights are on their way from memory
-    before it waits for its predecessor.
+    rows, one of the P parts of out [P, R, N], BLOCK inputs at a time. That is the sum of PARTS
+    parts of LENGTH inputs, in the order in which add_norm_kernel adds. SWAPPED computes the
+    transposed product: Hopper's tensor cores want 64 rows of the first factor, which the weights
+    have even where x has few. With PREFETCH its weights are on their way from memory before it
+    waits for its predecessor.
     """
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
     part = tl.program_id(2)
-    begin = part * LENGTH
-    end = tl.minimum(begin + LENGTH, K)
+    begin = part * LENGTH * PARTS
+    end = tl.minimum(begin + LENGTH * PARTS, K)
     if PDL and PREFETCH:
         prefetch_weights(weight, n, begin, end, N, K)
         if GATED:
@@ -302,25 +304,29 @@ def matrix_kernel(
     first: tl.constexpr = COLS if SWAPPED else ROWS
     second: tl.constexpr = ROWS if SWAPPED else COLS
     masked: tl.constexpr = K % BLOCK != 0 or N % COLS != 0
-    acc = tl.zeros([first, second], tl.float32)
     up = tl.zeros([first, second], tl.float32) if GATED else None
-    for start in range(begin, end, BLOCK):
-        k = start + tl.arange(0, BLOCK)
-        value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
-        w = load_weights(weight, n, k, N, K, masked)
-        acc = dot(value, w, acc, SWAPPED)
-        if GATED:
-            w = load_weights(weight + N * K, n, k, N, K, masked)
-            up = dot(value, w, up, SWAPPED)
+    whole = tl.zeros([first, second], tl.float32)
+    for i in range(PARTS):
+        acc = tl.zeros([first, second], tl.float32)
+        for start in range(begin + i * LENGTH, tl.minimum(begin + (i + 1) * LENGTH, K), BLOCK):
+            k = start + tl.arange(0, BLOCK)
+            value = tl.load(x + k[None, :], mask=(r < R)[:, None] & (k < K)[None, :], other=0.0)
+            w = load_weights(weight, n, k, N, K, masked)
+            acc = dot(value, w, acc, SWAPPED)
+            if GATED:
+                w = load_weights(weight + N * K, n, k, N, K, masked)
+                up = dot(value, w, up, SWAPPED)
+        if bias is not None:
+            b = tl.where(i == 0, of_part_0, 0.0)
+            acc += b[:, None] if SWAPPED else b[None, :]
+        whole += acc
     let_attention_start(PDL, kv is not None)
     if SWAPPED:
-        acc = acc.T
+        whole = whole.T
         up = up.T if GATED else None
-    if bias is not None:
-        acc += of_part_0[None, :]
-        if GATED:
-            up += of_up[None, :]
-    epilogue(acc, up, out, kv, slots, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
+    if GATED and bias is not None:
+        up += of_up[None, :]
+    epilogue(whole, up, out, kv, slots, k_to_v, r, n, part, R, N, ACTIVATION, Hk, S, D)
 
 
 @jit
@@ -354,6 +360,7 @@ LINEAR_PRODUCTS = 600_000_000
 SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles even for many rows
 TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
 SPLIT_K = 256  # inputs of a part, at least
+PART_BLOCK = 128  # and a multiple of this: a multiple of all tiles' blocks
 ENOUGH_PROGRAMS = 95  # with more, K is not split further
 PREFETCHED = 2_500_000  # numbers of a weight matrix, at most, that few rows ask for in advance
 NORMED_ROW = 1024  # numbers of a row that a product normalises itself, at most
@@ -368,6 +375,8 @@ class Tiles(NamedTuple):
     warps: int
     stages: int = 1  # tiles under way at once
     swapped: bool = False
+    apart: int = 1  # parts of a sum, by as many programs
+    together: int = 1  # parts that a program adds up
 
     def options(self) -> dict:
         return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
@@ -465,7 +474,7 @@ def launch_linear(
 ) -> Tensor:
     """
     As linear; or, with `targets`, one layer's pool and the slots [R] in it, as project_qkv, but q
-    is [R, H D]. With `tiles`, in one part by matrix_kernel, whatever R is.
+    is [R, H D]. With `tiles`, by matrix_kernel, whatever R is.
     """
     N, K = layer.weight.shape
     if gated:
@@ -488,12 +497,12 @@ def launch_linear(
         out = layer.weight.new_empty(1, width, dtype=dtype)
         launch_vector(x, layer, out, pool, shape, one_row_tiles(x, N, K, gated, is_head))
         return out
-    P = 1
     if tiles is None:
         tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
         programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
-        P = num_parts(K, programs) if partial_sums else 1
-    out = x.new_empty(P, R, width, dtype=dtype)
+        if partial_sums:
+            tiles = tiles._replace(apart=num_parts(K, programs))
+    out = x.new_empty(tiles.apart, R, width, dtype=dtype)
     launch_matrix(x, layer, out, pool, shape, tiles)
     return out if partial_sums else out[0]
 
@@ -518,16 +527,17 @@ def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles)
 def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
     """matrix_kernel, for the R rows of x, to out [P, R, columns]."""
     assert x.is_contiguous(), "rows must be contiguous"
-    P, R, _ = out.shape
+    R = len(x)
     column_tiles = triton.cdiv(shape["N"], tiles.cols)
     row_tiles = triton.cdiv(R, tiles.rows)
-    blocks = triton.cdiv(triton.cdiv(shape["K"], P), tiles.block)  # of a part
+    blocks = triton.cdiv(shape["K"], tiles.apart * tiles.together * PART_BLOCK)  # of a part
     weight_tiles = 2 * tiles.cols if shape["GATED"] else tiles.cols
     stage_bytes = (tiles.rows + weight_tiles) * tiles.block * x.element_size()
     room = min(TILES_MEMORY, shared_memory(x.device))
     stages = max(1, min(tiles.stages, room // stage_bytes))
-    matrix_kernel[(column_tiles, row_tiles, P)](
+    matrix_kernel[(column_tiles, row_tiles, tiles.apart)](
         x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
-        ROWS=tiles.rows, LENGTH=blocks * tiles.block, SWAPPED=tiles.swapped, num_stages=stages,
-        PREFETCH=R <= FEW_ROWS and layer.weight.numel() <= PREFETCHED, **pdl_options(x),
+        ROWS=tiles.rows, LENGTH=blocks * PART_BLOCK, PARTS=tiles.together, SWAPPED=tiles.swapped,
+        PREFETCH=R <= FEW_ROWS and layer.weight.numel() <= PREFETCHED, num_stages=stages,
+        **pdl_options(x),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from engine.engine import Engine
 from engine.runner import Runner, num_scored, sampling_row
 from model import GPTConfig
 from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
+from ops.prefix import GroupFinder, Groups, num_groups
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 
@@ -142,6 +143,8 @@ class SimulatedRunner(Runner):
         self.scored_rows: set[int] = set()
         self.masked: set[Request] = set()
         decodes = sorted({1, 2, 4, N, max(N, MOST_ROWS)}) if padded else []
+        self.finder = None if self.recorded or self.window else FindAll(G=16, S=self.block_size)
+        self.sharing_shapes = []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [
             StepShape(n, 2, T) for T in (4, settings.token_budget) for n in decodes[-2:]
@@ -178,6 +181,7 @@ class SimulatedRunner(Runner):
         them in place of logits.
         """
         self.poison_new_blocks(plan)
+        prefixes = {}
         if self.recorded:
             ends = self.write_all(plan)
         else:
@@ -185,10 +189,13 @@ class SimulatedRunner(Runner):
             ends = self.write_decodes(step)
             self.write_chunks(step)
             ends += [(row, self.context_len[row]) for row in step.sampling_rows]
+            prefixes = self.read_prefixes(step)
         texts = []
         tokens = HostTokens()
         for row, end in ends:
             text = self.read(row, end)
+            prefix = prefixes.get(row, b"")
+            text = prefix + text[len(prefix) :]
             token = crc32(text, self.key[row]) % self.V
             self.last_token[row] = token
             texts.append(text)
@@ -259,6 +266,14 @@ class SimulatedRunner(Runner):
         first = start // S * S
         return b"".join([blocks[block] for block in table])[start - first : end - first]
 
+    def read_prefixes(self, step: StepInputs) -> dict[int, bytes]:
+        """Of each row in a group, what they share, read through the first one's block table."""
+        prefixes = {}
+        for first, end in zip(step.first, step.end, strict=True):
+            for i in range(first, end):
+                prefixes[step.rows[i]] = self.read(step.rows[first], step.shared[first])
+        return prefixes
+
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
@@ -299,6 +314,19 @@ class SimulatedRunner(Runner):
     def in_columns(self, scored: list[tuple], n: int) -> list[HostTokens]:
         rows = [score(text, max(token, 0), n, self.V) for text, token in scored]
         return [HostTokens(column) for column in zip(*rows, strict=True)]
+
+
+class FindAll(GroupFinder):
+    """Decodes share all they can, in groups of up to four."""
+
+    def worth_it(self, found):
+        n = len(self.tables)
+        groups = Groups([0] * n, [], [])
+        for first, end, blocks in found[: num_groups(n, self.G)]:
+            groups.shared[first:end] = [blocks * self.S] * (end - first)
+            groups.first.append(first)
+            groups.end.append(end)
+        return groups if groups.first else None
 
 
 def split_list(packed: list[int], shape: StepShape) -> StepInputs:

@@ -90,6 +90,7 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),
     "overhead": ("--model DIR", "floor, ms"),
+    "choices": ("--model DIR", "choices, tok/s"),
     "train": (
         "--seeds 1 2 --goal 9 --recipe '--data=DIR --steps=20 --n_layer=1 --n_embd=16 "
         "--context_length=16 --batch_size=2 --device=cpu'",

@@ -31,7 +31,7 @@ ORDER = [
     "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
     "checkpoint", "kernels",
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
-    "ops.flex", "ops.linear", "ops.fused", "ops.deterministic", "ops.choice",
+    "ops.flex", "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
     "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
     "engine.grammar", "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",

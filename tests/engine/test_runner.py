@@ -23,9 +23,9 @@ import torch
 import kernels
 from engine import runner as runner_module
 from engine.engine import Engine
-from engine.runner import Runner, padded_shapes
+from engine.runner import Runner, padded_shapes, sharing_shapes
 from model import GPT, GPTConfig
-from ops import gather
+from ops import gather, prefix
 from ops.inputs import StepShape, upload
 from paged import Plan, Request
 from params import GREEDY, SamplingParams
@@ -53,11 +53,13 @@ class Replay:
     def __init__(self, runner: Runner, shape: StepShape):
         packed = upload(runner.padding(shape), runner.device, to=runner.static_inputs)
         self.step = partial(runner.compute, packed, shape)
-        self.outputs = [x.clone() for x in self.step()]
+        # the hidden states, which the kernels may give out as a `LazyNorm`, are for scored prompts
+        self.outputs = [x.clone() if torch.is_tensor(x) else x for x in self.step()]
 
     def replay(self):
         for output, new in zip(self.outputs, self.step(), strict=True):
-            output.copy_(new)
+            if torch.is_tensor(output):
+                output.copy_(new)
 
 
 def pad(engine: Engine):
@@ -65,6 +67,8 @@ def pad(engine: Engine):
     runner, scheduler = engine.runner, engine.scheduler
     runner.ops = runner.ops._replace(fixed_shapes=True)
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
+    if runner.finder:
+        runner.sharing_shapes = sharing_shapes(scheduler.max_num_seqs, runner.finder.G)
     runner.recorded = None
 
 
@@ -76,7 +80,7 @@ def capture(engine: Engine):
     if runner.ops.name != "triton":
         runner.ops = runner.ops._replace(prepare=prepare_from_device)
     runner.static_inputs = torch.full((10_000,), runner.padding_row)
-    for shape in runner.shapes:
+    for shape in runner.shapes + runner.sharing_shapes:
         graph = Replay(runner, shape)
         runner.graphs[shape] = graph, *graph.outputs
     launch = runner.launch
@@ -288,6 +292,41 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models():
     assert scenario.counts["tokens"] == 6
 
 
+@needs_interpreter
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.parametrize("ready", [None, capture])
+def test_choices_that_share_their_prompt_are_the_dense_models(ready, monkeypatch):
+    """
+    Would catch: a choice that goes on from another's prefix, or with one that it shares no more; in
+    graphs, the groups of the step before. Each choice says something else from its first token on.
+    Prefixes of one tile, here of 16 tokens, are shared by twos or more, but not by the other
+    request, nor while it is prefilled.
+    """
+    for name, value in {"TILE": 16, "LEAST_REQUESTS": 2, "LEAST_SPARED": 16}.items():
+        monkeypatch.setattr(prefix, name, value)
+    model = trained_model()
+    sizes = {"num_blocks": 90, "max_num_seqs": 5, "token_budget": 30}
+    engine = new_engine(model, attention="triton", **sizes)
+    if ready:
+        ready(engine)
+    find_groups, steps = engine.runner.finder.find, []
+
+    def noted(requests):
+        steps.append(find_groups(requests))
+        return steps[-1]
+
+    monkeypatch.setattr(engine.runner.finder, "find", noted)
+    scenario = Scenario(engine, seed=3)
+    params = SamplingParams(max_tokens=6, seed=5, logprobs=2, temperature=2.0)
+    scenario.add("other", prompt(1, 2), replace(params, max_tokens=12))
+    scenario.add("choices", prompt(0, 35), params, n=4)
+    scenario.run(0)
+    assert scenario.counts["tokens"] == 12 + 4 * 6
+    shared = [groups.shared for groups in steps if groups]
+    assert [0, 32, 32, 32, 32] in shared
+    assert None in steps  # where the other one is alone
+
+
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU: CUDA graphs, and kernels compiled for it"
 )
@@ -338,16 +377,23 @@ def test_the_sizes_that_steps_are_padded_to():
     Would catch: a largest size that is missing, so that a full batch is captured for no graph; one
     that no batch can reach; a budget without a key of its own.
     """
-    sizes = [*((n, 0, 0) for n in (1, 2, 4, 8, 16, 20))]
+    sizes = [StepShape(n, 0, 0) for n in (1, 2, 4, 8, 16, 20)]
     for T in 128, 256, 300:
-        sizes += [(8, 8, T), (20, 8, T)]
+        sizes += [StepShape(8, 8, T), StepShape(20, 8, T)]
     assert padded_shapes(20, 300) == sizes
-    assert padded_shapes(1, 128) == [(1, 0, 0), (1, 8, 128)]
+    assert padded_shapes(1, 128) == [StepShape(1, 0, 0), StepShape(1, 8, 128)]
     shapes = padded_shapes(256, 8192)
     assert len(shapes) == 35 + 7 * 5
-    assert shapes[34:36] == [(256, 0, 0), (8, 8, 128)]
-    assert (64, 16, 1024) in shapes
-    assert shapes[-1] == (256, 128, 8192)
+    assert shapes[34:36] == [StepShape(256, 0, 0), StepShape(8, 8, 128)]
+    assert StepShape(64, 16, 1024) in shapes
+    assert shapes[-1] == StepShape(256, 128, 8192)
+    # those that share prefixes: nine graphs more
+    shapes = sharing_shapes(256, 1)
+    assert [shape.n for shape in shapes] == [16, 32, 64, 96, 128, 160, 192, 224, 256]
+    assert [shape.groups for shape in shapes] == [2, 4, 8, 12, 16, 20, 24, 28, 32]
+    assert sharing_shapes(20, 16) == [StepShape(16, 0, 0, 4), StepShape(20, 0, 0, 5)]
+    assert sharing_shapes(16, 1) == [StepShape(16, 0, 0, 2)]
+    assert sharing_shapes(15, 1) == []
 
 
 # decodes, then the tokens of each chunk -> decodes, chunks, and their tokens together
@@ -378,12 +424,13 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
     """
     runner = new_engine(trained_model(), num_blocks=8).runner
     request = Request(0, [1], 5)
-    assert runner.padded_shape(Plan(decodes=[request])) == (1, 0, 0)
-    assert runner.padded_shape(Plan(decodes=[request] * 3, chunks=[(request, 5)])) == (3, 1, 5)
+    assert runner.padded_shape(Plan(decodes=[request])) == StepShape(1, 0, 0)
+    plan = Plan(decodes=[request] * 3, chunks=[(request, 5)])
+    assert runner.padded_shape(plan) == StepShape(3, 1, 5)
     # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
     runner.shapes = padded_shapes(40, 1000)
     for line in PADDED.strip().splitlines():
         step, shape = line.split("->")
         n, *chunks = map(int, step.split())
         plan = Plan(decodes=[request] * n, chunks=[(request, T) for T in chunks])
-        assert list(runner.padded_shape(plan)) == list(map(int, shape.split())), line
+        assert runner.padded_shape(plan) == StepShape(*map(int, shape.split())), line

@@ -93,7 +93,7 @@ class Text:
         return out
 
 
-# around the ends of tiles and splits, which are 64 keys here
+# around the ends of tiles and splits, which are one or two tiles here
 EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 333]
 CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 256), (77, 333)], [(333, 333)]]
 CUTS += [[(5, 192), (2, 194), (139, 333)], [(1, n) for n in EDGES]]
@@ -109,6 +109,7 @@ MORE += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
 @pytest.fixture
 def short_splits(monkeypatch):
     monkeypatch.setattr(deterministic, "SPLIT_KEYS", kernels.TILE)
+    monkeypatch.setattr(deterministic, "AT_ONCE", 4)
 
 
 def differences(text: Text) -> int:
@@ -131,16 +132,17 @@ def differences(text: Text) -> int:
     return count
 
 
-@pytest.mark.parametrize("at_once", [1, 1000])
+@pytest.mark.parametrize(("at_once", "tiles"), [(1, 1), (1000, 1), (1, 2), (1000, 2)])
 @pytest.mark.parametrize("kind", [*KINDS[1:4], *MORE], ids=str)
 def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
-    kind, at_once, short_splits, monkeypatch
+    kind, at_once, tiles, short_splits, monkeypatch
 ):
     """
     Would catch: splits that follow the number of requests, or begin where a window or a chunk does;
     a masked key that rescales a sum; sums of splits in the order in which programs finish.
     """
     monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
+    monkeypatch.setattr(deterministic, "SPLIT_KEYS", tiles * kernels.TILE)
     assert differences(Text(**kind)) == 0
 
 
@@ -169,13 +171,16 @@ PRODUCTS += [{"partial_sums": True}]
 @all_dtypes
 @pytest.mark.parametrize(("N", "K"), [(48, 100), (130, 1100)])
 @pytest.mark.parametrize("kind", PRODUCTS, ids=str)
-def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype):
+def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, monkeypatch):
     """
-    Would catch: split-K where there are few rows, and none where there are many; one row by another
-    kernel; a norm that is deferred.
+    Would catch: parts that follow the number of rows, or are added up in another order by one
+    program than by the norm that follows; one row by another kernel; a norm that is deferred.
     """
+    monkeypatch.setattr(deterministic, "APART_ROWS", 200)
     layer = random_layer(N, K, dtype)
     norm = nn.LayerNorm(K).to(DEVICE, dtype)
+    norm_of_sum = nn.LayerNorm(N).to(DEVICE, dtype)
+    before = torch.randn(300, N).to(DEVICE, dtype)
     x = torch.randn(300, K).to(DEVICE, dtype)
     delta = torch.randn(1, 300, K).to(DEVICE)
     outputs = []
@@ -183,8 +188,10 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype):
         rows = list(rows)
         total, y = ops().add_norm(x[rows], delta[:, rows].contiguous(), norm)
         out = ops().linear(y, layer, **kind)
-        assert out.dim() == (3 if kind.get("partial_sums") else 2)
-        out = out[..., rows.index(7), :].reshape(-1)
+        if kind.get("partial_sums"):
+            assert len(out) == (4 if K > 1000 and len(rows) <= 200 else 1)
+            out = torch.cat(ops().add_norm(before[rows], out, norm_of_sum), dim=1)
+        out = out[rows.index(7)]
         if N == 48 and not kind:
             out = torch.cat([out, ops().head(y, layer, 30.0)[rows.index(7)]])
         outputs.append(torch.cat([out, total[rows.index(7)]]))
@@ -194,15 +201,19 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype):
 
 @torch.no_grad()
 @pytest.mark.parametrize(("rope", "D"), [(False, 16), (True, 16), (True, 64), (True, 256)])
-def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D):
-    """Would catch: heads whose norm is added up by as many threads as there are rows to spare."""
+def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkeypatch):
+    """
+    Would catch: heads whose norm is added up by as many threads as there are rows to spare; parts
+    of a sum that are added up in another order where they are one program's.
+    """
+    monkeypatch.setattr(deterministic, "APART_ROWS", 10)
     windows = {0: model_module.Rope(10_000.0)} if rope else {}
     norms = {"norm": "rms", "qk_norm": True} if rope else {}
-    sizes = {"n_embd": 100, "n_head": 4, "n_kv_head": 2, "head_size": D}
+    sizes = {"n_embd": 600, "n_head": 4, "n_kv_head": 2, "head_size": D}
     config = GPTConfig(64, 64, n_layer=1, rope=windows, **norms, **sizes)
     torch.manual_seed(0)
     attention = model_module.Attention(config, 0).to(DEVICE)
-    y = torch.randn(20, 100).to(DEVICE)
+    y = torch.randn(20, 600).to(DEVICE)
     outputs = []
     for rows in [7], [6, 7], range(20):
         rows = torch.tensor(rows, device=DEVICE)
@@ -222,7 +233,7 @@ def test_tiles_follow_the_rows_and_fit_the_memory():
     """For every size, a program's tiles fit; many rows never get the tiles of few."""
     for N in 48, 768, 2304, 50_257:
         for R in 1, 16, 17, 32, 33, 64, 256, 2048:
-            layer = SimpleNamespace(weight=range(N))
+            layer = nn.Linear(768, N, device="meta")
             tiles = deterministic.tiles_for(range(R), layer)
             assert tiles.rows >= min(R, 64) and tiles.rows <= max(16, 2 * R)
             assert 2 * (tiles.rows + 2 * tiles.cols) * tiles.block <= linear.TILES_MEMORY

@@ -33,7 +33,7 @@ import paged
 from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, flex, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import cpu, flex, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops, tables_for
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
@@ -473,7 +473,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     if kernels.triton:
         ops, reason = choose_ops("auto", "cuda:1")
         assert ops.name == "triton"
-        assert ops.prepare is kernels.prepare_triton
+        assert ops.prepare is prefix.prepare
         assert reason == "the fastest on CUDA"
         assert ops.sample is sampling_kernels.sample_triton
         assert not choose_ops("flex", "cuda")[0].fixed_shapes
@@ -671,6 +671,18 @@ def test_linear_layers_with_their_activations(R, N, K, activation, dtype, bias):
     (layer,) = randomised(nn.Linear(K, N, bias=bias))
     x = 3 * torch.randn(R, K) + 1
     check_operator(linear.launch_linear, model_module.linear, dtype, x, layer, activation)
+
+
+@needs_triton
+@both_biases
+@pytest.mark.parametrize("R", [1, 5])
+def test_each_half_of_a_gated_layer_has_its_own_bias(R, bias):
+    torch.manual_seed(R)
+    (layer,) = randomised(nn.Linear(70, 2 * 40, bias=bias))
+    operators = (
+        partial(f, activation="silu", gated=True) for f in (linear.linear, model_module.linear)
+    )
+    check_operator(*operators, torch.float32, torch.randn(R, 70), layer)
 
 
 @needs_triton
