@@ -213,10 +213,8 @@ class Recorder:
         return self._text("snapshot", settings | state)
 
     def _describe(self, r: Request) -> dict:
-        flight = self.engine.in_flight
-        guessed = (
-            len(flight.plan.drafts.get(r, ())) if flight else 0
-        )  # the lines tell of right ones
+        # of a draft under way, the lines will tell what was right
+        guessed = max(0, r.num_to_come - 1)
         described = {
             "filled": r.num_filled_slots - guessed,
             "target": r.prefill_target,
