@@ -10,7 +10,7 @@ from functools import partial
 from unittest.mock import Mock
 
 import pytest
-from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine
+from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine, tokens_of
 
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
 from engine.engine import Engine
@@ -536,6 +536,23 @@ def test_a_promise_that_is_not_kept_is_a_wrong_guess(monkeypatch):
     waits = overlaps.count(False)
     assert engine.speculator.num_guessed == 0
     assert 3 < waits < 9, "pauses of 1, 2, 4, 8, 16, 32 tokens"
+
+
+def test_choices_share_no_prefix_in_a_step_with_drafts(monkeypatch):
+    """Would catch: groups, counted by requests, of other rows: those behind a draft's."""
+    expected = answers_of_a_neighbour_and_choices(padded())
+    monkeypatch.setattr(GrowingText, "guess", lambda text, most: [0] * (text.request.id == "a"))
+    engine = padded(speculate=True)
+    assert answers_of_a_neighbour_and_choices(engine) == expected
+    assert engine.speculator.num_guessed > 5
+    assert engine.runner.finder.groups, "where there is no draft they do"
+
+
+def answers_of_a_neighbour_and_choices(engine: Engine) -> dict[str, list[int]]:
+    engine.add_request("a", [1, 2], greedy(12))
+    engine.add_request("b", list(range(10)), SamplingParams(max_tokens=20, seed=1), n=3)
+    outputs = finish(engine)
+    return {output.id: tokens_of(outputs, output.id) for output in outputs}
 
 
 def test_steps_without_drafts_need_no_upload():
