@@ -221,7 +221,7 @@ class Settings(SchedulerSettings):
     # asynchronous scheduling: plan a step while the one before runs; None: on a GPU
     overlap: bool | None = None
     speculate: bool = setting(
-        False, "guess tokens from the text so far, and check several in one step; deterministic"
+        False, "guess tokens from the text so far, and check several in one step"
     )
     seed: int | None = None  # for drawing the seeds of requests without one; None: from the system
 

@@ -14,9 +14,9 @@ sampled at once:
     computed    t  a  b  c
     sampled     a  b  x  y      a and b were right; x is the token after them, y is worth nothing
 
-The noise of a token depends on its request's seed and on its position, and its logits do not depend
-on the rows beside it (ops/cpu.c, ops/deterministic.py). So a text is to the bit what it would be
-without drafts, greedy or sampled: a wrong guess costs time, never a token. A draft ends where a
+The noise of a token depends on its request's seed and on its position. So a wrong guess costs time,
+never a token, greedy or sampled; and where logits do not depend on the rows beside them (ops/cpu.c,
+ops/deterministic.py) a text is to the bit what it would be without drafts. A draft ends where a
 grammar forbids it.
 
 A guess needs the tokens before it, and with overlap the last one is on its way. So the engine goes
@@ -29,7 +29,8 @@ from paged import TO_COME, Plan, Request, Scheduler
 
 MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
 MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
-LONGEST_PAUSE = 32  # tokens without a draft, after one wrong guess upon another
+MOST_ON_GPU = 16  # and the smallest tiles of ops/linear.py
+LONGEST_PAUSE = 64  # tokens without a draft, after one wrong guess upon another
 
 
 class GrowingText:
@@ -44,7 +45,7 @@ class GrowingText:
         self.num_indexed = MATCHED  # the next such place to enter; the end is none
         # what its guesses were worth
         self.length = 1  # of the next draft
-        self.pause = 1  # tokens after the next wrong guess
+        self.pause = 1  # tokens without, after the next wrong guess
         self.pause_ends = 0  # with so many tokens
         self.promised = False  # a draft, for which the engine has waited
 
@@ -72,10 +73,13 @@ class GrowingText:
         return [tokens[place + i % period] for i in range(min(most, self.length))]
 
     def learn(self, num_right: int):
-        """Longer drafts after right ones, and longer and longer pauses after wrong ones."""
+        """
+        Longer drafts after right ones, and longer pauses after wrong ones: as long as half of the
+        guesses are wrong, or more, guessing does not pay.
+        """
         self.length = 2 * num_right + 1
         if num_right:
-            self.pause = 1
+            self.pause = max(1, self.pause // 2)
         else:
             self.pause_ends = len(self.tokens) + 1 + self.pause
             self.pause = min(LONGEST_PAUSE, 2 * self.pause)
@@ -84,8 +88,9 @@ class GrowingText:
 class Speculator:
     """The drafts of an engine."""
 
-    def __init__(self, scheduler: Scheduler):
+    def __init__(self, scheduler: Scheduler, most_rows: int = MOST_ROWS):
         self.scheduler = scheduler
+        self.most_rows = most_rows  # of a step with drafts
         self.texts: dict[Request, GrowingText] = {}
         self.num_guessed = 0  # tokens, and of these the right ones
         self.num_right = 0
@@ -108,8 +113,8 @@ class Speculator:
 
     def plan_drafts(self, plan: Plan):
         """
-        Add drafts to a plan of decodes alone, up to MOST_ROWS and the budget, and as far as blocks
-        are free. `plan.sampled` then has a request once for each of its tokens.
+        Add drafts to a plan of decodes alone, up to `most_rows` and the budget, and as far as
+        blocks are free. `plan.sampled` then has a request once for each of its tokens.
         """
         room = self._room(plan.decodes)
         if room <= 0 or plan.chunks:
@@ -134,7 +139,7 @@ class Speculator:
 
     def _room(self, decodes: list[Request]) -> int:
         """For drafts behind these."""
-        return min(MOST_ROWS, self.scheduler.token_budget) - len(decodes)
+        return min(self.most_rows, self.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, room: int) -> list[int]:
         """The text of a request that is new here takes the place of those that have ended."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.drafts import MOST_ROWS
+from engine.drafts import MOST_ON_GPU
 from model import GPT
 from ops import prefix
 from ops.choice import choose_ops
@@ -135,7 +135,7 @@ class Runner:
         device = model.wte.weight.device
         self.device = device
         dtype = torch.int8 if settings.quantize == "int8" else model.wte.weight.dtype
-        how = (settings.attention, device, dtype, settings.deterministic or settings.speculate)
+        how = (settings.attention, device, dtype, settings.deterministic)
         self.ops, self.reason = choose_ops(*how)
         self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
@@ -151,7 +151,7 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
         self.padding_row = N
-        most_rows = max(N, MOST_ROWS) if settings.speculate else N
+        most_rows = max(N, MOST_ON_GPU) if settings.speculate else N
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.known = KnownRows(
             last_token=self.sampling.last_token,

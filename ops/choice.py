@@ -116,8 +116,8 @@ def choose_ops(
     if ops.name == "triton":
         return DETERMINISTIC, "--deterministic"
     raise ValueError(
-        f"--deterministic and --speculate are for --attention triton, which {NEEDS['triton']}, and "
-        f"cpu, which {NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave them out"
+        f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
+        f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
     )
 
 

@@ -35,9 +35,8 @@ def decode_inputs_kernel(
     row = tl.load(rows + i)
     last_block = tl.load(last_blocks + i)
     given = tl.load(given_tokens + i)
-    token, position = given, tl.load(given_positions + i)
-    if given < 0:
-        token, position = tl.load(last_token + row), tl.load(context_len + row)
+    token = tl.where(given < 0, tl.load(last_token + row), given)
+    position = tl.where(given < 0, tl.load(context_len + row), tl.load(given_positions + i))
     table = block_tables + row * M
     blocks = tl.load(table + m, mask=m < M, other=0).to(tl.int64)
     blocks = tl.where(m == position // S, last_block, blocks)
