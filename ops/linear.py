@@ -391,14 +391,14 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
     if is_head:
         return Tiles(1, 4, 512, warps=2)
     if K > 4096:
-        return Tiles(1, 2, 2048, warps=4)
+        return Tiles(1, 4, 2048, warps=8)
     if K <= 1024:
         return Tiles(1, 4, width, warps=4)
     if gated:
         return Tiles(1, 1, 1024, warps=4)
     if N > 1024:
         return Tiles(1, 2, 1024, warps=4)
-    return Tiles(1, 2, width, warps=4 if K > 2048 else 8)
+    return Tiles(1, 2, 2048, warps=8)
 
 
 def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
