@@ -480,7 +480,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave them out"):
+        with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave it out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
