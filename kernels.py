@@ -421,12 +421,8 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     """
     _, _, Hk, _, D = kv.shape
     B = batch.num_decodes
-    device = kv.device
-    on_gpu = device.type == "cuda"
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
-    processors = 8  # for the interpreter: any number will do
-    if on_gpu:
-        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    processors = num_processors(kv.device)
     at_once = processors * programs_at_once(D)
 
     # Fastest: as many splits as the chip runs at once, less a quarter.
@@ -442,20 +438,22 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
 
     ordered = programs > at_once  # else all start at once, and need not wait for the order
     order = batch.block_tables.new_empty(B)
-    finished = batch.block_tables.new_empty(B * Hk)
+    finished = order.new_empty(B * Hk)
     if B:
         order_kernel[(B,)](
             batch.context_lens, order, finished, B,
             WIDTH=triton.next_power_of_2(B), Hk=Hk, HEADS=triton.next_power_of_2(Hk), num_warps=1,
             **pdl_options(order),
         )  # fmt: skip
-    partial_lse = torch.empty(B * H * splits, device=device)
-    partial_out = torch.empty(len(partial_lse) * padded(D), device=device)
+    partial_lse = torch.empty(B * H * splits, device=kv.device)
+    partial_out = partial_lse.new_empty(len(partial_lse) * padded(D))
     side = None
-    if on_gpu and 0 < B < len(batch.query_lens_host):
-        side = torch.cuda.Stream(device)
-    scratch = order, ordered, partial_out, partial_lse, finished
-    return TritonPlan(window, splits, num_stages, *scratch, *prefill_tiles(batch), side, {})
+    if kv.is_cuda and 0 < B < len(batch.query_lens_host):
+        side = torch.cuda.Stream(kv.device)
+    return TritonPlan(
+        window, splits, num_stages, order, ordered, partial_out, partial_lse, finished,
+        *prefill_tiles(batch), side, {}
+    )  # fmt: skip
 
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
@@ -512,10 +510,9 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     width = padded(D)
     queries = q.to(kv.dtype)
     out = queries.new_empty(q.shape)
-    scale, squeeze = factors(attn)
     tables = batch.block_tables
     lengths = tables, batch.context_lens
-    strides = queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
+    numbers = *factors(attn), queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width, "TILE": TILE, "WINDOW": plan.window}
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
@@ -523,7 +520,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         tiles = plan.tile_request, plan.tile_start
         with torch.cuda.stream(plan.side):
             prefill_kernel[(H, len(plan.tile_request))](
-                queries, kv, out, *lengths, batch.query_start, *tiles, scale, squeeze, *strides,
+                queries, kv, out, *lengths, batch.query_start, *tiles, *numbers,
                 **shape, ROWS=PREFILL_ROWS, num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     if B := batch.num_decodes:
@@ -531,7 +528,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         heads_at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
         scratch = plan.partial_out, plan.partial_lse, plan.finished
         decode_kernel[(Hk, plan.splits, B)](
-            queries, kv, out, *scratch, *lengths, plan.order, scale, squeeze, *strides,
+            queries, kv, out, *scratch, *lengths, plan.order, *numbers,
             **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
             ORDERED=plan.ordered, **plan.prefix, **pdl_options(q),
             num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
@@ -557,6 +554,13 @@ STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, a
 def programs_at_once(D: int) -> int:
     """Programs of the decode kernel that one multiprocessor runs at once."""
     return 6 if padded(D) <= 64 else 4
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return 8  # for the interpreter: any number will do
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def shared_memory(device: torch.device) -> int:

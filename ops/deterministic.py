@@ -9,15 +9,12 @@ Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, 
 the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
 weights in integers, as the order of a sum of floats follows the layout of the tile.
 
-ops/choice.py makes the table. Letters as in kernels.py, and N outputs of a layer.
+ops/choice.py makes the table. Letters as in kernels.py and linear.py.
 """
-
-import math
 
 import torch
 from torch import Tensor
 
-import kernels
 import model
 from kernels import (
     INF,
@@ -28,7 +25,9 @@ from kernels import (
     TritonPlan,
     capped,
     check_layout,
+    factors,
     finishes_last,
+    gdc_launch_dependents,
     gdc_wait,
     jit,
     padded,
@@ -39,15 +38,8 @@ from kernels import (
     tl,
     triton,
 )
-from ops.fused import norm_rope_store
-from ops.linear import (
-    ENOUGH_PROGRAMS,
-    Tiles,
-    head_tiles,
-    launch_linear,
-    layer_tiles,
-    num_parts,
-)
+from ops import fused
+from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear, layer_tiles, num_parts
 
 # --------------------------------------------------------------------------------------------------
 # Products
@@ -56,14 +48,15 @@ from ops.linear import (
 # Beyond, a program adds up all parts: the first of these tiles with enough programs are taken.
 APART_ROWS = 512
 MOST_PARTS = 4  # of a sum
-FOR_MANY_ROWS = [Tiles(128, 128, 64, 8, 4)]
-FOR_MANY_ROWS += [Tiles(128, 64, 64, 8, 6)]
-FOR_MANY_ROWS += [Tiles(64, 64, 64, 4, 8, swapped=True)]
+FOR_MANY_ROWS = [
+    Tiles(128, 128, 64, warps=8, stages=4),
+    Tiles(128, 64, 64, warps=8, stages=6),
+    Tiles(64, 64, 64, warps=4, stages=8, swapped=True),
+]
 
 
-def tiles_for(x: Tensor, layer, P=1) -> Tiles:
-    """How a product of x [R, K], the sum of P parts, is cut; no bit of it depends on that."""
-    R = len(x)
+def tiles_for(R: int, layer, P=1) -> Tiles:
+    """How a product of R rows, the sum of P parts, is cut; no bit of it depends on R."""
     N = len(layer.weight)
     if R <= APART_ROWS:
         return layer_tiles(R, N, layer.weight.numel())._replace(apart=P)
@@ -80,7 +73,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     P = 1
     if partial_sums:
         P = min(MOST_PARTS, num_parts(K, N // 64))
-    tiles = tiles_for(x, layer, P)
+    tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
@@ -92,12 +85,9 @@ def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """As fused.project_qkv."""
-    if batch.rotations:
-        parts = linear(y, attn.c_attn, partial_sums=True)
-        return norm_rope_store(parts, attn, kv, batch), kv
-    if attn.q_norm is not None:
-        return model.project_qkv(y, attn, kv, batch)
-    tiles = tiles_for(y, attn.c_attn)
+    if batch.rotations or attn.q_norm is not None:
+        return fused.project_qkv(y, attn, kv, batch)
+    tiles = tiles_for(len(y), attn.c_attn)
     q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping), tiles=tiles)
     return q.view(len(y), attn.H, attn.D), kv
 
@@ -225,7 +215,7 @@ def attention_kernel(
             tl.store(split_sums + 2 * to, more_total, mask=token < stop)
             tl.store(split_sums + 2 * to + 1, more_top, mask=token < stop)
     if PDL:
-        kernels.gdc_launch_dependents()
+        gdc_launch_dependents()
     if PROGRAMS > 1:
         counter = finished + request * Hk + kv_head
         if not finishes_last(counter, tl.minimum(used, PROGRAMS)):
@@ -278,16 +268,10 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     queries = q.to(kv.dtype).contiguous()
     out = torch.empty_like(queries)
     assert out.numel() < 2**31, f"the kernel counts in int32, the step has {q.shape} queries"
-    scale = attn.scale
-    squeeze = None
-    if attn.softcap:
-        scale = attn.softcap
-        squeeze = attn.scale / scale
     tensors = (queries, kv, out)
     tensors += (plan.partial_out, plan.partial_lse, plan.finished)
     tensors += (tables, batch.context_lens, batch.query_start)
-    scale *= math.log2(math.e)  # the kernel works in powers of two
-    numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
+    numbers = (*factors(attn), kv.stride(0), tables.stride(0))
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
     shape |= {"WINDOW": plan.window, "TILE": TILE}
     shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S), "AT_ONCE": AT_ONCE}

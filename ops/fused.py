@@ -16,7 +16,7 @@ from torch import Tensor
 import model
 from kernels import Batch, gdc_wait, jit, pdl_options, pdl_wait, pool_offset, tl, triton
 from ops.inputs import KnownRows, ModelInputs, StepInputs
-from ops.linear import launch_linear, let_attention_start, linear, use_triton, wait
+from ops.linear import launch_linear, let_attention_start, use_triton, wait
 
 # --------------------------------------------------------------------------------------------------
 # Inputs and embeddings
@@ -211,7 +211,7 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     num_blocks + 1, Hk, S, D], which is returned, too.
     """
     if batch.rotations:
-        parts = linear(y, attn.c_attn, partial_sums=True)
+        parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
         return norm_rope_store(parts, attn, kv, batch), kv
     if not use_triton(len(y), attn.c_attn) or attn.q_norm is not None:
         return model.project_qkv(y, attn, kv, batch)

@@ -36,6 +36,7 @@ from kernels import (
     gdc_launch_dependents,
     gdc_wait,
     jit,
+    num_processors,
     online_softmax,
     padded,
     pdl_options,
@@ -216,9 +217,7 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
         return plan
     Hk, _, D = kv.shape[2:]
     B = batch.num_decodes
-    processors = 8
-    if kv.is_cuda:
-        processors = torch.cuda.get_device_properties(kv.device).multi_processor_count
+    processors = num_processors(kv.device)
     parts = 1  # enough that each processor has a program
     while parts < MAX_PARTS and parts * triton.cdiv(B, most_members(H // Hk)) * Hk < processors:
         parts *= 2
@@ -231,9 +230,9 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
 
 def attend(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """As kernels.paged_attention_triton, of steps that share, too: one launch more."""
-    check_layout(q, kv, batch)
     prefix = batch.prepared[attn.window].prefix
     if prefix:
+        check_layout(q, kv, batch)
         shared, first, end = batch.groups
         queries = q.to(kv.dtype)
         H = q.shape[1]

@@ -234,7 +234,7 @@ def test_tiles_follow_the_rows_and_fit_the_memory():
     for N in 48, 768, 2304, 50_257:
         for R in 1, 16, 17, 32, 33, 64, 256, 2048:
             layer = nn.Linear(768, N, device="meta")
-            tiles = deterministic.tiles_for(range(R), layer)
+            tiles = deterministic.tiles_for(R, layer)
             assert tiles.rows >= min(R, 64) and tiles.rows <= max(16, 2 * R)
             assert 2 * (tiles.rows + 2 * tiles.cols) * tiles.block <= linear.TILES_MEMORY
 
