@@ -58,7 +58,7 @@ class Batch:
     context_lens: Tensor  # [B] int32: tokens in the pool after this step
     block_tables: Tensor  # [B, M] int32: [request, logical block] -> physical block
     logits_index: Tensor  # [R] int32: places on the flat axis whose logits are wanted
-    num_decodes: int  # the first requests, with one token each
+    num_decodes: int  # the first requests, with one token each; of a draft each token is one
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
     ops: NamedTuple  # model.Ops, the table of operators that computes this step
@@ -294,7 +294,7 @@ def decode_kernel(
         begins = row < tl.minimum(begin, G) - split * G
         parts = query[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
         acc, top = sum_of_parts(prefix_out, prefix_lse, parts, begins[:, None], WIDTH)
-        total += 1.0  # elsewhere it is nothing to the first key, as `top` is next to -inf
+        total += 1.0  # where none are, the first key shrinks it to nothing: `top` is -1e30
     for _ in range(begin + split * TILE, context, SPLITS * TILE):
         visible = (t < context) & (t >= first)
         k, v = read_tile(kv, block, t, head, visible, k_to_v, Hk, S, D, WIDTH)

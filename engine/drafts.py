@@ -29,7 +29,7 @@ from paged import TO_COME, Plan, Request, Scheduler
 
 MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
 MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
-MOST_ON_GPU = 16  # and the smallest tiles of ops/linear.py
+MOST_ROWS_ON_GPU = 16  # the smallest tiles of ops/linear.py have as many
 LONGEST_PAUSE = 64  # tokens without a draft, after one wrong guess upon another
 
 

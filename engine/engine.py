@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from common import plural
-from engine.drafts import MOST_ON_GPU, MOST_ROWS, Speculator, with_drafts
+from engine.drafts import MOST_ROWS, MOST_ROWS_ON_GPU, Speculator, with_drafts
 from engine.events import Recorder
 from engine.grammar import MASK_SECONDS, begin_masks
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
@@ -83,7 +83,7 @@ class Engine:
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
-        self.speculator = Speculator(self.scheduler, MOST_ON_GPU if on_gpu else MOST_ROWS)
+        self.speculator = Speculator(self.scheduler, MOST_ROWS_ON_GPU if on_gpu else MOST_ROWS)
         self.in_flight: InFlight | None = None
         self.recorder: Recorder | None = None  # is sent what each step does
         self.requests: dict[int | str, Request] = {}  # waiting or running

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.drafts import MOST_ON_GPU
+from engine.drafts import MOST_ROWS_ON_GPU
 from model import GPT
 from ops import prefix
 from ops.choice import choose_ops
@@ -135,8 +135,9 @@ class Runner:
         device = model.wte.weight.device
         self.device = device
         dtype = torch.int8 if settings.quantize == "int8" else model.wte.weight.dtype
-        how = (settings.attention, device, dtype, settings.deterministic)
-        self.ops, self.reason = choose_ops(*how)
+        self.ops, self.reason = choose_ops(
+            settings.attention, device, dtype, settings.deterministic
+        )
         self.model = self.ops.pack_weights(model, settings.quantize)
         self.pool = KVBlockPool(
             settings.num_blocks,
@@ -151,7 +152,7 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
         self.padding_row = N
-        most_rows = max(N, MOST_ON_GPU) if settings.speculate else N
+        most_rows = max(N, MOST_ROWS_ON_GPU) if settings.speculate else N
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.known = KnownRows(
             last_token=self.sampling.last_token,
@@ -161,7 +162,7 @@ class Runner:
             S=settings.block_size,
         )
         self.window = settings.window
-        self.S_with_drafts = settings.block_size if settings.speculate else 0
+        self.S_with_drafts = settings.block_size if settings.speculate else 0  # for `pack`
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
@@ -248,8 +249,8 @@ class Runner:
         if plan.admitted:
             self.fill_rows(*plan.admitted)
         # With a window a prompt gets blocks from chunk to chunk. A decode's new block is among the
-        # inputs that `pack` makes, but one of its draft may see another one that is as new; a
-        # recorded step has the tables alone.
+        # inputs that `pack` makes, one for each row; but a draft's later rows may see two or more
+        # that are new. A recorded step has the tables alone.
         changed = [r for r, _ in plan.chunks if self.window]
         if self.recorded or plan.drafts:
             changed += [r for r in plan.grown if r.row is not None]

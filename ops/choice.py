@@ -4,12 +4,12 @@ an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
-    TORCH     model.TORCH, and torch for what serving adds: the reference, on any device
-    PACKED    packed weights, scaled dot-product attention of gathered K and V
-    cpu       the operators of cpu.c, if there is a C compiler
-    TRITON    fused kernels that read K and V where they are; CUDA graphs can hold a step
+    TORCH          model.TORCH, and torch for what serving adds: the reference, on any device
+    PACKED         packed weights, scaled dot-product attention of gathered K and V
+    cpu            the operators of cpu.c, if there is a C compiler
+    TRITON         fused kernels that read K and V where they are; CUDA graphs can hold a step
     DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
-    flex      TRITON or PACKED with FlexAttention
+    flex           TRITON or PACKED with FlexAttention
 
 Each batch carries its table, so no code further down asks which device it is on.
 """

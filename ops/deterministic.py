@@ -45,22 +45,21 @@ from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear, layer_
 # Products
 
 # Up to APART_ROWS the tiles are those of linear.py, and each part of a sum is another program's.
-# Beyond, a program adds up all parts: the first of these tiles with enough programs are taken.
+# Beyond, a program adds up all parts: of the largest tiles that still make enough programs.
 APART_ROWS = 512
 MOST_PARTS = 4  # of a sum
-FOR_MANY_ROWS = [
-    Tiles(128, 128, 64, warps=8, stages=4),
-    Tiles(128, 64, 64, warps=8, stages=6),
-    Tiles(64, 64, 64, warps=4, stages=8, swapped=True),
-]
+LARGE = Tiles(128, 128, 64, warps=8, stages=4)
+MIDDLE = Tiles(128, 64, 64, warps=8, stages=6)
+SMALL = Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
 
 
 def tiles_for(R: int, layer, P=1) -> Tiles:
     """How a product of R rows, the sum of P parts, is cut; no bit of it depends on R."""
     N = len(layer.weight)
     if R <= APART_ROWS:
-        return layer_tiles(R, N, layer.weight.numel())._replace(apart=P)
-    for tiles in FOR_MANY_ROWS:
+        tiles = layer_tiles(R, N, layer.weight.numel())
+        return tiles._replace(apart=P)
+    for tiles in (LARGE, MIDDLE, SMALL):
         programs = triton.cdiv(R, tiles.rows) * triton.cdiv(N, tiles.cols)
         if programs >= ENOUGH_PROGRAMS:
             break
@@ -72,7 +71,8 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
-        P = min(MOST_PARTS, num_parts(K, N // 64))
+        programs = N // 64  # for one part: most tiles have so many columns
+        P = min(MOST_PARTS, num_parts(K, programs))
     tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
@@ -88,7 +88,8 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     if batch.rotations or attn.q_norm is not None:
         return fused.project_qkv(y, attn, kv, batch)
     tiles = tiles_for(len(y), attn.c_attn)
-    q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping), tiles=tiles)
+    targets = (kv, batch.slot_mapping)
+    q = launch_linear(y, attn.c_attn, targets=targets, tiles=tiles)
     return q.view(len(y), attn.H, attn.D), kv
 
 
@@ -253,8 +254,9 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     programs = min(plan.splits, triton.next_power_of_2(splits))
     if programs == 1:
         splits = 0  # one program needs no scratch
-    sums = torch.empty(2 * batch.num_decodes * H * splits, device=kv.device)
-    acc = sums.new_empty(len(sums) // 2 * padded(D))
+    count = batch.num_decodes * H * splits
+    sums = torch.empty(2 * count, device=kv.device)
+    acc = sums.new_empty(count * padded(D))
     return plan._replace(splits=programs, partial_out=acc, partial_lse=sums)
 
 
@@ -271,9 +273,11 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     tensors = (queries, kv, out)
     tensors += (plan.partial_out, plan.partial_lse, plan.finished)
     tensors += (tables, batch.context_lens, batch.query_start)
-    numbers = (*factors(attn), kv.stride(0), tables.stride(0))
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": padded(D)}
-    shape |= {"WINDOW": plan.window, "TILE": TILE}
+    scale, squeeze = factors(attn)
+    numbers = (scale, squeeze, kv.stride(0), tables.stride(0))
+    width = padded(D)
+    shape = {"H": H, "Hk": Hk, "D": D, "S": S}
+    shape |= {"WIDTH": width, "WINDOW": plan.window, "TILE": TILE}
     shape |= {"SPLIT": SPLIT_KEYS, "SPLITS": most_splits(batch, S), "AT_ONCE": AT_ONCE}
 
     def launch(tiles, start, **options):
@@ -285,7 +289,7 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
         options = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1}
-        warps = WIDE_WARPS if padded(D) > 128 else PREFILL_WARPS
+        warps = WIDE_WARPS if width > 128 else PREFILL_WARPS
         options |= {"num_warps": warps, "num_stages": stages_that_fit(kv)}
         options["PDL"] = False
         with torch.cuda.stream(plan.side):
@@ -293,7 +297,8 @@ def attend(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor
     if batch.num_decodes:
         G = H // Hk
         options = {"HEADS": G, "ROWS": padded(G), "PROGRAMS": plan.splits}
-        options |= {"num_warps": 2 if padded(D) <= 64 else 4, "num_stages": plan.num_stages}
+        warps = 2 if width <= 64 else 4
+        options |= {"num_warps": warps, "num_stages": plan.num_stages}
         options |= pdl_options(q)
         launch(plan.order, None, **options)
     if plan.side:

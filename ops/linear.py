@@ -294,7 +294,7 @@ def matrix_kernel(
         if GATED:
             prefetch_weights(weight + N * K, n, begin, end, N, K)
     if bias is not None:
-        of_part_0 = load_row(bias, n + part * N, N)
+        of_part_0 = load_row(bias, n + part * N, N)  # for other parts: behind it, zeros
         if GATED:
             of_up = load_row(bias + N, n, N)
     slots = tl.load(slot_mapping + r, mask=r < R, other=0) if kv is not None else None
@@ -385,7 +385,7 @@ class Tiles(NamedTuple):
 def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
     """The tiles for one row, as tuned."""
     width = triton.next_power_of_2(K)
-    if isinstance(x, LazyNorm):
+    if isinstance(x, LazyNorm):  # the whole row at once, as its norm needs
         warps = 2 if K > 768 else 1
         return Tiles(1, 4, width, warps=4 if gated else warps)
     if is_head:

@@ -60,9 +60,9 @@ LEAST_MEMBERS = 8  # of a group, where there are as many groups as can be
 
 
 class Groups(NamedTuple):
-    """What a step shares: these lists are inputs of it (inputs.StepInputs), its tokens by TILE."""
+    """What a step shares, in lists that are inputs of it (inputs.StepInputs)."""
 
-    shared: list[int]  # [n] tokens that a request shares with its group; 0: it is in none
+    shared: list[int]  # [n] tokens, in whole TILEs, that a request shares; 0: it is in no group
     first: list[int]  # [groups] the first request of each
     end: list[int]  # [groups] the one behind its last
 

@@ -308,7 +308,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     """
     _, V = logits.shape
     rows = logits
-    if logits.is_cuda:  # it adds up a row by its place in words of 16 bytes: let none begin within
+    if logits.is_cuda:  # the sum's order follows where in 16 bytes of memory a row begins
         rows = F.pad(logits, (0, -V % 8), value=-torch.inf)
     # not logsumexp, which several threads add up in parts, where there is one row
     scores = rows.log_softmax(1, dtype=torch.float32)
@@ -318,20 +318,20 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
     # which of equal logits topk takes depends on how many it takes: as many as can be asked for
     most = max(n, MOST_LOGPROBS) if n else 0
-    ranked = keys(logits) if logits.is_cuda else logits
+    ranked = sort_keys(logits) if logits.is_cuda else logits
     ids = ranked.topk(min(most, V)).indices[:, :n]
     chosen = scores.gather(1, tokens.clamp(min=0)[:, None])
     return finite(chosen)[:, 0], ids, finite(scores.gather(1, ids))
 
 
-def keys(logits: Tensor) -> Tensor:
+def sort_keys(logits: Tensor) -> Tensor:
     """
     Integers [R, V] in the order of logits [R, V], of equal ones the first is the largest: on a GPU
     the number of rows decides which of equal numbers topk takes.
     """
     _, V = logits.shape
     words = logits.float().view(torch.int32).long()
-    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # of negative floats the largest
+    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # negative floats are reversed
     return (words << 32) - torch.arange(V, device=logits.device)
 
 

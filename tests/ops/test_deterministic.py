@@ -264,8 +264,8 @@ def test_log_probabilities_do_not_depend_on_the_place_of_a_row(V, dtype):
     assert np.isfinite(results[0][2]).all() and len(set(results[0][1])) == 20
 
 
-def test_keys_are_in_the_order_of_logits():
+def test_sort_keys_are_in_the_order_of_logits():
     """Of equal ones the first is the largest; infinities have their place."""
     logits = torch.tensor([[1.5, -2.0, 0.0, 1.5, -torch.inf, 3e-41, -2.0, torch.inf, -1e-41]])
-    order = sampling.keys(logits).sort(descending=True).indices
+    order = sampling.sort_keys(logits).sort(descending=True).indices
     assert order.tolist() == [[7, 0, 3, 5, 2, 8, 1, 6, 4]]

@@ -34,7 +34,6 @@ from browser import (  # noqa: F401
 from processes import Process
 
 from engine.events import Recorder
-from ops.cpu import c_compiler
 from params import SamplingParams
 from server.live import page as page_html
 from server.live import page_headers
@@ -171,8 +170,6 @@ def frequent_snapshots(*args, **settings) -> list[tuple]:
 
 def record_of_drafts(overlap: bool) -> list[tuple]:
     """Texts that repeat themselves, some ended early."""
-    if not c_compiler():
-        pytest.skip("no C compiler here, so no drafts")
     settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24, "overlap": overlap}
     engine = new_engine(trained_model(), speculate=True, **settings)
     arrivals = {4 * i: [(str(i), [i, 7, 8, 9] * 3, 5 + 3 * i, 1 + i % 2)] for i in range(9)}
