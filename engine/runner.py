@@ -10,6 +10,7 @@ request that may run at once, and row N for padding; of a step, n decodes and C 
 """
 
 import gc
+import itertools
 import time
 from array import array
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from engine.drafts import MOST_ON_GPU
 from model import GPT
 from ops import prefix
 from ops.choice import choose_ops
+from ops.fused import send
 from ops.inputs import (
     KnownRows,
     StepShape,
@@ -263,6 +265,7 @@ class Runner:
             shape = self.sharing_shape(shape.n)
         places = list(range(num_decode_rows(plan)))
         places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        on_host = None  # a graph sends its tokens itself
         if self.recorded:
             places = range(len(plan.sampled))
             outputs = self.compute(None, shape, plan)
@@ -275,6 +278,7 @@ class Runner:
                     upload(packed, self.device, to=self.static_inputs)
                     self.last_inputs = packed
                 graph.replay()
+                on_host = next(self.sent)
             else:
                 outputs = self.compute(upload(packed, self.device), shape, plan)
         tokens, logits, x = outputs
@@ -282,7 +286,8 @@ class Runner:
             place_of = dict(zip(plan.sampled, places, strict=True))
         if plan.masked:
             self.sample_masked({r: place_of[r] for r in plan.masked}, tokens, logits)
-        on_host = tokens.to("cpu", non_blocking=True)
+        if on_host is None or plan.masked:
+            on_host = tokens.to("cpu", non_blocking=True)
         flight = InFlight(plan, places, logits, on_host, tokens)
         if self.scored_rows:
             flight.sampled_scores = self.score_sampled(place_of, tokens, logits)
@@ -423,6 +428,12 @@ class Runner:
         shapes = self.shapes + self.sharing_shapes
         longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
+        # To where graphs send their tokens: two steps are under way at most. The graphs alone would
+        # not keep the memory of `turn`.
+        most = max(shape.n + shape.C for shape in shapes)
+        ring = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
+        self.sent = itertools.cycle(ring)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         reserved = torch.cuda.memory_reserved()
@@ -432,12 +443,15 @@ class Runner:
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
-                self.compute(packed, shape)
+                tokens, *_ = self.compute(packed, shape)
+                send(tokens, ring, self.turn)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
+                send(outputs[0], ring, self.turn)
             self.graphs[shape] = graph, *outputs
+        self.turn.zero_()
         gc.collect()
         # all objects so far stay: to look through them would hold up a step for 50 ms
         gc.freeze()
