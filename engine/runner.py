@@ -168,7 +168,7 @@ class Runner:
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
-        self.finder = None  # of prefixes that decodes share
+        self.finder = None  # of the groups of decodes that share prefixes
         self.sharing_shapes = []
         if self.ops.attend is prefix.attend and not self.window:
             G = config.n_head // config.n_kv_head
@@ -204,7 +204,7 @@ class Runner:
                 self.scored_rows.add(r.row)
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests, up to the longest: behind the others goes the sink."""
+        """Fill the block tables of requests, padded with the sink to the longest."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
@@ -229,7 +229,7 @@ class Runner:
         return StepShape(n, C, T)
 
     def sharing_shape(self, n: int) -> StepShape:
-        """The smallest of a step of n decodes that shares prefixes."""
+        """The smallest padded shape for n decodes that share prefixes, or n itself unpadded."""
         for shape in self.sharing_shapes:
             if shape.n >= n:
                 return shape
@@ -249,9 +249,9 @@ class Runner:
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.fill_rows(*plan.admitted)
-        # With a window a prompt gets blocks from chunk to chunk. A decode's new block is among the
-        # inputs that `pack` makes, but one of its draft may see another one that is as new; a
-        # recorded step has the tables alone.
+        # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
+        # where that is not enough: for prompts with a window, which get blocks chunk by chunk; for
+        # drafts, whose later tokens may see more new blocks; and for recorded steps.
         changed = [r for r, _ in plan.chunks if self.window]
         if self.recorded or plan.drafts:
             changed += [r for r in plan.grown if r.row is not None]
