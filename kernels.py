@@ -3,7 +3,7 @@ What a step carries (`Batch`), and the two operations on the KV pool: store K, V
 block tables.
 
 A step lays its requests out on one flat token axis, without padding: first one token of each
-decoding request, then the prefill chunks. Decodes and chunks so share one forward pass:
+decoding request, then the prefill chunks. So decodes and chunks share one forward pass:
 
     request           r0   r1   r2            r3
     tokens     [T]    a    b    c0 c1 c2 c3   d0 d1        T = 8
@@ -11,10 +11,10 @@ decoding request, then the prefill chunks. Decodes and chunks so share one forwa
 
 Both operations are in Triton here, and read K and V where they are; ops/gather.py has them in
 torch, with the same signatures and in-place effects: `store_kv` writes the pool, `paged_attention`
-only reads it. A request with context length 0, as the padding of chunks in a CUDA graph, gets
+only reads it. A request with context length 0, such as the padding of chunks in a CUDA graph, gets
 zeros. In order: the batch, the store, attention, the launches, and last what GPUs from Hopper on
-add; `pdl_wait` and `PDL` can be passed over until there. Letters: B requests, T tokens, R rows of
-logits, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block size.
+add; skip `pdl_wait` and `PDL` until there. Letters: B requests, T tokens, R rows of logits, H query
+heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block size.
 """
 
 import math
@@ -258,8 +258,8 @@ def decode_kernel(
 
     One request with 4 KV heads is 4 programs without splits, of 132 processors; with 32, 128.
 
-    With `shared` (not None) attention to so many first tokens of a request is there already, in
-    PARTS partial results (prefix.prefix_kernel): split 0 begins with these.
+    With `shared` [B], prefix.prefix_kernel has attended to the first shared[request] tokens, and
+    left PARTS partial results: split 0 begins with these.
     """
     head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if ORDERED:
@@ -290,11 +290,11 @@ def decode_kernel(
     acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], -INF, tl.float32)
     if shared is not None:
-        # those of split 0, if there is a prefix: it has more than G tokens then
+        # true for the G heads of split 0, if there is a prefix: then it has more than G tokens
         begins = row < tl.minimum(begin, G) - split * G
         parts = query[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
         acc, top = sum_of_parts(prefix_out, prefix_lse, parts, begins[:, None], WIDTH)
-        total += 1.0  # where none are, the first key shrinks it to nothing: `top` is -1e30
+        total += 1.0  # elsewhere `top` is close to -inf, so the first key shrinks this to zero
     for _ in range(begin + split * TILE, context, SPLITS * TILE):
         visible = (t < context) & (t >= first)
         k, v = read_tile(kv, block, t, head, visible, k_to_v, Hk, S, D, WIDTH)

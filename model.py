@@ -67,7 +67,7 @@ class Ops(NamedTuple):
     attend: Callable
     # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)); gated:
     # activation(gate) * up of the two halves of layer(x); with partial_sums it may be (P, T, out),
-    # the parts of a sum (split-K) for add_norm, whose delta it is, to add up
+    # the parts of a sum (split-K), which add_norm adds up: the result is its delta
     linear: Callable
     # (x, layer, softcap=0.0) -> logits (..., T, V)
     head: Callable
@@ -288,7 +288,7 @@ class Rope(NamedTuple):
         if self.llama3 is None:
             return frequencies / self.factor
         low, high, length = self.llama3
-        # in transformers' order: 2,000 positions on, a last digit of a frequency is felt
+        # in transformers' order: after 2,000 positions the last digit of a frequency matters
         turns = length / (2 * math.pi / frequencies)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         return (1 - kept) * frequencies / self.factor + kept * frequencies

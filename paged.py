@@ -400,7 +400,7 @@ class Plan:
     """The work of one step: which requests compute how many tokens."""
 
     step: int = 0  # its number, for traces
-    decodes: list[Request] = field(default_factory=list)  # one token each, and those of drafts
+    decodes: list[Request] = field(default_factory=list)  # one token each, with a draft more
     # of decodes: tokens that are guessed to follow (engine/drafts.py)
     drafts: dict[Request, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
@@ -425,7 +425,7 @@ class Plan:
         return sum(n for _, n in self.work)
 
     def forget(self, request: Request):
-        """What the step brings for this request is dropped, as if it had ended."""
+        """Drop the step's results for this request, as if it had ended."""
         ended = Request(request.id, [], 0)
         for requests in (self.decodes, self.completed, self.sampled):
             requests[:] = [ended if r is request else r for r in requests]

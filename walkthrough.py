@@ -335,7 +335,7 @@ def kernel(engine):
 
 def splits(engine):
     """9. Splits: several programs for one context (flash-decoding)
-    The third axis of the grid cuts a context: of 4 splits the first takes the tiles (of 64 keys) 0,
+    One more axis of the grid cuts a context: of 4 splits the first takes the tiles (of 64 keys) 0,
     4, 8, .., the second 1, 5, 9, .. Each leaves its own mixture, total / sum, and its log-sum-exp,
     maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
     e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.

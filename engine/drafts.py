@@ -6,35 +6,36 @@ Speculative decoding without a draft model: the text so far guesses how it goes 
     ...                                              # compute the step, guesses and all
     places = speculator.take_drafts(plan, tokens)    # accept what was guessed right
 
-A step of one token reads all weights, and a step of a few hardly takes longer. So where the last
-tokens of a text stood in it before, those that followed them there are its draft (prompt lookup,
-Saxena 2023; vLLM's method "ngram"). Behind the last token t and a draft a b c, four tokens are
-sampled at once:
+A step reads all weights even for one token, and hardly takes longer for a few. So if the last
+tokens of a text occurred in it before, the tokens that followed them there are its draft (prompt
+lookup, Saxena 2023; vLLM's method "ngram"). After the last token t and a draft a b c, four tokens
+are sampled at once:
 
     computed    t  a  b  c
-    sampled     a  b  x  y      a and b were right; x is the token after them, y is worth nothing
+    sampled     a  b  x  y      a and b were right; x comes after them; y follows a wrong c: dropped
 
 The noise of a token depends on its request's seed and on its position. So a wrong guess costs time,
 never a token, greedy or sampled; and where logits do not depend on the rows beside them (ops/cpu.c,
-ops/deterministic.py) a text is to the bit what it would be without drafts. A draft ends where a
-grammar forbids it.
+ops/deterministic.py) a text is to the bit what it would be without drafts. A draft ends before the
+first token that the request's grammar forbids.
 
-A guess needs the tokens before it, and with overlap the last one is on its way. So the engine goes
-on with overlap until the text so far promises a draft, and plans without while there are drafts.
+A guess needs all tokens before it, but with overlap a step is planned before the last one is known.
+So the engine overlaps steps until the known tokens promise a draft, and then waits for each step
+before it plans the next, as long as there are drafts.
 """
 
 from itertools import takewhile
 
 from paged import TO_COME, Plan, Request, Scheduler
 
-MATCHED = 3  # the n of its n-grams: so many tokens must have stood in the text before
-MOST_ROWS = 8  # of a step with drafts: ops/cpu.c multiplies as many at once
-MOST_ROWS_ON_GPU = 16  # the smallest tiles of ops/linear.py have as many
-LONGEST_PAUSE = 64  # tokens without a draft, after one wrong guess upon another
+MATCHED = 3  # the n of the n-grams: the last n tokens must have occurred in the text before
+MOST_ROWS = 8  # of a step with drafts, all requests together: ops/cpu.c multiplies 8 at once
+MOST_ROWS_ON_GPU = 16  # likewise: the smallest tiles of ops/linear.py have 16
+LONGEST_PAUSE = 64  # tokens without a draft, after many wrong guesses in a row
 
 
 class GrowingText:
-    """A request's text, and where in it each n-gram stood last."""
+    """A request's text, and where in it each n-gram occurred last."""
 
     def __init__(self, request: Request):
         self.request = request
@@ -42,17 +43,17 @@ class GrowingText:
         self.tokens = list(request.prompt_tokens)
         self.num_generated = 0  # tokens of the answer among them
         self.place_after: dict[tuple, int] = {}  # n-gram -> the place behind it
-        self.num_indexed = MATCHED  # the next such place to enter; the end is none
+        self.num_indexed = MATCHED  # the next such place to enter; never the end of the text
         # what its guesses were worth
         self.length = 1  # of the next draft
-        self.pause = 1  # tokens without, after the next wrong guess
-        self.pause_ends = 0  # with so many tokens
-        self.promised = False  # a draft, for which the engine has waited
+        self.pause = 1  # tokens without a draft, after the next wrong guess
+        self.pause_ends = 0  # once the text has so many tokens
+        self.promised = False  # whether the engine waits for a step because this text has a draft
 
     def guess(self, most: int) -> list[int]:
         """
-        At most so many tokens that may come behind the known ones; none where the text's end is new
-        to it.
+        At most `most` tokens that may follow the known ones; [] if the last MATCHED of these have
+        not occurred before.
         """
         if not self.can_guess or most < 1:
             return []
@@ -74,8 +75,8 @@ class GrowingText:
 
     def learn(self, num_right: int):
         """
-        Longer drafts after right ones, and longer pauses after wrong ones: as long as half of the
-        guesses are wrong, or more, guessing does not pay.
+        Longer drafts after right guesses, longer pauses after wrong ones: while half of the guesses
+        are wrong, or more, guessing does not pay.
         """
         self.length = 2 * num_right + 1
         if num_right:
@@ -97,8 +98,8 @@ class Speculator:
 
     def waits_for(self, plan: Plan) -> bool:
         """
-        Whether this step under way must end before the next one is planned: it has drafts, or a
-        text promises one.
+        Whether this plan's step, which is under way, must end before the next one is planned: it
+        has drafts, or the known tokens of a text promise one.
         """
         if plan.drafts:
             return True
@@ -113,8 +114,8 @@ class Speculator:
 
     def plan_drafts(self, plan: Plan):
         """
-        Add drafts to a plan of decodes alone, up to `most_rows` and the budget, and as far as
-        blocks are free. `plan.sampled` then has a request once for each of its tokens.
+        Add drafts to a plan that has decodes alone, as far as `most_rows`, the budget and free
+        blocks allow. `plan.sampled` then has a request once for each of its tokens.
         """
         room = self._room(plan.decodes)
         if room <= 0 or plan.chunks:
@@ -138,11 +139,11 @@ class Speculator:
             allocator.evicted = []
 
     def _room(self, decodes: list[Request]) -> int:
-        """For drafts behind these."""
+        """How many tokens of drafts there is room for beside these decodes."""
         return min(self.most_rows, self.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, room: int) -> list[int]:
-        """The text of a request that is new here takes the place of those that have ended."""
+        """The draft of a request. Texts of ended requests are dropped when a new one comes."""
         if request not in self.texts:
             self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
             self.texts[request] = GrowingText(request)
@@ -150,7 +151,7 @@ class Speculator:
         return self.texts[request].guess(wanted)
 
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
-        """As far as there are free blocks for it."""
+        """Put the draft into the plan, as much of it as there are free blocks for."""
         num_blocks = len(request.block_table)
         num_slots = self.scheduler.extend(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
@@ -160,10 +161,10 @@ class Speculator:
 
     def take_drafts(self, plan: Plan, tokens: list[int]) -> list[int]:
         """
-        Between the scheduler's `advance` and `resolve`: accept of each draft what is right, as
-        known tokens, and forget the rest. `tokens` were sampled for plan.sampled, in which each
-        request then stands once; returns the place of its last token in `tokens`, and leaves in
-        `plan.drafts` what was accepted before it: nothing, where the request was aborted meanwhile.
+        Accept the right tokens of each draft and forget the others. Call it between the scheduler's
+        `advance` and `resolve`. `tokens` were sampled for plan.sampled, which afterwards has each
+        request once. Returns, for each, the place of its last token in `tokens`; `plan.drafts`
+        keeps the tokens accepted before that one, none if the request was aborted meanwhile.
         """
         places = []
         start = 0
@@ -188,8 +189,8 @@ class Speculator:
 
     def _accept(self, request: Request, plan: Plan, num_guessed: int):
         """
-        Of the tokens guessed, those left in the plan are right: known now, with one to come behind
-        them. Slots and blocks of the others are given back.
+        The guesses that are left in the plan are right: they become known tokens, and one to come
+        follows them. The slots and blocks of the others are given back.
         """
         scheduler = self.scheduler
         right = plan.drafts[request]
@@ -204,7 +205,7 @@ class Speculator:
 
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
-    """How many tokens of a draft are what was sampled; behind one that ends the text, none."""
+    """How many tokens of a draft, up to the first stop token, equal those that were sampled."""
     for i, token in enumerate(draft):
         if token != sampled[i] or token in stop_token_ids:
             return i
@@ -213,8 +214,8 @@ def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[in
 
 def can_guess(request: Request) -> bool:
     """
-    Not where a token's choice needs more than its logits and its position: the counts of a penalty,
-    a grammar's mask before filters; nor where tokens are scored.
+    False if the choice of a token needs more than its logits and its position, as the counts of a
+    penalty or a grammar's mask before filters; and if its tokens are to be scored.
     """
     params = request.params
     if params is None:
@@ -225,8 +226,8 @@ def can_guess(request: Request) -> bool:
 
 def with_drafts(plan: Plan, last: list[tuple[Request, list]]) -> list[tuple[Request, list[int]]]:
     """
-    The new tokens of each request: those of its draft, and the last one, `last`, if the grammar
-    has not refused it.
+    The new tokens of each request: the accepted ones of its draft, then those in `last`, which has
+    no entry for a request whose grammar refused its last token.
     """
     drafts = dict(plan.drafts)
     new = [(r, drafts.pop(r, []) + tokens) for r, tokens in last]

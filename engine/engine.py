@@ -253,8 +253,8 @@ class Engine:
             host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
             device                  [ step 1             ][ step 2                      ][ step 3 ..
 
-        Where a draft is likely, the step under way comes first: a guess needs all tokens before it.
-        Should a step fail, the requests that took part end with an error and the others go on.
+        If a draft is likely, the step under way is resolved first: a guess needs all tokens before
+        it. If a step fails, the requests that took part end with an error and the others go on.
         """
         outputs = []
         flight = self.in_flight

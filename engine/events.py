@@ -60,7 +60,7 @@ class Recorder:
         self._take_stock()
 
     def _take_stock(self):
-        """The lines from here on tell the changes since now, which a snapshot describes."""
+        """Keep the present state, as a snapshot has it: later lines have the changes since."""
         scheduler = self.scheduler
         everyone = scheduler.waiting + scheduler.running
         self.tables = {r: r.block_table.copy() for r in everyone}  # as the lines so far have them

@@ -43,7 +43,7 @@ MAX_MULTIPLE = 50_000
 
 MULTIPLE = r'"multipleOf"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][-+]?\d{1,4})?)'
 
-STUCK = "the answer cannot go on: "  # begins what is not the server's fault
+STUCK = "the answer cannot go on: "  # begins messages of errors that are not the server's fault
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 

@@ -10,6 +10,7 @@ request that may run at once, and row N for padding; of a step, n decodes and C 
 """
 
 import gc
+import itertools
 import time
 from array import array
 from collections.abc import Iterable
@@ -25,6 +26,7 @@ from engine.drafts import MOST_ROWS_ON_GPU
 from model import GPT
 from ops import prefix
 from ops.choice import choose_ops
+from ops.fused import send
 from ops.inputs import (
     KnownRows,
     StepShape,
@@ -55,8 +57,8 @@ class InFlight:
     plan: Plan
     places: list[int]  # of plan.sampled among the n decodes, with padding, and C chunks
     logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
-    tokens: Tensor  # [n + C]
-    sampled: Tensor  # the same, on the device until the next step
+    tokens: Tensor  # [n + C], or longer
+    sampled: Tensor  # [n + C] the same, on the device until the next step
     # requests that want their token scored, and what `logprobs` gives for these tokens
     sampled_scores: tuple[list[Request], list[Tensor]] = ((), ())
     # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
@@ -167,7 +169,7 @@ class Runner:
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
-        self.finder = None  # of prefixes that decodes share
+        self.finder = None  # of the groups of decodes that share prefixes
         self.sharing_shapes = []
         if self.ops.attend is prefix.attend and not self.window:
             G = config.n_head // config.n_kv_head
@@ -203,7 +205,7 @@ class Runner:
                 self.scored_rows.add(r.row)
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests, up to the longest: behind the others goes the sink."""
+        """Fill the block tables of requests, padded with the sink to the longest."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
@@ -228,7 +230,7 @@ class Runner:
         return StepShape(n, C, T)
 
     def sharing_shape(self, n: int) -> StepShape:
-        """The smallest of a step of n decodes that shares prefixes."""
+        """The smallest padded shape for n decodes that share prefixes, or n itself unpadded."""
         for shape in self.sharing_shapes:
             if shape.n >= n:
                 return shape
@@ -248,9 +250,9 @@ class Runner:
             self.pool.copy_blocks(to, source)
         if plan.admitted:
             self.fill_rows(*plan.admitted)
-        # With a window a prompt gets blocks from chunk to chunk. A decode's new block is among the
-        # inputs that `pack` makes, one for each row; but a draft's later rows may see two or more
-        # that are new. A recorded step has the tables alone.
+        # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
+        # where that is not enough: for prompts with a window, which get blocks chunk by chunk; for
+        # drafts, whose later tokens may see more new blocks; and for recorded steps.
         changed = [r for r, _ in plan.chunks if self.window]
         if self.recorded or plan.drafts:
             changed += [r for r in plan.grown if r.row is not None]
@@ -264,6 +266,7 @@ class Runner:
             shape = self.sharing_shape(shape.n)
         places = list(range(num_decode_rows(plan)))
         places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        on_host = None  # a graph sends its tokens itself
         if self.recorded:
             places = range(len(plan.sampled))
             outputs = self.compute(None, shape, plan)
@@ -276,6 +279,7 @@ class Runner:
                     upload(packed, self.device, to=self.static_inputs)
                     self.last_inputs = packed
                 graph.replay()
+                on_host = next(self.sent)
             else:
                 outputs = self.compute(upload(packed, self.device), shape, plan)
         tokens, logits, x = outputs
@@ -283,7 +287,8 @@ class Runner:
             place_of = dict(zip(plan.sampled, places, strict=True))
         if plan.masked:
             self.sample_masked({r: place_of[r] for r in plan.masked}, tokens, logits)
-        on_host = tokens.to("cpu", non_blocking=True)
+        if on_host is None or plan.masked:
+            on_host = tokens.to("cpu", non_blocking=True)
         flight = InFlight(plan, places, logits, on_host, tokens)
         if self.scored_rows:
             flight.sampled_scores = self.score_sampled(place_of, tokens, logits)
@@ -424,6 +429,12 @@ class Runner:
         shapes = self.shapes + self.sharing_shapes
         longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
+        # To where graphs send their tokens: two steps are under way at most. The graphs alone would
+        # not keep the memory of `turn`.
+        most = max(shape.n + shape.C for shape in shapes)
+        ring = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
+        self.sent = itertools.cycle(ring)
+        self.turn = torch.zeros(1, dtype=torch.int64, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         reserved = torch.cuda.memory_reserved()
@@ -433,12 +444,15 @@ class Runner:
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
-                self.compute(packed, shape)
+                tokens, *_ = self.compute(packed, shape)
+                send(tokens, ring, self.turn)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
+                send(outputs[0], ring, self.turn)
             self.graphs[shape] = graph, *outputs
+        self.turn.zero_()
         gc.collect()
         # all objects so far stay: to look through them would hold up a step for 50 ms
         gc.freeze()

@@ -1,13 +1,16 @@
 """
-`--deterministic` on a GPU: Triton operators that give a request the same numbers to the last bit,
-whatever is served beside it and however its tokens come into steps.
+`--deterministic` on a GPU: Triton operators whose results for a request are the same to the last
+bit, whatever is served beside it and however its tokens are divided into steps. A sum of floats
+depends on the order of its additions, so here that order never depends on the batch:
 
-A product's number is the sum of parts (split-K), as many as follow from its layer alone, the first
-ones first, and a part a sum in the order of its inputs, as tensor cores add up alike in tiles of
-any shape: so the tiles, and who adds up the parts, may follow the number of rows.
-Attention adds up SPLIT_KEYS keys at a time, by their places in the text alone, and then these sums,
-the first ones first. One kernel does so for tokens of decodes and of chunks. A softmax adds up its
-weights in integers, as the order of a sum of floats follows the layout of the tile.
+- A matrix product is a sum of parts (split-K), first to last. Their number depends on the layer
+  alone. A part is summed in the order of its inputs, in tiles of any shape, because tensor cores
+  add up alike in all of them. So the tiles, and which program adds the parts, may depend on the
+  number of rows.
+- Attention sums SPLIT_KEYS keys at a time, divided by position in the text, then these sums, first
+  to last. One kernel does so for decodes and chunks.
+- The weights of a softmax are summed as integers, because the order of a sum of floats would depend
+  on the layout of the tile.
 
 ops/choice.py makes the table. Letters as in kernels.py and linear.py.
 """
@@ -44,8 +47,9 @@ from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear, layer_
 # --------------------------------------------------------------------------------------------------
 # Products
 
-# Up to APART_ROWS the tiles are those of linear.py, and each part of a sum is another program's.
-# Beyond, a program adds up all parts: of the largest tiles that still make enough programs.
+# Up to APART_ROWS rows the tiles are those of linear.py, and each part of a sum has a program of
+# its own. With more rows a program computes all parts, in the largest tiles that still make
+# enough programs.
 APART_ROWS = 512
 MOST_PARTS = 4  # of a sum
 LARGE = Tiles(128, 128, 64, warps=8, stages=4)
@@ -96,10 +100,11 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 # --------------------------------------------------------------------------------------------------
 # Attention
 
-SPLIT_KEYS = 128  # keys that are added up by themselves
+SPLIT_KEYS = 128  # keys of a split, which is summed by itself
 AT_ONCE = 8  # splits whose sums are loaded at once
-WIDE_WARPS = 8  # of a program for rows of a chunk with heads of 256 numbers
-# Weights, 0 to 1, are added up as whole units: 1 + weight has them in its last 23 bits, behind ONE
+WIDE_WARPS = 8  # of a program for a chunk, with heads of more than 128 numbers
+# Weights, 0 to 1, are summed as whole numbers of UNIT: the bits of 1 + weight, less ONE, which are
+# the bits of 1, are that number.
 UNIT = tl.constexpr(2.0**-23)
 ONE = tl.constexpr(0x3F800000)
 
@@ -108,8 +113,8 @@ ONE = tl.constexpr(0x3F800000)
 def add_split(acc, total, top, more_acc, more_total, more_top):
     """
     Add a split's state, see kernels.online_softmax, to that of the splits before. The additions are
-    spelled out as fma, else a compiler may round one of the products in one place, the other in
-    another.
+    spelled out as fma: otherwise the compiler chooses which of the two products is rounded, and may
+    choose differently in two places.
     """
     highest = tl.maximum(top, more_top)
     reference = tl.where(highest == -INF, 0.0, highest)
@@ -238,7 +243,7 @@ def attention_kernel(
 
 
 def most_splits(batch: Batch, S: int) -> int:
-    """Of the longest text that the block tables hold."""
+    """The splits of the longest text that the block tables have room for."""
     M = batch.block_tables.shape[1]
     return triton.cdiv(M * S, SPLIT_KEYS)
 

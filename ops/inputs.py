@@ -101,7 +101,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
             step.rows.append(row)
             step.last_blocks.append(slot // S)
             step.given_tokens.append(token)
-            # without a token the same in the next step, which then needs no upload
+            # 0 without a token: the next step's inputs may then be equal, and need no upload
             step.given_positions.append(position if token != NO_TOKEN else 0)
     else:
         step.rows.extend([r.row for r in plan.decodes])
@@ -132,15 +132,15 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
 def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[int]]:
     """
     A step as the host knows it: (id, position, slot, row of its request) of each token, decodes
-    first; and the places of those whose logits are wanted, for `plan.sampled`. A token that is yet
-    to come to the host is in last_token [N], by row.
+    first; and the places of those whose logits are wanted, for `plan.sampled`. A token that the
+    host does not know yet is in last_token [N], by row.
     """
     inputs = []
     last = []
     for request, n in plan.work:
         start = request.num_filled_slots
         tokens = request.tokens_between(start, start + n) + plan.drafts.get(request, [])
-        first = request.num_tokens - 1  # that is the input of a new token
+        first = request.num_tokens - 1  # the logits from here on choose new tokens
         for position, token in enumerate(tokens, start):
             if token is TO_COME:
                 token = last_token[request.row]

@@ -197,9 +197,9 @@ def vector_kernel(
 ):  # fmt: skip
     """
     Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
-    there is, too little for tensor cores. Its first weights, and all else that its predecessor has
-    no part in, are under way before it waits. With norm_weight the row is norm(x + delta), see
-    `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
+    there is, too little for tensor cores. It begins to load its first weights, and all else that
+    its predecessor does not write, before it waits. With norm_weight the row is norm(x + delta),
+    see `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
     """
     k, row = tl.arange(0, BLOCK), tl.arange(0, 1)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)

@@ -1,7 +1,7 @@
 """
-Shared prefixes (cascade attention): where consecutive requests that decode begin with the same
-blocks, K and V there are read once for a group of them. The choices of a prompt are such requests,
-and those with one system prompt.
+Shared prefixes (cascade attention): if consecutive decoding requests begin with the same blocks,
+the K and V in these are read once for the group, not once for each request. Such requests are the
+choices of one prompt, and requests with the same system prompt.
 
     prefix_kernel    64 rows of queries, of a group's requests, attend to the tokens they share
     decode_kernel    each request goes on from there (kernels.py)
@@ -12,9 +12,9 @@ and those with one system prompt.
     tokens      ▓▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓▓     ▓▓▓▓▓▓▓▓      ▓▓▓▓▓▓▓▓      0 .. 767, by 4 groups
                 ││││││││   ││││││││     ││││││││      ││││││││      768 .., by 256 requests
 
-The host finds the groups, as it knows all block tables, and says where sharing pays: such a step
-has a shape of its own (`StepShape.groups`), and all others are what they would be without this
-file. ops/choice.py makes a table of it. Letters as in kernels.py.
+The host, which knows all block tables, finds the groups and decides whether sharing pays. A step
+with groups has a shape of its own (`StepShape.groups`); all others are as they would be without
+this file. ops/choice.py has the table of operators. Letters as in kernels.py.
 """
 
 from typing import NamedTuple
@@ -54,15 +54,16 @@ MAX_PARTS = 4  # programs that divide up what a group shares
 # --------------------------------------------------------------------------------------------------
 # The host: who shares what
 
-LEAST_REQUESTS = 16  # that decode: a step of fewer has no time to win
-LEAST_SPARED = 16384  # tokens whose K and V are not read again, in a step that shares
-LEAST_MEMBERS = 8  # of a group, where there are as many groups as can be
+LEAST_REQUESTS = 16  # decodes in a step with groups: with fewer there is no time to save
+LEAST_SPARED = 16384  # tokens whose K and V such a step need not read again, all groups together
+LEAST_MEMBERS = 8  # of a group, on average, if a step has as many groups as it has room for
 
 
 class Groups(NamedTuple):
-    """What a step shares, in lists that are inputs of it (inputs.StepInputs)."""
+    """The groups of a step, as lists that become inputs of the step (inputs.StepInputs)."""
 
-    shared: list[int]  # [n] tokens, in whole TILEs, that a request shares; 0: it is in no group
+    # [n] tokens that a request shares with its group, a multiple of TILE; 0: it is in none
+    shared: list[int]
     first: list[int]  # [groups] the first request of each
     end: list[int]  # [groups] the one behind its last
 
@@ -79,7 +80,7 @@ def num_groups(n: int, G: int) -> int:
 
 def num_common(a: list[int], b: list[int], most: int) -> int:
     """
-    With how many common blocks two tables begin, at most so many.
+    The number of blocks that two tables have in common before they differ, at most `most`.
 
     >>> num_common([4, 7, 1, 9], [4, 7, 2, 9], 4)
     2
@@ -93,9 +94,9 @@ def num_common(a: list[int], b: list[int], most: int) -> int:
 
 def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tuple[int, int, int]]:
     """
-    (first, end, blocks): requests first .. end - 1, at most so many, begin with these blocks in
-    common, of the `full` [n] ones of each. A request that shares less than those before it joins
-    them if more reads are spared with it than without.
+    [(first, end, blocks)]: requests first .. end - 1, at most `most` of them, begin with so many
+    blocks in common. Only full blocks are shared; `full` [n] counts those of each request. A
+    request that has fewer in common than those before it joins them if that saves more reads.
 
     >>> tables = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 6], [1, 2, 7], [1, 2, 8], [1, 9, 9]]
     >>> find_groups(tables, [2, 2, 1, 2, 2, 2, 3], most=64)
@@ -121,7 +122,7 @@ def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tup
 
 
 class GroupFinder:
-    """Finds what the requests of a step share. Most steps have those of the one before."""
+    """Finds the groups of a step. Most steps have the requests and groups of the one before."""
 
     def __init__(self, G: int, S: int):
         self.G = G
@@ -132,8 +133,8 @@ class GroupFinder:
     def find(self, requests: list) -> Groups | None:
         """The groups of requests that decode; None where sharing does not pay."""
         tables = [r.block_table for r in requests]
-        # A table is one list while its request runs, and in its full blocks does not change: to
-        # compare two lists of the same lists is fast.
+        # A table stays the same list while its request runs, and its full blocks do not change. So
+        # a table that has only grown compares as equal, and the comparison is fast.
         if tables != self.tables:
             self.tables = tables
             full = [r.num_filled_slots // self.S for r in requests]
@@ -141,7 +142,7 @@ class GroupFinder:
         return self.groups
 
     def worth_it(self, found: list[tuple[int, int, int]]) -> Groups | None:
-        """The groups that spare most, if together they spare enough."""
+        """The groups that save most reads, or None if together they save too few."""
         n = len(self.tables)
         if n < LEAST_REQUESTS:
             return None
@@ -174,8 +175,8 @@ def prefix_kernel(
     """
     Grid (Hk, PARTS, groups): a program attends from ROWS rows, the G = H / Hk query heads of one KV
     head for each request of a group, to every PARTS-th tile of the tokens they share, through the
-    block table of the first. To prefix_out [B, H, PARTS, WIDTH] and, the log-sum-exp, prefix_lse
-    [B, H, PARTS]. Otherwise as decode_kernel.
+    block table of the first request. Results go to prefix_out [B, H, PARTS, WIDTH], and their
+    log-sum-exp to prefix_lse [B, H, PARTS]. Otherwise as decode_kernel.
     """
     head, part, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     G: constexpr = H // Hk
@@ -211,7 +212,7 @@ def prefix_kernel(
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
-    """As kernels.prepare_triton, of steps that share, too. Layers with a window share nothing."""
+    """As kernels.prepare_triton, also for steps with groups. Layers with a window share nothing."""
     plan = prepare_triton(batch, H, kv, window)
     if batch.groups is None or window:
         return plan
@@ -224,7 +225,8 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     lse = torch.empty(B, H, parts, device=kv.device)
     out = lse.new_empty(*lse.shape, padded(D))
     prefix = {"shared": batch.groups[0], "prefix_out": out, "prefix_lse": lse, "PARTS": parts}
-    # What a request has for itself is a tile or two mostly: more programs at once are faster.
+    # After the prefix most requests have a tile or two left. With two stages more programs run at
+    # once, which is faster then.
     return plan._replace(num_stages=2, prefix=prefix)
 
 

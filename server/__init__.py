@@ -1,1 +1,1 @@
-"""The rooms behind serve.py: from a request's socket to the kernels and back."""
+"""The modules behind serve.py: from a request's socket to the kernels and back."""

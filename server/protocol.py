@@ -10,7 +10,7 @@ the model brings, which are pydantic's `context`. Three rules hold for every fie
 (a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
 
-Three things could be called a request. In the rooms of HTTP a `body` is the parsed JSON, `http` is
+Three things could be called a request. In this folder a `body` is the parsed JSON, `http` is
 Starlette's request, and the engine's is `paged.Request`.
 """
 

@@ -1,1 +1,1 @@
-"""The rooms behind train.py and the recipes in data/."""
+"""The modules behind train.py and the recipes in data/."""

@@ -9,6 +9,7 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 import json
 import random
 import socket
+import sys
 import time
 from collections import Counter
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ from ops.sampling import masked
 from paged import Request, Scheduler
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
+from tests.engine.test_runner import capture
 from tests.simulated_runner import (
     VOCABULARY,
     SimulatedRunner,
@@ -215,6 +217,20 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
         assert engine.num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
+
+
+def test_tokens_are_masked_where_graphs_have_sent_others(model, grammars, monkeypatch):
+    original = new_engine
+
+    def captured(*args, **settings) -> Engine:
+        engine = original(*args, **settings)
+        capture(engine)
+        return engine
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "new_engine", captured)
+        engine = play(model, grammars, 0, overlap=True, attention="torch")
+    assert engine.num_refused > 20
 
 
 @needs_cpu_c

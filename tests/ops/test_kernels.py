@@ -625,6 +625,19 @@ def test_the_inputs_of_decodes_in_one_launch(n):
         assert torch.equal(x, y)
 
 
+@needs_triton
+def test_tokens_are_sent_to_the_next_row_of_the_ring():
+    """Into another row, or another step's place in it, a request would get another's token."""
+    ring = torch.full((3, 5), -1, pin_memory=DEVICE == "cuda")
+    turn = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for n in (1, 5, 2, 3):
+        fused.send(10 * n + torch.arange(n, device=DEVICE), ring, turn)
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+    rows = [[30, 31, 32, -1, -1], [50, 51, 52, 53, 54], [20, 21, -1, -1, -1]]
+    assert ring.tolist() == rows and turn.item() == 4
+
+
 def calculate(operator, device: str, dtype: torch.dtype, *arguments) -> Tensor:
     """operator(*arguments), copied to a device, floating-point numbers to a dtype; in fp64."""
 
