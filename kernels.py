@@ -58,7 +58,7 @@ class Batch:
     context_lens: Tensor  # [B] int32: tokens in the pool after this step
     block_tables: Tensor  # [B, M] int32: [request, logical block] -> physical block
     logits_index: Tensor  # [R] int32: places on the flat axis whose logits are wanted
-    num_decodes: int  # the first requests, with one token each; of a draft each token is one
+    num_decodes: int  # the first requests, with one token each; each token of a draft is one
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
     ops: NamedTuple  # model.Ops, the table of operators that computes this step
