@@ -394,6 +394,7 @@ class Engine:
         if self.recorder:
             self.recorder.failed()
         if not isinstance(error, Exception):
+            self.runner.follow_turn()
             raise error
         return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
 

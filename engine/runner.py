@@ -177,6 +177,9 @@ class Runner:
             if self.shapes:
                 self.sharing_shapes = sharing_shapes(N, G)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
+        # where graphs send their tokens, and how often they have: see fused.send
+        self.ring: Tensor | None = None
+        self.turn: Tensor | None = None
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
         self.recorded = None
         if self.ops.record:
@@ -404,6 +407,15 @@ class Runner:
 
     # -- CUDA graphs -------------------------------------------------------------------------------
 
+    def follow_turn(self):
+        """
+        Read on from the row that the next graph sends its tokens to. After Ctrl-C, too, which may
+        have come between a graph and the host's turn.
+        """
+        if self.ring is not None:
+            turn = self.turn.item() % len(self.ring)
+            self.sent = itertools.islice(itertools.cycle(self.ring), turn, None)
+
     def padding(self, shape: StepShape) -> array:
         """The inputs of a step of padding alone."""
         return pack(Plan(), shape, self.padding_row, self.pool.sink)
@@ -429,11 +441,9 @@ class Runner:
         shapes = self.shapes + self.sharing_shapes
         longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
-        # To where graphs send their tokens: two steps are under way at most. The graphs alone would
-        # not keep the memory of `turn`.
+        # two steps are under way at most
         most = max(shape.n + shape.C for shape in shapes)
-        ring = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
-        self.sent = itertools.cycle(ring)
+        self.ring = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
         self.turn = torch.zeros(1, dtype=torch.int64, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
@@ -445,14 +455,14 @@ class Runner:
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)
-                send(tokens, ring, self.turn)
+                send(tokens, self.ring, self.turn)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
-                send(outputs[0], ring, self.turn)
+                send(outputs[0], self.ring, self.turn)
             self.graphs[shape] = graph, *outputs
-        self.turn.zero_()
+        self.follow_turn()
         gc.collect()
         # all objects so far stay: to look through them would hold up a step for 50 ms
         gc.freeze()

@@ -133,6 +133,7 @@ class SimulatedRunner(Runner):
         self.S_with_drafts = settings.block_size if settings.speculate else 0
         self.recorded = settings.speculate and not padded
         self.graphs = {}
+        self.ring = None
         self.decode_one = None
         self.padding_row = N  # all that follows is indexed by row
         self.context_len = [0] * (N + 1)

@@ -15,6 +15,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from unittest.mock import Mock
 
 import oracle
 import pytest
@@ -368,6 +369,19 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
         engine.step()
     # admission; both decode on; the first has ended; the second begins a block
     assert sorted({step for step in uploads if step > 1}) == [2, 10, 14]
+
+
+def test_after_ctrl_c_tokens_are_read_from_the_row_that_comes_next():
+    """Ctrl-C between a graph and the host's turn would give every later request another's token."""
+    engine = new_engine(trained_model())
+    runner = engine.runner
+    runner.ring = torch.arange(4).view(4, 1)
+    runner.turn = torch.tensor([6])
+    runner.launch = Mock(side_effect=KeyboardInterrupt)
+    engine.add_request("a", prompt(0, 4), GREEDY)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert [next(runner.sent).item() for _ in range(3)] == [2, 3, 0]
 
 
 # --------------------------------------------------------------------------------------------------
