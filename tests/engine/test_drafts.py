@@ -545,6 +545,27 @@ def test_a_promise_that_is_not_kept_is_a_wrong_guess(monkeypatch):
     assert 3 < waits < 9, "pauses of 1, 2, 4, 8, 16, 32 tokens"
 
 
+def test_a_launch_that_fails_keeps_the_tokens_of_the_step_before_it():
+    """With drafts one call of `step` resolves a step and launches the next: both have outputs."""
+    engine = padded(window=2, speculate=True, overlap=True)
+    requests = [engine.add_request(id, [1, 2 + id], greedy(60)) for id in range(2)]
+    launch = engine.runner.launch
+
+    def failing(plan: Plan):
+        """After a step whose tokens this call of `step` has yet to return."""
+        if engine.speculator.num_right and not engine.in_flight:
+            raise RuntimeError("broken")
+        return launch(plan)
+
+    engine.runner.launch = failing
+    outputs = finish(engine)
+    for request in requests:
+        tokens = tokens_of(outputs, request.id)
+        assert tokens == request.generated_tokens and len(tokens) > 3, "no token is lost"
+    assert [o.error for o in outputs if o.error] == 2 * ["RuntimeError: broken"]
+    assert_idle(engine)
+
+
 def test_choices_share_no_prefix_in_a_step_with_drafts(monkeypatch):
     """Would catch: groups, counted by requests, of other rows: those behind a draft's."""
     expected = answers_of_a_neighbour_and_choices(padded())
