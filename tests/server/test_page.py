@@ -259,7 +259,7 @@ def check(state: dict, snapshot: dict, line: dict):
             names -= {"hits", "preemptions"}
         if q["status"] == "ending":  # which lines do not tell
             names -= {"status"}
-        for name in names:
+        for name in sorted(names):
             assert shown[q["r"]][name] == q[name], (name, line)
 
 
