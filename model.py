@@ -20,6 +20,7 @@ the flat token axis of a serving step.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from functools import partial
 from typing import NamedTuple
 
@@ -77,9 +78,10 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch`, `packed.packed_for_cpu`
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.packed_for_cpu`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
+    logprobs: Callable | None = None
     pack_weights: Callable | None = None
     # see `CpuKernels.record`; None: a step is computed operator by operator
     record: Callable | None = None
@@ -284,7 +286,10 @@ class Rope(NamedTuple):
         between in part.
         """
         pairs = torch.arange(0, D, 2, device="cpu").float() / D
-        frequencies = 1.0 / self.theta**pairs
+        # torch's powers differ from CPU to CPU in the last digit, decimal's do not
+        log = Decimal(self.theta).ln()
+        powers = [float((log * Decimal(pair)).exp()) for pair in pairs.tolist()]
+        frequencies = 1.0 / torch.tensor(powers, device="cpu")
         if self.llama3 is None:
             return frequencies / self.factor
         low, high, length = self.llama3

@@ -36,7 +36,7 @@ from ops.inputs import (
     sizes,
     upload,
 )
-from ops.sampling import Row, SamplingRows, logprobs
+from ops.sampling import Row, SamplingRows
 from paged import KVBlockPool, Plan, Request
 from params import GREEDY, NO_TOKEN, Settings
 
@@ -336,7 +336,7 @@ class Runner:
             return (), ()
         at = upload(list(scored.values()), self.device)
         most = max(r.params.logprobs for r in scored)
-        return list(scored), to_host(logprobs(logits[at], tokens[at], most))
+        return list(scored), to_host(self.ops.logprobs(logits[at], tokens[at], most))
 
     @torch.inference_mode()
     def sample_masked(self, requests: dict[Request, int], tokens: Tensor, logits: Tensor):
@@ -381,7 +381,7 @@ class Runner:
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 targets = upload(targets, self.device)
                 logits = self.model.logits(x[first : first + count], self.ops)
-                tensors = logprobs(logits, targets, request.prompt_logprobs)
+                tensors = self.ops.logprobs(logits, targets, request.prompt_logprobs)
                 scores.append((request, start, to_host(tensors)))
             first += n
         return scores

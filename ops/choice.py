@@ -42,6 +42,7 @@ TORCH = model.TORCH._replace(
     prepare=gather.prepare_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
+    logprobs=sampling.logprobs,
     pack_weights=packed.converted,
 )
 PACKED = TORCH._replace(

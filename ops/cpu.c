@@ -16,6 +16,11 @@ Whatever else is in the batch, and however many threads there are, a row gets th
 last bit: no sum depends on where a task begins or on how many rows it has. Of integers all sums are
 exact: weights of 8 bits times activations of 16 bits, as large as 32 bits can add up.
 
+And so on every machine, by every compiler. The arithmetic of this file is all in this file: each
+sum has the order, or the number of partial sums, that is written here, whatever the width of the
+CPU's vectors. No compiler may fuse a product and a sum (-ffp-contract=off); where one rounding is
+meant, `fused` says so. No function of the C library rounds: fabsf, rintf and sqrtf are exact.
+
 Letters: R rows (tokens of the step), N outputs, K inputs, H query heads, Hk KV heads, G = H / Hk,
 D head size, S block size, M blocks per table, B requests.
 */
@@ -73,10 +78,29 @@ enum { LANES = 8, ROWS = 4, SUMS = 8 };
 enum { LANES = 4, ROWS = 4, SUMS = 8 };
 #endif
 enum { PANEL = 32 }; // outputs of a layer that are computed together
+enum { PARTS = 16 }; // partial sums of a row's numbers: number i is added to part i % PARTS
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
 typedef union { float number; int32_t bits; } Number;
+
+// a * b + c, rounded once.
+INLINE float fused(float a, float b, float c)
+{
+#if defined(__FMA__) || defined(__aarch64__)
+    return fmaf(a, b, c);
+#else
+    // In double the product is exact. The sum is rounded to odd (Boldo and Melquiond 2008): if a
+    // part of it is lost, its last bit becomes 1, so that it is no tie when it becomes a float.
+    union { double number; int64_t bits; } sum = {(double)a * b + c};
+    double product = (double)a * b, added = sum.number - product;
+    double lost = (product - (sum.number - added)) + (c - added);
+    int grows = (lost > 0) == (sum.number > 0);
+    if ((lost > 0 || lost < 0) && !(sum.bits & 1))
+        sum.bits += grows ? 1 : -1;
+    return sum.number;
+#endif
+}
 
 // e^x = 2^n e^left, |left| < ln(2) / 2, to 2 units of the last place: *power is 2^n, returned is
 // e^x - 2^n, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
@@ -132,6 +156,43 @@ INLINE float minus_log(float x)
     return -(z + y) - n * 0.693359375f;
 }
 
+// The share of the normal distribution below x, (1 + erf(x / sqrt(2))) / 2, to 2 units of the last
+// place. Beyond |x| lies e^(-x^2 / 2) times a function that a polynomial in `t` fits to 3e-8.
+INLINE float normal_share(float x)
+{
+    float t = 1.0f / (1.0f + 0.34f * fabsf(x));
+    float y = -2.61207458e-2f;
+    y = y * t + 1.39500702e-1f;
+    y = y * t - 2.73135010e-1f;
+    y = y * t + 2.02184987e-1f;
+    y = y * t - 4.47198564e-2f;
+    y = y * t + 1.15359679e-1f;
+    y = y * t + 1.15197547e-1f;
+    y = y * t + 1.36112210e-1f;
+    y = y * t + 1.35620503e-1f;
+    float beyond = exponential(-0.5f * x * x) * t * y;
+    return x < 0 ? beyond : 1.0f - beyond;
+}
+
+// Cosine and sine of an angle of less than 2^20 quarter turns, to half a unit of the last place: by
+// their series, of what is left of the angle beside whole quarter turns.
+INLINE void cosine_and_sine(float angle, float *cosine, float *sine)
+{
+    double quarters = rint(angle * 0.6366197723675814);
+    // pi / 2 in two parts, the first of 33 bits: its multiples are exact
+    double left = angle - quarters * 0x1.921fb544p0 - quarters * 0x1.0b4611a626331p-34;
+    double square = left * left, c = 1, s = 1;
+    for (int i = 12; i; i -= 2) { // a term is the one before it times square / ..
+        c = 1 - c * square / (i * (i - 1));
+        s = 1 - s * square / (i * (i + 1));
+    }
+    s *= left;
+    double turned[] = {c, -s, -c, s};
+    int64_t quarter = quarters;
+    *cosine = turned[quarter & 3];
+    *sine = turned[(quarter + 3) & 3];
+}
+
 enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in its order
 
 #define EACH(value) \
@@ -144,7 +205,7 @@ static void activate(int64_t activation, float *y)
     switch (activation) {
     case GELU_NEW: // 0.5 (1 + tanh(u)) is sigmoid(2 u)
         EACH(y[i] * sigmoid(1.5957691216f * (y[i] + 0.044715f * y[i] * y[i] * y[i])));
-    case GELU: EACH(0.5f * y[i] * (1.0f + erff(y[i] * 0.70710678f)));
+    case GELU: EACH(y[i] * normal_share(y[i]));
     case RELU: EACH(y[i] < 0 ? 0 : y[i]); // NaN stays one
     case RELU2: EACH(y[i] < 0 ? 0 : y[i] * y[i]);
     case SILU: EACH(y[i] * sigmoid(y[i]));
@@ -175,23 +236,23 @@ static void embed(const Op *op, int64_t r)
 static void rotation(const Op *op, int64_t r)
 {
     float *cosines = op->y + r * op->D, *sines = cosines + op->D / 2;
-    for (int64_t i = 0; i < op->D / 2; i++) {
-        float angle = op->positions[r] * op->weight[i];
-        cosines[i] = cosf(angle);
-        sines[i] = sinf(angle);
-    }
+    for (int64_t i = 0; i < op->D / 2; i++)
+        cosine_and_sine(op->positions[r] * op->weight[i], cosines + i, sines + i);
 }
 
 // RMSNorm of K numbers, in place or to y.
 static void rms_norm(const float *x, float *y, const float *weight, int64_t K, float epsilon)
 {
-    Vector sums = {0};
+    Vector sums[PARTS / LANES] = {0};
     int64_t k = 0;
-    for (; k + LANES <= K; k += LANES)
-        sums += *(const Vector *)(x + k) * *(const Vector *)(x + k);
+    for (; k + PARTS <= K; k += PARTS)
+        for (int v = 0; v < PARTS / LANES; v++) {
+            Vector part = *(const Vector *)(x + k + v * LANES);
+            sums[v] += part * part;
+        }
     float sum = 0;
-    for (int i = 0; i < LANES; i++)
-        sum += sums[i];
+    for (int i = 0; i < PARTS; i++)
+        sum += sums[i / LANES][i % LANES];
     for (; k < K; k++)
         sum += x[k] * x[k];
     float shrink = 1.0f / sqrtf(sum / K + epsilon);
@@ -218,6 +279,33 @@ static void add_norm(const Op *op, int64_t r)
     if (op->bias)
         for (int64_t k = 0; k < K; k++)
             y[k] += op->bias[k];
+}
+
+// y [R, K] = e^x
+static void exponentials(const Op *op, int64_t r)
+{
+    const float *x = op->x + r * op->K;
+    for (int64_t k = 0; k < op->K; k++)
+        op->y[r * op->K + k] = exponential(x[k]);
+}
+
+// y [R, K] = x - log(sum of e^x)
+static void log_softmax(const Op *op, int64_t r)
+{
+    int64_t K = op->K;
+    const float *x = op->x + r * K;
+    float *y = op->y + r * K, top = -INFINITY, sums[PARTS] = {0}, sum = 0;
+    for (int64_t k = 0; k < K; k++)
+        top = x[k] > top ? x[k] : top;
+    for (int64_t k = 0; k < K; k++)
+        y[k] = exponential(x[k] - top);
+    for (int64_t k = 0; k < K; k++)
+        sums[k % PARTS] += y[k];
+    for (int i = 0; i < PARTS; i++)
+        sum += sums[i];
+    float minus = minus_log(sum);
+    for (int64_t k = 0; k < K; k++)
+        y[k] = x[k] - top + minus;
 }
 
 // Standard Gumbel noise of a random word, of which the upper 23 bits are a number from 0 to 1.
@@ -349,19 +437,32 @@ static void heads(const Op *op, int64_t r)
 // -------------------------------------------------------------------------------------------------
 // Products of matrices
 
+// sum + w * x, each number of it rounded once. A compiler makes one instruction of the loop.
+INLINE Vector multiply_add(Vector w, float x, Vector sum)
+{
+    for (int i = 0; i < LANES; i++)
+        sum[i] = fused(w[i], x, sum[i]);
+    return sum;
+}
+
 // y [rows, count * LANES] += x [rows, K] w [K, count * LANES]; X, W and Y: how far apart rows are.
 // Numbers `ahead` of those of w are needed soon: they are on their way meanwhile.
 INLINE void multiply(
     const float *x, int64_t X, const float *w, int64_t W, int64_t ahead, int64_t K, int rows,
     int count, float *y, int64_t Y)
 {
-    Vector sum[ROWS][SUMS] = {0};
+    Vector sum[ROWS][SUMS];
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < count; v++)
+            sum[r][v] = (Vector){0};
     for (int64_t k = 0; k < K; k++)
+#pragma GCC unroll 16 // as many as SUMS, so that they stay in registers
         for (int v = 0; v < count; v++) {
             const float *at = w + k * W + v * LANES;
             __builtin_prefetch(at + ahead, 0, 2); // to the second cache
+#pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
-                sum[r][v] += *(const Vector *)at * x[r * X + k];
+                sum[r][v] = multiply_add(*(const Vector *)at, x[r * X + k], sum[r][v]);
         }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < count; v++)
@@ -601,10 +702,10 @@ enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to 
 #define WORTH_SHARING (1 << 20) // products: a thread alone takes 30 us for them
 #endif
 
-enum { ATTEND = 6, LINEAR = 7 }; // as KINDS in cpu.py; before them what is done row by row
+enum { ATTEND = 8, LINEAR = 9 }; // as KINDS in cpu.py; before them what is done row by row
 
 static void (*const operators[])(const Op *, int64_t) = {
-    embed, rotation, add_norm, quantize_row, heads, choose};
+    embed, rotation, add_norm, quantize_row, heads, exponentials, log_softmax, choose};
 
 static int64_t num_tasks(const Op *op, int64_t R, int threads)
 {

@@ -34,19 +34,21 @@ from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
 from ops.inputs import KnownRows, flat_inputs
 from ops.packed import PANEL, largest_activation, packed_for_kernels
-from ops.sampling import sample_torch
+from ops.sampling import logprobs, sample_torch
 from paged import Plan
 
 # --------------------------------------------------------------------------------------------------
 # The compiler
 
 SOURCE = Path(__file__).with_name("cpu.c")
-# no -ffast-math: with gcc before 13 it would switch off denormal numbers in the whole process
+# no -ffast-math, not from CC either: it would change results, and with gcc before 13 switch off
+# denormal numbers in the whole process
 FLAGS = [
     "-std=gnu11",
     "-O3",
     "-march=native",
-    "-ffp-contract=fast",
+    "-fno-fast-math",
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",
@@ -103,7 +105,10 @@ def library(compiler: list[str]) -> Path:
 # The operators
 
 # as in cpu.c
-KINDS = ("embed", "rotation", "add_norm", "quantize", "heads", "choose", "attend", "linear")
+KINDS = (
+    *("embed", "rotation", "add_norm", "quantize", "heads"),
+    *("exponentials", "log_softmax", "choose", "attend", "linear"),
+)
 POINTERS = (
     "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
     "positions slots requests tables"
@@ -303,7 +308,25 @@ class CpuKernels:
         return self.compute(op, torch.empty(R, dtype=torch.int64))
 
     def sample(self, *args) -> Tensor:
-        return sample_torch(*args, choose=self.choose)
+        return sample_torch(*args, choose=self.choose, exp=self.exp)
+
+    def exp(self, x: Tensor) -> Tensor:
+        """e^x of x [R, K]."""
+        return self.of_numbers("exponentials", x)
+
+    def log_softmax(self, x: Tensor) -> Tensor:
+        """x [R, K] minus the logarithm of the sum of e^x of its row."""
+        return self.of_numbers("log_softmax", x)
+
+    def of_numbers(self, kind: str, x: Tensor) -> Tensor:
+        op = Op(kind)
+        _, op.K = x.shape
+        op.N = 32  # as in `choose`
+        op.x = x = x.contiguous()
+        return self.compute(op, torch.empty_like(x))
+
+    def logprobs(self, *args):
+        return logprobs(*args, log_softmax=self.log_softmax)
 
     # -- a step ------------------------------------------------------------------------------------
 

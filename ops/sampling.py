@@ -202,6 +202,7 @@ def sample_torch(
     asked: Sequence[SamplingParams] | None = None,
     allowed: Tensor | None = None,
     choose: Callable = choose,
+    exp: Callable = torch.exp,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
@@ -225,7 +226,7 @@ def sample_torch(
         scores = masked(scores, allowed)
         divisor = torch.where(temperature == 0, 1.0, temperature)
         filters = (ints.top_k[rows], floats.top_p[rows], floats.min_p[rows])
-        lowest = threshold(scores / divisor[:, None], *filters)
+        lowest = threshold(scores / divisor[:, None], *filters, exp)
     key = (ints.seed[rows], positions, ints.choice[rows])
     tokens = choose(scores, temperature, lowest, allowed, *key)
     last = tokens.clamp(min=0)
@@ -268,10 +269,12 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
     return scores - column(floats.presence) * (times > 0)
 
 
-def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def threshold(
+    scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, exp: Callable = torch.exp
+) -> Tensor:
     """
     The least score [R] that all filters [R] keep, of scores [R, V]: the largest of what each of the
-    three gives. Scores that tie with it stay, so the best token always does.
+    three gives. Scores that tie with it stay, so the best token always does. `exp`: e^x of [R, V].
     """
     V = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
@@ -283,8 +286,8 @@ def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 
     # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
     # this share of the probability of what top_k keeps
-    weights = (ranked - best).exp()
-    weights = weights.masked_fill(ranked < of_top_k, 0.0)
+    shares = exp(ranked - best)  # of the best token's probability
+    weights = shares.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
     needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
@@ -294,12 +297,23 @@ def threshold(scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
     # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
-    of_min_p = best + min_p.log()[:, None]
+    last = (shares >= min_p[:, None]).sum(1, keepdim=True).clamp(min=1) - 1
+    of_min_p = ranked.gather(1, last)
     highest = torch.maximum(of_top_k, of_top_p)
     return torch.maximum(highest, of_min_p)[:, 0]
 
 
-def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def log_softmax(logits: Tensor) -> Tensor:
+    """Of each row of logits [R, V] -> [R, V] fp32, or some more columns."""
+    if logits.is_cuda:  # the sum's order follows where in 16 bytes of memory a row begins
+        logits = F.pad(logits, (0, -logits.shape[1] % 8), value=-torch.inf)
+    # not logsumexp, which several threads add up in parts, where there is one row
+    return logits.log_softmax(1, dtype=torch.float32)
+
+
+def logprobs(
+    logits: Tensor, tokens: Tensor, n: int, log_softmax: Callable = log_softmax
+) -> tuple[Tensor, Tensor, Tensor]:
     """
     Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
     -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. LOWEST_LOGPROB is
@@ -307,11 +321,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
     the other rows, on threads, or on n.
     """
     _, V = logits.shape
-    rows = logits
-    if logits.is_cuda:  # the sum's order follows where in 16 bytes of memory a row begins
-        rows = F.pad(logits, (0, -V % 8), value=-torch.inf)
-    # not logsumexp, which several threads add up in parts, where there is one row
-    scores = rows.log_softmax(1, dtype=torch.float32)
+    scores = log_softmax(logits)
 
     def finite(x: Tensor) -> Tensor:
         return x.nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
