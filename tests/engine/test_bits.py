@@ -12,8 +12,10 @@ attention adds up block by block.
 
 import ctypes
 import math
+import os
 import random
 import shlex
+import subprocess
 import tomllib
 from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -43,8 +45,20 @@ needs_gpu = pytest.mark.skipif(not has_gpu, reason="needs a GPU and triton")
 @pytest.fixture(autouse=True)
 def threads_share_all(monkeypatch):
     """However small the models are."""
-    if not has_gpu:  # there CC compiles for Triton, which takes no options with it
-        monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), "-DWORTH_SHARING=0"]))
+    options = [] if has_gpu else ["-DWORTH_SHARING=0"]  # with options Triton could not compile
+    monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), *options]))
+
+
+@cache
+def hostile_options() -> list[str]:
+    """
+    Those by which gcc leaves some products and sums apart that it could fuse, as gcc 13 does by
+    itself on CPUs with AMX; for other compilers, code for a CPU that fuses nothing.
+    """
+    options = ["--param=avoid-fma-max-bits=512"]
+    command = [*cpu.c_compiler(), *options, "-E", "-x", "c", os.devnull]
+    is_gcc = subprocess.run(command, capture_output=True).returncode == 0
+    return options if is_gcc else ["-mno-fma", "-mno-avx512f"]
 
 
 @pytest.fixture(autouse=True)
@@ -88,12 +102,15 @@ def model_on_gpu(name: str, dtype: torch.dtype) -> GPT:
     return deepcopy(model_of(name)).to("cuda", dtype)
 
 
+# a way to compile cpu.c, whose answers are those of "none"
+HOSTILE = "hostile"
 OWN = ("trained", "twins")
 FAMILIES = ("gpt2-untied", "llama-one-kv-head", "mistral", "qwen2-windows", "qwen3-windows")
 FAMILIES += ("gemma2", "gemma3")
 FORMATS = ("none", "int8")
 QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
-SLOW = [case for case in product(OWN + FAMILIES, FORMATS) if case not in QUICK]
+QUICK += product((*OWN, "gemma2"), [HOSTILE])
+SLOW = [case for case in product(OWN + FAMILIES, (*FORMATS, HOSTILE)) if case not in QUICK]
 SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
 each_model = pytest.mark.parametrize(("name", "kind"), QUICK + SLOW)
 QUICK_ON_GPU = [*product(("trained", "gemma2"), GPU_DTYPES)]
@@ -198,6 +215,10 @@ def start(name: str, kind: str, threads=1, **settings) -> Service:
     if it is not asked for, since that hits and preempts as a CPU's does.
     """
     torch.set_num_threads(threads)
+    if kind == HOSTILE:
+        command = [os.environ["CC"], *hostile_options()]
+        with mock.patch.dict(os.environ, CC=" ".join(command)):
+            return start(name, "none", threads, **settings)
     sizes = {"num_blocks": 160, "max_num_seqs": 16, "token_budget": 256}
     how = {"deterministic": True, "overlap": False}
     model = model_of(name)
@@ -218,6 +239,8 @@ def name_of(id: str) -> str:
 @cache
 def alone(name: str, kind: str, block_size=4) -> dict[str, list[Output]]:
     """The reference. Choices of a request are not forked: there is no row for a second one."""
+    if kind == HOSTILE:
+        return alone(name, "none", block_size)
     settings = {"max_num_seqs": 1, "prefix_cache": False, "graphs": False}
     service = start(name, kind, block_size=block_size, **settings)
     for asked in ASKS:

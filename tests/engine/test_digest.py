@@ -1,7 +1,7 @@
 """
 One machine's answer is every machine's: with the operators of cpu.c, tokens, log-probabilities and
 logits of a fixed model and fixed requests have one SHA-256, whoever compiles cpu.c, for whichever
-CPU, with whatever torch. `python tests/engine/test_digest.py` prints the digests of this machine.
+CPU, with whatever torch.
 
 Weights are made of integers: those of torch.randn differ from CPU to CPU. The requests are those of
 test_bits.py, which shows that an answer does not depend on what stands beside it.
@@ -10,26 +10,26 @@ test_bits.py, which shows that an answer does not depend on what stands beside i
 import ctypes
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import struct
 import subprocess
 import sys
 from functools import cache
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
+from test_bits import ASKS, Service, message, name_of, needs_compiler
 from torch import Tensor
 
+from engine.process import add_request
 from model import GPT, GPTConfig, Rope
-from ops import cpu
-
-if __name__ == "__main__":
-    sys.path[:0] = [str(Path(__file__).parents[2])]
-from test_bits import ASKS, Service, message, name_of, needs_compiler
+from ops import cpu, sampling
 from test_paged import new_engine
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,18 @@ MODELS = {
     | {"post_norm": True, "rope": {0: Rope(1e4)}, "embedding_scale": 7.0}
     | {"attention_softcap": 3.0, "logit_softcap": 5.0, "activation": "relu2"},
 }
+FMA_BITS = (128, 256, 512)
 FORMATS = ("none", "int8")
-DIGESTS = {}
+DIGESTS = {
+    ("gpt2", "none"): "79bbe08ffa47f4cc7b99a18aa7e95c8d7888652be5d4d08ca8a67881c957947d",
+    ("gpt2", "int8"): "2934ea54854da2dfd7870b3953a6c9c16aee3030af313689d38b6baf7888615f",
+    ("gelu", "none"): "d1ee6bf9c411233768a41c1c25b3c5a97431556a106094df9b519763402eedb5",
+    ("gelu", "int8"): "d923b372669e6fe92c7185fe76c6abec30e7ea2ce4cfbd99cebfecc4cfad01c5",
+    ("llama", "none"): "ebfffa9e969f2021c47332795bf15a89f6ca2f1a08e93ca15adb0565f95c4846",
+    ("llama", "int8"): "b5c0cc0755c242a9ef14ce3099b236ba585524c078c5ceac0b69a8a70cc96574",
+    ("gemma", "none"): "ccdc860dec57538bc3cc3b912bceed1557b8130e7c56620d39cc5c295be09e32",
+    ("gemma", "int8"): "c4d42778df8c9e3246dbf5e1e4be567760102268c5c7d6098c4d611c50aa41fb",
+}
 
 
 def hashed_numbers(count: int, key: int) -> Tensor:
@@ -70,26 +80,259 @@ def model_of(name: str) -> GPT:
 
 
 def digest(name: str, kind: str, threads: int = 1) -> str:
-    """Of each request alone: all that its client is sent, and the logits of each step."""
+    """
+    Of each request alone: all that its client is sent, and the logits and the bounds of the filters
+    of each step.
+    """
     with patch.object(torch, "get_num_threads", lambda: threads):
         settings = {"num_blocks": 60, "max_num_seqs": 1, "prefix_cache": False, "block_size": 4}
         engine = new_engine(model_of(name), attention="cpu", quantize=kind, **settings)
     sha = hashlib.sha256()
-    launch = engine.runner.launch
+    launch, threshold = engine.runner.launch, sampling.threshold
 
-    def hashed(plan):
+    def hashed_launch(plan):
         flight = launch(plan)
         sha.update(flight.logits.numpy().tobytes())
         return flight
 
-    engine.runner.launch = hashed
+    def hashed_threshold(*args) -> Tensor:
+        lowest = threshold(*args)
+        sha.update(lowest.numpy().tobytes())
+        return lowest
+
+    engine.runner.launch = hashed_launch
     service = Service(engine)
-    service.run(*ASKS)
+    with patch.object(sampling, "threshold", hashed_threshold):
+        service.run(*ASKS)
     for id, answer in service.answers.items():
         sha.update(f"{name_of(id)} {answer}".encode())
     return sha.hexdigest()
 
 
-def differing(**options) -> list:
-    """The cases of which this machine makes something else."""
-    return [case for case in DIGESTS if digest(*case, **options) != DIGESTS[case]]
+def digests(threads: int = 1) -> dict:
+    """Of every case, as this machine and the compiler in CC make them."""
+    return {case: digest(*case, threads) for case in product(MODELS, FORMATS)}
+
+
+@pytest.fixture(autouse=True)
+def threads_share_all(monkeypatch):
+    """However small the models are."""
+    monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), "-DWORTH_SHARING=0"]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Compilers and CPUs
+
+ZIG = [sys.executable, "-m", "ziglang", "cc"]  # a newer clang, of the package ziglang
+COMPILERS = {"default": [], "clang": ["clang-16"], "zig": ZIG}
+COMPILERS |= {f"gcc-{bits}": ["gcc", f"--param=avoid-fma-max-bits={bits}"] for bits in FMA_BITS}
+HOSTILE = "gcc-512"  # what gcc 13 does by itself on CPUs with AMX
+# a CPU, and the macro that says that this one can do all that it can
+CPUS = {"native": "", "x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": ""}
+
+
+def compiler(name: str) -> list[str]:
+    command = COMPILERS[name] or cpu.c_compiler()
+    missing = not shutil.which(command[0]) or (name == "zig" and not find_spec("ziglang"))
+    if missing or not accepts(tuple(command)):
+        pytest.skip(f"needs a C compiler that is {shlex.join(command)}")
+    return command
+
+
+@cache
+def accepts(command: tuple[str, ...]) -> bool:
+    run = subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True)
+    return run.returncode == 0
+
+
+@cache
+def macros() -> str:
+    """Those of this CPU."""
+    command = [*cpu.c_compiler(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True).stdout
+
+
+def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):
+    """Have cpu.c built so from now on."""
+    monkeypatch.setenv("CC", shlex.join([*compiler(name), "-DWORTH_SHARING=0"]))
+    if CPUS[cpu_name] not in macros():
+        pytest.skip(f"needs a CPU with {CPUS[cpu_name]}")
+    flags = [flag.replace("-O3", level).replace("native", cpu_name) for flag in cpu.FLAGS]
+    monkeypatch.setattr(cpu, "FLAGS", flags)
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["default", HOSTILE])
+def test_one_digest(name, monkeypatch):
+    """
+    Would catch: a product and a sum that one compiler fuses and another does not; a sum whose order
+    follows the width of vectors; a function of torch or of the C library that has other last bits
+    elsewhere.
+    """
+    use(monkeypatch, name)
+    assert digests(threads=3) == DIGESTS
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [*range(1, 9)])
+def test_one_digest_by_any_number_of_threads(threads):
+    assert digests(threads) == DIGESTS
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 CPU")
+@pytest.mark.parametrize("cpu_name", CPUS)
+@pytest.mark.parametrize("level", ["-O2", "-O3"])
+@pytest.mark.parametrize("name", COMPILERS)
+def test_one_digest_by_any_compiler(name, level, cpu_name, monkeypatch):
+    use(monkeypatch, name, level, cpu_name)
+    assert digests() == DIGESTS
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+def test_one_digest_whatever_torch_uses(capability):
+    """Would catch: powers, sines, exponentials of torch, which differ from CPU to CPU."""
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
+    command = [sys.executable, "-m", "pytest", "-n0", f"{__file__}::test_one_digest[default]"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert run.returncode == 0, run.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# What has no instruction
+
+
+HARD_SUMS = """
+#include "ops/cpu.c"
+
+// Of so many sums, drawn near ties and among the smallest numbers, those that are not fmaf's.
+int64_t count_wrong(int64_t count)
+{
+    int64_t wrong = 0;
+    uint64_t state = 1;
+    for (int64_t i = 0; i < count; i++) {
+        Number n[3];
+        for (int j = 0; j < 3; j++) {
+            state = state * 6364136223846793005u + 1442695040888963407u;
+            // few bits of the fraction, so that products end near the half of a last place
+            n[j].bits = (int32_t)(state >> 32) & (state & 1 << 20 ? -1 : (int32_t)0xfffff000);
+        }
+        if (state & 1 << 21) // sums of about the size of the product
+            n[2].bits = n[0].bits + n[1].bits - 0x3f800000 - (state >> 22 & 31) * (1 << 23);
+        Number ours = {fused(n[0].number, n[1].number, n[2].number)};
+        Number exact = {fmaf(n[0].number, n[1].number, n[2].number)};
+        wrong += ours.bits != exact.bits && !(isnan(ours.number) && isnan(exact.number));
+    }
+    return wrong;
+}
+"""
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 CPU")
+def test_a_cpu_without_the_instruction_rounds_once(tmp_path):
+    """Would catch: a sum that is rounded to double and then to float, one time in 2^29."""
+    source = tmp_path / "sums.c"
+    source.write_text(HARD_SUMS)
+    flags = [flag.replace("native", "x86-64-v2") for flag in cpu.FLAGS]
+    path = tmp_path / "sums.so"
+    command = [*cpu.c_compiler(), *flags, f"-I{ROOT}", source, "-o", path, "-lm"]
+    subprocess.run(command, check=True)
+    library = ctypes.CDLL(str(path))
+    library.count_wrong.restype = ctypes.c_int64
+    assert library.count_wrong(ctypes.c_int64(10_000_000)) == 0
+
+
+# --------------------------------------------------------------------------------------------------
+# 64-bit Arm, in emulation
+
+ARM = ["aarch64-linux-gnu-gcc", "-static"]
+POINTERS = cpu.POINTERS.split()
+
+
+class Recorder:
+    """
+    In place of the library: writes to a file what memory the operators of each call name, before
+    and after it, for replay.c.
+    """
+
+    def __init__(self, library, file):
+        self.library = library
+        self.file = file
+
+    def run(self, pool, ops, count: int, R: int):
+        program = getattr(ops, "_obj", ops)  # of byref
+        program = program if count > 1 else [program]
+        places = {getattr(op, name) for op in program[:count] for name in POINTERS} - {None}
+        regions = {place: SIZES[place] for place in places}
+        self.write("4q", count, R, len(regions), ctypes.sizeof(cpu.Op))
+        for op in program[:count]:
+            self.file.write(bytes(op))
+        self.dump(regions)
+        self.library.run(pool, ops, count, R)
+        self.dump(regions)
+
+    def dump(self, regions: dict[int, int]):
+        for place, size in regions.items():
+            self.write("2q", place, size)
+            self.file.write(ctypes.string_at(place, size))
+
+    def write(self, form: str, *numbers: int):
+        self.file.write(struct.pack(form, *numbers))
+
+
+SIZES: dict[int, int] = {}  # of the tensors that operators were given, by address
+
+
+def noting_sizes(op, name: str, value):
+    if isinstance(value, Tensor):
+        place = value.data_ptr()
+        memory = value.untyped_storage()
+        rest = memory.nbytes() - (place - memory.data_ptr())
+        # some are views of the first rows of one that was given before
+        SIZES[place] = min(max(SIZES.get(place, 0), value.nbytes), rest)
+    SET_ATTRIBUTE(op, name, value)
+
+
+SET_ATTRIBUTE = cpu.Op.__setattr__
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", ["-O3", "-O2", "-O3 -march=armv8.2-a+sve"])
+@pytest.mark.parametrize(("name", "kind"), [*product(MODELS, FORMATS)])
+def test_arm_makes_the_same_of_each_step(name, kind, flags, tmp_path, monkeypatch):
+    """
+    Each call of this machine's library, of a prompt, of decodes and of what samples and scores, is
+    computed once more by replay.c on an emulated Arm CPU: it leaves the same in memory.
+    """
+    if not shutil.which(ARM[0]) or not shutil.which("qemu-aarch64"):
+        pytest.skip(f"needs {ARM[0]} and qemu-aarch64")
+    monkeypatch.setattr(cpu.Op, "__setattr__", noting_sizes)
+    SIZES.clear()
+    settings = {"num_blocks": 20, "max_num_seqs": 2, "token_budget": 40, "prefix_cache": False}
+    engine = new_engine(model_of(name), attention="cpu", quantize=kind, **settings)
+    calls = tmp_path / "calls"
+    kernels = engine.runner.ops.linear.__self__
+    library = kernels.library
+    with open(calls, "wb") as file:
+        kernels.library = Recorder(library, file)
+        for asked in ("min-p", "nucleus"):
+            request = message(asked, SHARED["vocab_size"])
+            request["params"] |= {"max_tokens": 3, "logprobs": 3}
+            add_request(engine, request)
+        while engine.has_work:
+            engine.step()
+        kernels.library = library
+    program = tmp_path / "replay"
+    source = Path(__file__).with_name("replay.c")
+    options = [flag for flag in cpu.FLAGS if flag not in ("-shared", "-fPIC", "-O3")]
+    options = [flag for flag in options if not flag.startswith("-m")]
+    command = [*ARM, *options, *flags.split(), f"-I{ROOT}", source, "-o", program, "-lm"]
+    subprocess.run(command, check=True)
+    run = subprocess.run(["qemu-aarch64", program, calls], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert int(run.stdout.split()[0]) > 8, "calls"
