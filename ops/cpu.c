@@ -33,6 +33,9 @@ D head size, S block size, M blocks per table, B requests.
 #include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 
@@ -103,29 +106,29 @@ INLINE float fused(float a, float b, float c)
 }
 
 // e^x = 2^n e^left, |left| < ln(2) / 2, to 2 units of the last place: *power is 2^n, returned is
-// e^x - 2^n, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
-INLINE float exp_beyond(float x, float *power)
+// e^left - 1, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
+INLINE float exp_parts(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
     const float whole = 12582912.0f; // 1.5 * 2^23: added to a number it rounds it
-    Number rounded = {x * 1.44269504f + whole};
+    Number rounded = {fused(x, 1.44269504f, whole)};
     Number scale = {.bits = (rounded.bits - 0x4b400000 + 127) << 23};
     *power = scale.number;
     float n = rounded.number - whole;
-    float left = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float left = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x));
     float y = 1.9875691500e-4f;
-    y = y * left + 1.3981999507e-3f;
-    y = y * left + 8.3334519073e-3f;
-    y = y * left + 4.1665795894e-2f;
-    y = y * left + 1.6666665459e-1f;
-    y = y * left + 5.0000001201e-1f;
-    return *power * (y * left * left + left);
+    y = fused(y, left, 1.3981999507e-3f);
+    y = fused(y, left, 8.3334519073e-3f);
+    y = fused(y, left, 4.1665795894e-2f);
+    y = fused(y, left, 1.6666665459e-1f);
+    y = fused(y, left, 5.0000001201e-1f);
+    return fused(y * left, left, left);
 }
 
 INLINE float exponential(float x)
 {
-    float power, beyond = exp_beyond(x, &power);
-    return beyond + power;
+    float power, rest = exp_parts(x, &power);
+    return fused(rest, power, power);
 }
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
@@ -133,7 +136,8 @@ INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 // cap * tanh(x / cap), with e^(2 x / cap) - 1 that is exact near 0.
 INLINE float capped(float x, float cap)
 {
-    float power, beyond = exp_beyond(2.0f * x / cap, &power), e = beyond + (power - 1.0f);
+    float power, rest = exp_parts(2.0f * x / cap, &power);
+    float e = fused(rest, power, power - 1.0f);
     return cap * (e / (e + 2.0f));
 }
 
@@ -144,14 +148,14 @@ INLINE float minus_log(float x)
     int32_t n = (part.bits - 0x3f3504f3) >> 23;
     part.bits -= n * (1 << 23);
     float z = part.number - 1.0f, y = 7.0376836292e-2f;
-    y = y * z - 1.1514610310e-1f;
-    y = y * z + 1.1676998740e-1f;
-    y = y * z - 1.2420140846e-1f;
-    y = y * z + 1.4249322787e-1f;
-    y = y * z - 1.6668057665e-1f;
-    y = y * z + 2.0000714765e-1f;
-    y = y * z - 2.4999993993e-1f;
-    y = y * z + 3.3333331174e-1f;
+    y = fused(y, z, -1.1514610310e-1f);
+    y = fused(y, z, 1.1676998740e-1f);
+    y = fused(y, z, -1.2420140846e-1f);
+    y = fused(y, z, 1.4249322787e-1f);
+    y = fused(y, z, -1.6668057665e-1f);
+    y = fused(y, z, 2.0000714765e-1f);
+    y = fused(y, z, -2.4999993993e-1f);
+    y = fused(y, z, 3.3333331174e-1f);
     y = y * z * z * z - n * 2.12194440e-4f - 0.5f * z * z;
     return -(z + y) - n * 0.693359375f;
 }
@@ -162,14 +166,14 @@ INLINE float normal_share(float x)
 {
     float t = 1.0f / (1.0f + 0.34f * fabsf(x));
     float y = -2.61207458e-2f;
-    y = y * t + 1.39500702e-1f;
-    y = y * t - 2.73135010e-1f;
-    y = y * t + 2.02184987e-1f;
-    y = y * t - 4.47198564e-2f;
-    y = y * t + 1.15359679e-1f;
-    y = y * t + 1.15197547e-1f;
-    y = y * t + 1.36112210e-1f;
-    y = y * t + 1.35620503e-1f;
+    y = fused(y, t, 1.39500702e-1f);
+    y = fused(y, t, -2.73135010e-1f);
+    y = fused(y, t, 2.02184987e-1f);
+    y = fused(y, t, -4.47198564e-2f);
+    y = fused(y, t, 1.15359679e-1f);
+    y = fused(y, t, 1.15197547e-1f);
+    y = fused(y, t, 1.36112210e-1f);
+    y = fused(y, t, 1.35620503e-1f);
     float beyond = exponential(-0.5f * x * x) * t * y;
     return x < 0 ? beyond : 1.0f - beyond;
 }
@@ -437,12 +441,19 @@ static void heads(const Op *op, int64_t r)
 // -------------------------------------------------------------------------------------------------
 // Products of matrices
 
-// sum + w * x, each number of it rounded once. A compiler makes one instruction of the loop.
+// sum + w * x, each number of it rounded once. Of a loop over `fused` gcc makes this instruction too
+// late to keep the sums of a tile in registers.
 INLINE Vector multiply_add(Vector w, float x, Vector sum)
 {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(w, _mm512_set1_ps(x), sum);
+#elif defined(__AVX__) && defined(__FMA__)
+    return _mm256_fmadd_ps(w, _mm256_set1_ps(x), sum);
+#else
     for (int i = 0; i < LANES; i++)
         sum[i] = fused(w[i], x, sum[i]);
     return sum;
+#endif
 }
 
 // y [rows, count * LANES] += x [rows, K] w [K, count * LANES]; X, W and Y: how far apart rows are.
@@ -456,11 +467,9 @@ INLINE void multiply(
         for (int v = 0; v < count; v++)
             sum[r][v] = (Vector){0};
     for (int64_t k = 0; k < K; k++)
-#pragma GCC unroll 16 // as many as SUMS, so that they stay in registers
         for (int v = 0; v < count; v++) {
             const float *at = w + k * W + v * LANES;
             __builtin_prefetch(at + ahead, 0, 2); // to the second cache
-#pragma GCC unroll 8
             for (int r = 0; r < rows; r++)
                 sum[r][v] = multiply_add(*(const Vector *)at, x[r * X + k], sum[r][v]);
         }
