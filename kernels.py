@@ -44,6 +44,26 @@ except ImportError:  # nothing but the Triton kernels needs it
 constexpr = tl.constexpr
 
 
+def mend_the_interpreter():
+    """
+    A kernel's `range` takes scalars, which Triton's interpreter holds as arrays of one number. That
+    of Triton 3.6 (torch 2.11) makes them numbers in a way that numpy refuses since 2.4.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+if INTERPRETED:
+    mend_the_interpreter()
+
+
 @dataclass
 class Batch:
     """
