@@ -18,6 +18,7 @@ heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block size.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from model import Attention
 
+# From Triton 3.10 on a multiplication and an addition are fused only where that is asked for
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl

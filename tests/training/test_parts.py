@@ -195,7 +195,7 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
 
 NEEDS_COMPILER = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
 
 
