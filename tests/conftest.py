@@ -100,7 +100,7 @@ def pytest_terminal_summary(terminalreporter):
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     counts = Counter(reason.partition(":")[0] for reason in reasons).most_common()
-    words = [f"{count} {reason.replace('needs', 'need', 1)}" for reason, count in counts]
+    words = [f"{n} {why.replace('needs', 'need', n > 1)}" for why, n in counts]
     if words:
         terminalreporter.write_line(f"left out: {', '.join(words)}")
 
