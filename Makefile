@@ -7,10 +7,12 @@
 #
 # PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
 #   make run PIP_OPTIONS="--extra-index-url <the index of the CPU wheels>"
+# VENV is the folder of the environment: make test VENV=.venv-3.13 PYTHON=python3.13
 
 PYTHON ?= python3
+VENV := .venv
 PIP_OPTIONS ?=
-BIN := .venv/bin
+BIN := $(VENV)/bin
 # two processes, each of which takes over tests from the other when it has none left
 # (and no PYTHONDONTWRITEBYTECODE: a hundred processes of the tests would compile the same modules)
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
@@ -20,7 +22,7 @@ MODEL := out/stdlib
 
 .PHONY: run test tests test-avx2 test-slow test-all lint clean
 
-run: .venv/ready $(MODEL)/loss.png
+run: $(VENV)/ready $(MODEL)/loss.png
 	$(BIN)/python serve.py --model $(MODEL)
 
 test: lint
@@ -28,34 +30,34 @@ test: lint
 
 tests: test
 
-test-avx2: .venv/tests-ready
+test-avx2: $(VENV)/tests-ready
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) $(NUMERIC)
 
-test-slow: .venv/tests-ready
+test-slow: $(VENV)/tests-ready
 	$(PYTEST) -m slow
 
 test-all: test test-slow
 
-lint: .venv/tests-ready
+lint: $(VENV)/tests-ready
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 
 # loss.png is the last thing that a training writes: one that was stopped goes on where it was
-$(MODEL)/loss.png: | .venv/ready
+$(MODEL)/loss.png: | $(VENV)/ready
 	$(BIN)/python train.py --out $(MODEL) $(if $(wildcard $(MODEL)/train_state.pt),--resume)
 	@test -f $@ || { echo "the training was stopped: make run goes on from there"; exit 1; }
 
-.venv/ready: requirements.txt
+$(VENV)/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
-	@echo "installing requirements.txt into .venv: a minute or more, without a word"
-	$(PYTHON) -m venv .venv
+	@echo "installing requirements.txt into $(VENV): a minute or more, without a word"
+	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements.txt
 	@touch $@
 
-.venv/tests-ready: requirements-test.txt .venv/ready
-	@echo "installing requirements-test.txt into .venv"
+$(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
+	@echo "installing requirements-test.txt into $(VENV)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements-test.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-clients out data/*/*.bin data/*/*.json
+	rm -rf .venv* out data/*/*.bin data/*/*.json

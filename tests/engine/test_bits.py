@@ -39,7 +39,7 @@ from test_paged import assert_idle, new_engine, trained_model
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
 has_gpu = torch.cuda.is_available() and triton is not None
-needs_gpu = pytest.mark.skipif(not has_gpu, reason="needs a GPU and triton")
+needs_gpu = pytest.mark.skipif(not has_gpu, reason="needs a GPU: and triton")
 
 
 @pytest.fixture(autouse=True)

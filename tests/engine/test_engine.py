@@ -321,7 +321,8 @@ def test_overlap_starts_a_step_before_it_takes_in_the_last():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_hundred_steps_without_waiting_for_the_device():
     """One `.item()` in a step, and the device waits for the host from then on."""
-    engine = Engine(deepcopy(trained_model()).cuda(), Settings(max_num_seqs=8, block_size=4))
+    sizes = {"max_num_seqs": 8, "block_size": 4, "num_blocks": 200}  # others use the GPU, too
+    engine = Engine(deepcopy(trained_model()).cuda(), Settings(**sizes))
     params = SamplingParams(max_tokens=engine.max_model_len - 5, top_p=0.9)
     for i in range(6):
         engine.add_request(i, prompt(i, 5), params)

@@ -234,7 +234,7 @@ class Scenario:
 
 needs_interpreter = pytest.mark.skipif(
     not kernels.INTERPRETED,
-    reason="needs Triton's interpreter; where there is a GPU, a test below runs the same on it",
+    reason="needs Triton's interpreter: where there is a GPU, a test below runs the same on it",
 )
 # small: prompts come in chunks, and choices wait for rows
 SIZES = {"max_num_seqs": 6, "token_budget": 16}

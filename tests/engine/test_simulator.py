@@ -13,6 +13,7 @@ from tests.simulator import World, campaign, fails, main, play, read_trace
 from tests.swarm import FAULTS, a_life
 
 LIVES = sorted((Path(__file__).parents[1] / "lives").glob("*.jsonl"))
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 
 @pytest.mark.parametrize("first", range(0, 60, 30))
@@ -25,6 +26,7 @@ def test_random_lives(first):
         assert not fails(settings, events), f"python -m tests.simulator --seed {seed}"
 
 
+@forks
 @pytest.mark.slow
 def test_a_million_steps_of_random_lives():
     """The same, long enough for what happens once in 100,000 steps; every fault does in it."""
@@ -71,6 +73,7 @@ def test_a_seed_is_the_same_life_on_any_machine():
     assert len(heard[0]) > 100
 
 
+@forks
 def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
     """
     A bug is planted: the simulator must find it, and leave a trace that plays it again in a few

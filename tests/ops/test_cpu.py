@@ -58,6 +58,7 @@ SHARING = [*COMPILER, "-DWORTH_SHARING=0"]  # threads share whatever there is to
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 # by another compiler, or for another CPU, which is here if there is such a macro
+CLANG = ["clang"] if shutil.which("clang") else [sys.executable, "-m", "ziglang", "cc"]
 BUILDS = {"native": "", "gcc": "", "clang": ""}
 BUILDS |= {"x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": "__SSE4_2__"}
 
@@ -72,14 +73,16 @@ def macros() -> str:
 def machine(threads: int = 2, build: str = "native") -> Ops:
     """The operators of cpu.c, compiled in such a way."""
     if BUILDS[build] not in macros():
-        pytest.skip(f"needs a CPU with {BUILDS[build]}")
+        pytest.skip(f"needs a CPU with {build}")
     compiler = SHARING
     flags = cpu.FLAGS
     if BUILDS[build]:
         flags = [flag.replace("native", build) for flag in flags]
-    elif build != "native":
+    elif build == "clang":
+        compiler = [*CLANG, SHARING[-1]]
+    elif build == "gcc":
         if not shutil.which(build):
-            pytest.skip(f"there is no {build}")
+            pytest.skip("needs gcc")
         compiler = [build, SHARING[-1]]
     with patch.object(cpu, "FLAGS", flags):
         return cpu.CpuKernels(compiler, threads).table(TORCH)
@@ -596,6 +599,7 @@ def test_without_a_compiler(quantize, tmp_path, monkeypatch):
 # Threads and processes
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @needs_compiler
 def test_a_fork_computes_alone():
     """
@@ -749,11 +753,13 @@ def test_beside_a_busy_process(threads, cores):
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
     """The tests above once more, with a library that watches each of its reads and writes."""
+    if sanitizer == "address" and torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU: CUDA does not start under AddressSanitizer")
     name = "libasan.so" if sanitizer == "address" else "libtsan.so"
     find = [*COMPILER, f"-print-file-name={name}"]
     runtime = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
-        pytest.skip(f"the compiler has no {name}")
+        pytest.skip(f"needs {name}")
     # a run of its own, which shares nothing with the process of this one
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
         "CC": f"{shlex.join(COMPILER)} -g -fsanitize={sanitizer}",
@@ -792,7 +798,7 @@ def model_in(dtype: str, name: str) -> GPT:
 def test_bf16_errs_as_torch(kind, count):
     """At most twice the error of plain torch in bf16, against fp64 with the same weights."""
     if kind is PackedLinear and not can_pack(torch.ones(1, dtype=torch.bfloat16)):
-        pytest.skip("oneDNN packs bf16 on CPUs with AVX-512")
+        pytest.skip("needs a CPU with AVX-512: oneDNN packs bf16 there")
     layer = model_of("relu").h[0].attn.c_attn
     weight = layer.weight.bfloat16()
     bias = layer.bias.bfloat16()

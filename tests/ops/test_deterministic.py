@@ -22,7 +22,7 @@ from ops import deterministic, linear, sampling
 from ops.choice import TRITON, choose_ops
 from paged import KVBlockPool, Plan, Request
 
-pytestmark = pytest.mark.skipif(not kernels.triton, reason="triton is not installed")
+pytestmark = pytest.mark.skipif(not kernels.triton, reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)

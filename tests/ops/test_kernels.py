@@ -49,9 +49,9 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # the interpreter has no bf16 dot product
 KERNEL_FLOATS = FLOATS if DEVICE == "cuda" else FLOATS[:2]
 all_backends = pytest.mark.parametrize("backend", BACKENDS)
-needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="triton is not installed")
+needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="needs triton")
 has_flex = "flex" in tables_for(DEVICE == "cuda")
-needs_flex = pytest.mark.skipif(not has_flex, reason="there is no compiler")
+needs_flex = pytest.mark.skipif(not has_flex, reason="needs a C++ compiler")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -400,6 +400,9 @@ def test_one_preparation_serves_all_lengths():
         assert (step.attend() - reference).abs().max() <= allowed
 
 
+forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
+
 def in_a_child(check, *arguments):
     """
     On a CPU an address that overflowed is a SIGSEGV: in a process of its own, so that pytest lives
@@ -414,6 +417,7 @@ def in_a_child(check, *arguments):
     assert code == 0, f"{check.__name__} ended with exit code {code} (-11: a wild address)"
 
 
+@forks
 @all_backends
 def test_offsets_beyond_2_to_the_31(backend):
     """
@@ -811,6 +815,7 @@ def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
     assert torch.equal(kv.cpu() == 7, expected == 7)
 
 
+@forks
 @needs_triton
 @pytest.mark.parametrize("R", [1, 3])
 def test_keys_and_values_are_stored_beyond_2_to_the_31(R):

@@ -245,7 +245,7 @@ def test_what_else_a_step_that_shares_may_have(monkeypatch):
 def test_as_many_parts_as_processors_want(Hk, G, parts):
     """The interpreter has 8 processors; these decodes are one group, or two."""
     if DEVICE == "cuda":
-        pytest.skip("a GPU has its own number of processors")
+        pytest.skip("needs Triton's interpreter: a GPU has its own number of processors")
     kv = torch.zeros(2, 1, Hk, 16, 16)
     fields = {"num_decodes": 64, "block_tables": torch.zeros(64, 1, dtype=torch.int32)}
     fields |= {"context_lens": torch.zeros(64, dtype=torch.int32), "query_lens_host": [1] * 64}

@@ -30,7 +30,7 @@ from params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 # them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-needs_triton = pytest.mark.skipif(triton is None, reason="Triton is not installed")
+needs_triton = pytest.mark.skipif(triton is None, reason="needs triton")
 sample = sample_triton if DEVICE == "cuda" else sampling.sample_torch
 
 
@@ -591,7 +591,7 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
     assert upload.call_count == 2 + 4
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs and their streams")
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: CUDA graphs and their streams")
 def test_a_cuda_graph_serves_parameters_that_come_later():
     """
     A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or

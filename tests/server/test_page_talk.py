@@ -586,6 +586,23 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
         wait_for(page, "!$('offer-tour').checkVisibility()")
 
 
+# in the next frame: whether the page is laid out as for a record
+LAID_OUT = """change => new Promise(done => {
+    view.told = performance.now()
+    change()
+    requestAnimationFrame(() => done(document.body.matches(".replay")))
+})"""
+
+
+def test_the_tours_buttons_stay_where_they_appear(open_page):
+    """A tenth of a second later they jumped aside, sometimes out from under a click."""
+    page = live_page(open_page)
+    page("takeIn(readLines($('tour-lines').textContent).slice(1, 2))")
+    wait_for(page, "state.num_blocks")
+    assert page(f"({LAID_OUT})(startTour)")
+    assert not page(f"({LAID_OUT})(leaveTour)")
+
+
 def test_a_tour_leads_back_to_a_record(open_page):
     """Whose page asks no server: once it listened to one."""
     page = live_page(open_page)

@@ -17,6 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from browser import save_random_model
+from processes import ON_CPU
 
 import serve
 from checkpoint import load_checkpoint, save_checkpoint
@@ -60,6 +61,7 @@ def run(checkpoint, monkeypatch, capfd):
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own SIGPIPE
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
         always = ["--model", str(checkpoint), "--temperature", "0", "--kv-blocks", "300"]
+        always += ["--device", "cpu"]  # in fp32 its answers are the dense model's
         with pytest.raises(SystemExit) as ended:
             serve.main([*always, *flags])
         out, err = capfd.readouterr()
@@ -168,9 +170,8 @@ def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     model = save_random_model(tmp_path, context_length=4096)
     command = [sys.executable, "serve.py", "--model", model, "--prompt", "x\n", "--raw"]
     command += ["--max-tokens", "3000"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as process:
+    with subprocess.Popen(command, cwd=ROOT, env=os.environ | ON_CPU, **pipes) as process:
         assert process.stdout.readline() == b"x\n"
         process.stdout.close()
         assert process.stderr.read().count(b"\n") == 1

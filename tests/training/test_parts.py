@@ -195,7 +195,7 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
 
 NEEDS_COMPILER = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler"),
 ]
 
 
@@ -368,14 +368,19 @@ for cap in (0.0, 30.0):
     source = triton.compiler.ASTSource(loss_kernel, dict(zip(names, types)), constants)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8})
     assert "ex2.approx" in compiled.asm["ptx"]
+    assert compiled.metadata.enable_fp_fusion, "products and sums are apart"
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 def test_the_loss_of_a_gpu_compiles():
-    """For a GPU, which need not be there: Triton's interpreter takes more than its compiler."""
+    """
+    For a GPU, which need not be there: Triton's interpreter takes more than its compiler. And
+    without its warning that a later one will not fuse by itself.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    subprocess.run([sys.executable, "-c", COMPILE_LOSS], cwd=ROOT, env=env, check=True)
+    command = [sys.executable, "-W", "error:TRITON_DEFAULT", "-c", COMPILE_LOSS]
+    subprocess.run(command, cwd=ROOT, env=env, check=True)
 
 
 # --------------------------------------------------------------------------------------------------
