@@ -286,25 +286,30 @@ def threshold(
 
     # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
     # this share of the probability of what top_k keeps
-    shares = exp(ranked - best)  # of the best token's probability
+    # each token's probability as a share of the best one's
+    shares = exp(ranked - best)
     weights = shares.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
     needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
-    last = needed.sum(1, keepdim=True).clamp(min=1) - 1
-    of_top_p = ranked.gather(1, last)
+    of_top_p = last_score(ranked, needed)
     # a top_p of 1 keeps all: with rounding, the sum reaches the whole before the last token
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
     # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
-    last = (shares >= min_p[:, None]).sum(1, keepdim=True).clamp(min=1) - 1
-    of_min_p = ranked.gather(1, last)
+    of_min_p = last_score(ranked, shares >= min_p[:, None])
     highest = torch.maximum(of_top_k, of_top_p)
     return torch.maximum(highest, of_min_p)[:, 0]
 
 
+def last_score(ranked: Tensor, kept: Tensor) -> Tensor:
+    """The score [R, 1] of the last token kept, of the first if none is; both [R, V], best first."""
+    count = kept.sum(1, keepdim=True)
+    return ranked.gather(1, count.clamp(min=1) - 1)
+
+
 def log_softmax(logits: Tensor) -> Tensor:
-    """Of each row of logits [R, V] -> [R, V] fp32, or some more columns."""
+    """Compute it for each row of logits [R, V]. Returns [R, V] fp32, or some more columns."""
     if logits.is_cuda:  # the sum's order follows where in 16 bytes of memory a row begins
         logits = F.pad(logits, (0, -logits.shape[1] % 8), value=-torch.inf)
     # not logsumexp, which several threads add up in parts, where there is one row
