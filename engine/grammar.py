@@ -37,7 +37,7 @@ from model import GPTConfig
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts, then for masks; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
-PROCESS_MIB = 2  # memory that a process has beside its grammar
+PROCESS_MIB = 4  # of a kept grammar: two processes have as much beside it
 MOST_BYTES = 2**18  # of a reply: the mask of two million tokens
 
 STUCK = "the answer cannot go on: "  # begins messages of errors that are not the server's fault

@@ -20,6 +20,7 @@ which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive
 """
 
 import fcntl
+import gc
 import json
 import os
 import re
@@ -98,7 +99,12 @@ def mask_of(matcher, otherwise: str = "") -> bytes:
     "-" and the reason; `otherwise` where the library has no words for it.
     """
     mask = matcher.compute_bitmask()
-    if any(mask) and not matcher.is_error():  # with an error, it allows the end
+    bits = int.from_bytes(mask, "little")
+    first = (bits & -bits).bit_length() - 1
+    # With an error it allows the end. Where no token has the only byte that may come, it allows
+    # what comes after that byte.
+    is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
+    if is_right and not matcher.is_error():
         return b"+" + mask
     return b"-" + plain(matcher.get_error(), otherwise).encode()
 
@@ -124,23 +130,33 @@ def main(directory: str, V: str, *eos: str):
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_STACK, STACK)
     library = Library(load_tokenizer(directory), int(V), [*map(int, eos)])
+    gc.disable()  # it would write to memory that forks share
     serve_forks(socket.socket(fileno=0), partial(run_grammar, library))
 
 
 def serve_forks(sock: socket.socket, run: Callable):
-    """Fork a process for each message, which runs `run(*its files)`. Ends with the other end."""
+    """
+    For each message run `run(*its files)` in a process of its own, until the other end is closed.
+    Each is forked before its message comes. Raises OSError: too many processes.
+    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave nothing to wait for
-    while (message := socket.recv_fds(sock, 1, 2))[0]:
-        fds = message[1]
-        with suppress(OSError):  # too many processes: the other end sees its socket closed
-            if os.fork() == 0:
+    is_open = True
+    while is_open:
+        done, end = os.pipe()
+        if os.fork() == 0:
+            message, fds, _, _ = socket.recv_fds(sock, 1, 2)
+            try:
+                if not message:
+                    os.write(end, b"-")
+                os.close(end)  # now the next one is forked
                 sock.close()
-                try:
+                if message:
                     run(*fds)
-                finally:
-                    os._exit(0)
-        for fd in fds:
-            os.close(fd)
+            finally:
+                os._exit(0)
+        os.close(end)
+        is_open = not os.read(done, 1)
+        os.close(done)
 
 
 def run_grammar(library: Library, fd: int, text: int):

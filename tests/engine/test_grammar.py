@@ -8,15 +8,12 @@ own, and the sampling rules of oracle.py. The model is random, so that most toke
 
 import json
 import random
-import socket
 import sys
 import time
 from collections import Counter
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from threading import Event, Thread
 from types import SimpleNamespace
 from unittest.mock import Mock
 from zlib import crc32
@@ -27,12 +24,11 @@ import torch
 from oracle import possible_tokens
 from tokenizer_kinds import save
 
+from engine import grammar as grammar_module
 from engine.drafts import GrowingText, Speculator
 from engine.engine import Engine
-from engine import grammar as grammar_module
-from engine.grammar import Compiled, Compiler, Grammar, Grammars, receive, soon
-from engine.link import Link, to_line
-from engine.process import handle_message, queue_output, serve
+from engine.grammar import Compiler, Grammar, Grammars, receive, soon
+from engine.process import handle_message, queue_output
 from model import GPT, GPTConfig
 from ops import cpu
 from ops.sampling import masked
