@@ -176,8 +176,9 @@ class Compiler:
     def __init__(self, open_grammars: Callable[[], Grammars]):
         self.open_grammars = cache(open_grammars)
         self.waiting: dict[str, dict] = {}  # messages by id
-        self.turns: dict[str, list[str]] = {}  # ids by owner, in the order of their next turns
-        self.id = ""  # whose grammar is being compiled
+        self.turns: dict[str, list[str]] = {}  # ids that wait by owner, in the order of turns
+        self.owner = ""  # whose turn it was last
+        self.id = ""  # of the message whose grammar is being compiled
         self.compiled: Compiled | None = None
 
     def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
@@ -205,11 +206,18 @@ class Compiler:
             yield message
 
     def _next_id(self) -> str:
-        owner = next(iter(self.turns))
-        id, *others = self.turns.pop(owner)
-        if others:
-            self.turns[owner] = others  # its next turn comes last
+        """Have the owner whose turn it was last stand behind all who came meanwhile."""
+        if self.owner in self.turns:
+            self.turns[self.owner] = self.turns.pop(self.owner)
+        self.owner, (id, *others) = next(iter(self.turns.items()))
+        self._set_ids(self.owner, others)
         return id
+
+    def _set_ids(self, owner: str, ids: list[str]):
+        if ids:
+            self.turns[owner] = ids
+        else:
+            del self.turns[owner]
 
     def _outcome_of(self, grammar: dict) -> Future | None:
         """Begin to compile a grammar, or go on. Returns the Grammar or the error, None: not yet."""
@@ -235,9 +243,7 @@ class Compiler:
             self.compiled = None
         else:
             owner = message["owner"]
-            self.turns[owner].remove(id)
-            if not self.turns[owner]:
-                del self.turns[owner]
+            self._set_ids(owner, [other for other in self.turns[owner] if other != id])
 
 
 class Grammar:

@@ -515,7 +515,7 @@ def test_owners_take_turns():
     assert not list(compiler.pass_on(asked[16:]))
     library.done.update(text for text, _ in texts)
     passed = [message["id"] for message in compiler.pass_on([])]
-    assert passed[:6] == ["x0", "x1", "y0", "z0", "x2", "y1"]
+    assert passed[:6] == ["x0", "y0", "z0", "x1", "y1", "x2"]
     assert sorted(passed) == sorted(text for text, _ in texts)
 
 
