@@ -32,7 +32,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.matcher import COMPILE_MIB, COMPILE_SECONDS, STEP_MIB, STEP_SECONDS
+from engine.matcher import COMPILE_MIB, COMPILE_SECONDS, COUNT, MASK, OFFER, STEP_MIB, STEP_SECONDS
 from model import GPTConfig
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts, then for masks; the late sit out
@@ -274,19 +274,22 @@ class Grammar:
         """Ask whether this token may come next, unless a mask was begun. See `accept`."""
         if not self.wants_mask:
             self.offered = token
-            self._ask([token])
+            self._ask(OFFER, [token])
 
     def accept(self, token: int, deadline: float | None = None) -> bool:
         """
-        Go on behind this token if it is allowed. A verdict that is late (default: MASK_SECONDS from
-        now) counts as a refusal, after which a mask must be begun, or the token offered again.
+        Go on behind this token if it is allowed. With a refusal comes the mask. A verdict that is
+        late (default: MASK_SECONDS from now) counts as a refusal without one, after which a mask
+        must be begun, or the token offered again.
         """
         if self.wants_mask:
             is_allowed = self.has_mask and bool(self.mask[token >> 5] >> (token & 31) & 1)
         else:
             if self.offered != token:
                 self.offer(token)
-            is_allowed = self._wait(deadline or soon()) and self.reply == b"\1"
+            has_reply = self._wait(deadline or soon())
+            is_allowed = has_reply and self.reply == b"\1"
+            self.wants_mask = has_reply and not is_allowed
             self.offered = None
         if is_allowed:
             self.accepted.append(token)
@@ -298,14 +301,14 @@ class Grammar:
         """The first tokens of a draft that it allows; none where a mask was begun."""
         if self.wants_mask:
             return []
-        self._ask(draft)
+        self._ask(COUNT, draft)
         return draft[: self.reply[0]] if self._wait(soon()) and self.reply else []
 
     def begin_mask(self):
         """Have the mask of the next position computed, unless it was begun."""
         if not self.wants_mask:
             self.wants_mask = True
-            self._ask([])
+            self._ask(MASK, [])
 
     @property
     def has_mask(self) -> bool:
@@ -325,9 +328,9 @@ class Grammar:
         """Why no token may come next."""
         return STUCK + self.reason
 
-    def _ask(self, tokens: list[int]):
+    def _ask(self, kind: int, tokens: list[int]):
         self.reply = b""
-        message = array("i", [len(self.accepted), *self.accepted, *tokens])
+        message = array("i", [kind, len(self.accepted), *self.accepted, *tokens])
         self.accepted = []
         try:
             self.sock = self.sock or connect(self.compiled.sock)

@@ -14,9 +14,10 @@ which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive
     to the fork server          a socket for the grammar's process, a file with {"kind", "text"}
     from a grammar's process    "+", its size (8 bytes), the first mask; or "-" and the reason
     to a grammar's process      a socket for an answer's process
-    to an answer's process      int32: n, the n tokens that came since, tokens that may come
-    from an answer's process    how many of those may come (a byte); asked for none: "+" and a
-                                mask, or "-" and the reason why no token may come
+    to an answer's process      int32: a kind, n, the n tokens that came since, perhaps more tokens
+    from an answer's process    kind COUNT: how many of these may come (a byte)
+                                kind OFFER: 1 if this one may come, else as for MASK
+                                kind MASK: "+" and the mask, or "-" and why no token may come
 """
 
 import fcntl
@@ -45,6 +46,7 @@ MOST_BYTES = 2**16  # of a message
 STACK = 128 * 2**20
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
+OFFER, COUNT, MASK = range(3)
 # of the library, which refuses in its own words
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 
@@ -202,16 +204,18 @@ def run_answer(matcher, eos: list[int], fd: int):
 
 
 def reply_to(matcher, eos: list[int], message: list[int]) -> bytes:
-    """Take the tokens that came, and return what a process says to the rest: see above."""
-    n, *tokens = message
+    """Take the tokens that came, and return the reply about the others: see above."""
+    kind, n, *tokens = message
     if n:
         matcher.consume_tokens(tokens[:n])
-    asked = tokens[n:]
-    if not asked:
+    if kind == MASK:
         return mask_of(matcher)
+    asked = tokens[n:]
     if matcher.is_stopped():
-        return bytes([not matcher.is_error() and asked[0] in eos])
-    return bytes([matcher.validate_tokens(asked)])
+        count = not matcher.is_error() and asked[0] in eos
+    else:
+        count = matcher.validate_tokens(asked)
+    return bytes([count]) if count or kind == COUNT else mask_of(matcher)
 
 
 def let_grow(mib: int):

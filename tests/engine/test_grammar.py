@@ -636,12 +636,12 @@ class FakeGrammar(Grammar):
     def copy(self) -> Grammar:
         return FakeGrammar(self.choose)
 
-    def _ask(self, asked: list[int]):
+    def _ask(self, kind: int, asked: list[int]):
         self.tokens += self.accepted
         self.accepted = []
         bits = allowed_after(self.tokens)
-        if asked:
-            self.replies.append(bytes([bits >> asked[0] & 1]))
+        if asked and bits >> asked[0] & 1:
+            self.replies.append(b"\1")
         else:
             self.replies.append(b"+" + np.array([bits], np.int32).tobytes())
 
