@@ -457,17 +457,6 @@ def passed_on(compiler: Compiler) -> list[dict]:
     return messages
 
 
-def chain(count: int) -> str:
-    """Rules, each of which is the next one."""
-    rules = [f"a{i}: a{i + 1}" for i in range(count)]
-    return "\n".join(["start: a0", *rules, f'a{count}: "x"'])
-
-
-def references(count: int) -> str:
-    parts = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)}
-    return json.dumps({"$defs": parts | {str(count): {}}, "$ref": "#/$defs/0"})
-
-
 class SlowLibrary:
     """Plays `Grammars`: a grammar is compiled once the test has put its text into `done`."""
 
@@ -709,13 +698,6 @@ def test_simulated_lives(seed, monkeypatch):
 
 # --------------------------------------------------------------------------------------------------
 # What attackers have found
-
-
-def test_usual_multiples_are_served(grammars):
-    """Would catch fields that are multiplied with each other, or cents that are taken for 100."""
-    price = {"type": "number", "multipleOf": 0.01}
-    each = {f"price{i}": price for i in range(9)} | {"weight": {"multipleOf": 100}}
-    grammars.compile("json", json.dumps({"type": "object", "properties": each}))
 
 
 def test_options_spelled_with_escapes_are_refused(grammars):
