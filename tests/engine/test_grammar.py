@@ -422,7 +422,14 @@ def walk(grammar: Grammar, choose: random.Random, count: int) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+# too much for two seconds on a busy machine
+LARGE = {"2,000 properties", "4,500 properties", "wide choice"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in HOSTILE],
+)
 def test_hostile_grammars_are_served_or_refused(grammars, name):
     """
     Would catch: a keyword that is passed over; options of a client that switch checks off. Alone on
