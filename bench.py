@@ -608,7 +608,7 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     tokenizer = load_tokenizer(model)
     chat = load_chat(model, tokenizer)
     engine = Engine(gpt, Settings(max_num_seqs=32))
-    grammars = Grammars(tokenizer, gpt.config)
+    grammars = Grammars(model, gpt.config)
     prompts = []
     for subject, fields in OBJECTS.items():
         names = ", ".join(fields)

@@ -81,9 +81,8 @@ def build_engine(args: Namespace):
 def open_grammars(directory: str, engine):
     """Of the engine's model."""
     from engine.grammar import Grammars
-    from tokenizer import load_tokenizer
 
-    return Grammars(load_tokenizer(directory), engine.config)
+    return Grammars(directory, engine.config)
 
 
 def engine_process(args: Namespace, sock: socket.socket):

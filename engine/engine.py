@@ -13,7 +13,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -25,7 +24,7 @@ from tqdm import tqdm
 from common import plural
 from engine.drafts import MOST_ROWS, MOST_ROWS_ON_GPU, Speculator, with_drafts
 from engine.events import Recorder
-from engine.grammar import MASK_SECONDS, begin_masks
+from engine.grammar import soon, wait_for_any
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -404,29 +403,37 @@ class Engine:
         """
         Ask the grammars about the tokens that a step has brought, before anybody else sees them.
         Those that are refused are sampled again from its logits, with masks. Where the logits are
-        gone (overlap) or a mask is late, the request goes back by a token, and sits out until its
-        mask is there: the others never wait for it.
+        gone (overlap) or a verdict or a mask is late, the request goes back by a token, and sits
+        out until its mask is there: the others never wait for it.
         """
         self.constrained = [r for r in self.constrained if r.status != "done"]
         plan = flight.plan
         refused = {}
-        for i, (r, token) in enumerate(zip(plan.sampled, result.tokens, strict=True)):
-            if r.grammar and r.num_to_come and r not in result.failed:
-                self.num_checked += 1
-                # once a mask was begun for a position, no token counts without it
-                is_masked = r in plan.masked
-                counts = is_masked or r.grammar.mask is None
-                if counts and r.grammar.accept(token):
-                    continue
-                if is_masked:
-                    result.failed[r] = r.grammar.failure()
-                else:
-                    refused[r] = i
+        asked = [
+            (i, r, token)
+            for i, (r, token) in enumerate(zip(plan.sampled, result.tokens, strict=True))
+            if r.grammar and r.num_to_come and r not in result.failed
+        ]
+        for _, r, token in asked:
+            r.grammar.offer(token)
+        deadline = soon()
+        for i, r, token in asked:
+            # once a mask was begun for a position, no token counts without it
+            is_masked = r in plan.masked
+            counts = is_masked or not r.grammar.wants_mask
+            if counts and r.grammar.accept(token, deadline):
+                continue
+            if is_masked:
+                result.failed[r] = r.grammar.failure()
+            else:
+                refused[r] = i
+        self.num_checked += len(asked)
         self.num_refused += len(refused)
-        begin_masks([r.grammar for r in refused])
+        for r in refused:
+            r.grammar.begin_mask()
         if refused and not self.overlap:
-            wait({r.grammar.mask.job for r in refused}, MASK_SECONDS)
-            in_time = {r: i for r, i in refused.items() if r.grammar.has_mask}
+            deadline = soon()
+            in_time = {r: i for r, i in refused.items() if r.grammar.wait_for_mask(deadline)}
             if in_time:
                 self.runner.sample_again(flight, result, in_time)
             for r, i in in_time.items():
@@ -438,7 +445,9 @@ class Engine:
             self.scheduler.go_back(r, plan, *later)
         if refused and self.recorder:
             self.recorder.failed()
-        begin_masks([r.grammar for r in plan.sampled if r.grammar and r.params.filters])
+        for r in plan.sampled:
+            if r.grammar and r.params.filters:
+                r.grammar.begin_mask()
 
     def _release_held(self):
         """
@@ -446,9 +455,9 @@ class Engine:
         do.
         """
         known = [r for r in self.scheduler.held if not r.num_to_come]
-        ready = [r for r in known if r.grammar.mask is None or r.grammar.has_mask]
+        ready = [r for r in known if not r.grammar.wants_mask or r.grammar.has_mask]
         if not ready and len(known) == len(self.requests):
-            wait({r.grammar.mask.job for r in known}, return_when=FIRST_COMPLETED)
+            wait_for_any(r.grammar for r in known)
             ready = [r for r in known if r.grammar.has_mask]
         for r in ready:
             self.scheduler.release(r)

@@ -6,7 +6,8 @@ The server's loop around the engine: messages of the HTTP process in, a step, it
 For a thread or a process of its own. Over the link (link.py has the wire) go
 
     in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any,
-          "grammar": {"kind", "text"} of Grammars.compile, if its answer is held to one}
+          "grammar": {"kind", "text"} of Grammars.compile, if its answer is held to one, and then
+          "owner", by whose turns grammars are compiled}
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}: there are listeners, or no more
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
@@ -34,8 +35,6 @@ def serve(engine: Engine, link: Link, open_grammars: Callable[[], Grammars] = di
     compiler = Compiler(open_grammars)
     while link.is_open:
         serve_step(engine, link, publisher, compiler)
-    for id in [*compiler.waiting]:  # or this process would stay until they are compiled
-        compiler.forget(id)
 
 
 def greeting(engine: Engine) -> dict:

@@ -347,7 +347,7 @@ class Runner:
         at = upload(list(requests.values()), self.device)
         rows = upload([r.row for r in requests], self.device)
         positions = upload([r.num_tokens - r.num_to_come for r in requests], self.device)
-        allowed = np.stack([r.grammar.mask.allowed() for r in requests])
+        allowed = np.stack([r.grammar.mask for r in requests])
         allowed = upload(torch.from_numpy(allowed), self.device, torch.int32)
         self.sampling.uncount(rows, tokens[at])
         asked = [r.params for r in requests]

@@ -286,14 +286,15 @@ class Job:
     event. However it ends, nothing of it goes on running in the engine.
 
     `service` is app.Service, `salt` that of the prefix cache of the client's key, `id` the call's
-    X-Request-Id.
+    X-Request-Id, `owner` the client's key or address: owners take turns where grammars wait.
     """
 
-    def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str):
+    def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str, owner: str):
         self.service = service
         self.client = service.client
         self.body = body
         self.salt = salt
+        self.owner = owner
         self.call_id = id
         self.started = time.monotonic()
         self.changed = asyncio.Event()  # there may be something to send

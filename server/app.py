@@ -165,7 +165,8 @@ class Service(Site):
             prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         salt = f"{http.scope['salt']}:{body.cache_salt or ''}"
-        job = Job(self, body, prompts, salt, http.scope["request_id"])
+        owner = http.scope["salt"] or (http.client.host if http.client else "")
+        job = Job(self, body, prompts, salt, http.scope["request_id"], owner)
         http.scope["logged"]["seed"] = job.seed  # sent with it, a call gets this answer again
         if self.args.log_requests:
             # with the model's own defaults; without the salt, a secret

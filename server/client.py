@@ -104,7 +104,7 @@ class EngineClient(asyncio.Protocol):
         params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
         message = {"prompt": first.prompt, "params": params, "options": options}
         if first.job.grammar:
-            message["grammar"] = first.job.grammar
+            message |= {"grammar": first.job.grammar, "owner": first.job.owner}
         self._write(op="add", id=id, **message)
 
     def abort(self, choice) -> bool:

@@ -208,7 +208,7 @@ class SimulatedRunner(Runner):
     def sample_masked(self, requests: dict[Request, int], tokens: list[int], texts: list[bytes]):
         """The next token that is allowed, from the one that is not on: after the last the first."""
         for r, i in requests.items():
-            [bits] = r.grammar.mask.allowed().tolist()
+            [bits] = r.grammar.mask.tolist()
             token = crc32(texts[i], self.key[r.row]) % self.V
             while not bits >> token & 1:
                 token = (token + 1) % self.V

@@ -33,7 +33,7 @@ ORDER = [
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
     "ops.flex", "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
     "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
-    "engine.grammar", "engine.engine", "engine.process",
+    "engine.matcher", "engine.grammar", "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",
@@ -42,7 +42,7 @@ ORDER = [
     "examples.ray_serve", "examples.replicas",
 ]  # fmt: skip
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "
-WITHOUT_TORCH += "training.corpus"
+WITHOUT_TORCH += "engine.matcher, training.corpus"
 SILENT = {"COMMENT", "NL", "INDENT", "DEDENT", "ENDMARKER"}
 
 

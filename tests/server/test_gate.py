@@ -94,6 +94,15 @@ def test_keys_have_prefix_caches_of_their_own(locked):
     assert salts == ["key 0:", "key 0:x", "key 1:", "key 1:x"]
 
 
+@pytest.mark.parametrize("keys, owner", [(["sesame"], "key 0"), ([], "127.0.0.1")])
+def test_grammars_wait_by_key_or_address(keys, owner):
+    """Would catch a client that gets more turns by a salt of its own."""
+    with House(keys=keys) as house:
+        body = {"prompt": "ab", "cache_salt": "x", "structured_outputs": {"regex": "a"}}
+        house.call("POST", "/v1/completions", body, Authorization="Bearer sesame")
+        assert house.engine.of("add")[-1]["owner"] == owner
+
+
 def test_keys_come_from_a_flag_the_environment_or_a_file(tmp_path, monkeypatch):
     file = tmp_path / "keys"
 

@@ -1,0 +1,240 @@
+"""
+The processes in which grammars are compiled, and answers are held to them.
+
+    engine -- fork server -- a process for each grammar -- a process for each of its answers
+
+A client's text can make the library take any time and all memory, when it is compiled or a hundred
+tokens later, and a failed allocation ends the library's process. So the library never runs in the
+engine. The kernel ends a process that exceeds its limits, and the engine sees that its socket is
+closed. A fork takes a millisecond, and shares the memory of the compiled grammar.
+
+Not run by itself: engine/grammar.py starts the fork server and is the other end of the sockets,
+which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
+
+    to the fork server          a socket for the grammar's process, a file with {"kind", "text"}
+    from a grammar's process    "+", its size (8 bytes), the first mask; or "-" and the reason
+    to a grammar's process      a socket for an answer's process
+    to an answer's process      int32: a kind, n, the n tokens that came since, perhaps more tokens
+    from an answer's process    kind COUNT: how many of these may come (a byte)
+                                kind OFFER: 1 if this one may come, else as for MASK
+                                kind MASK: "+" and the mask, or "-" and why no token may come
+"""
+
+import fcntl
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from tokenizer import Tokenizer, load_tokenizer
+
+COMPILE_SECONDS = 2
+COMPILE_MIB = 256
+STEP_SECONDS = 0.05  # of CPU time, for a mask or for a question about tokens
+STEP_MIB = 64  # that an answer's process may add to its grammar's
+MOST_BYTES = 2**16  # of a message
+# llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
+STACK = 128 * 2**20
+# JSON with no more than a blank between its parts: a small model can write newlines for ever
+JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
+OFFER, COUNT, MASK = range(3)
+# of the library, which refuses in its own words
+LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+
+
+class Vocabulary:
+    """A tokenizer as llguidance asks for one. `V`: the model's vocabulary, which may have more."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, V: int, eos: list[int]):
+        self.encode = tokenizer.encode
+        self.eos_token_id = eos[0]
+        self.tokens = [tokenizer.spelled_bytes(token) for token in range(V)]
+        self.special_token_ids = sorted({*tokenizer.control.values(), *eos})
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+class Library:
+    """llguidance, and one model's tokenizer in its form."""
+
+    def __init__(self, tokenizer: Tokenizer, V: int, eos: list[int]):
+        import llguidance
+
+        self.module = llguidance
+        self.eos = eos
+        wrapped = llguidance.TokenizerWrapper(Vocabulary(tokenizer, V, eos))
+        self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=eos)
+        self.limits = llguidance.LLParserLimits(**LIMITS)
+
+    def compile(self, kind: str, text: str):
+        """`Grammars.compile`, here. Returns the library's matcher. Raises ValueError."""
+        if kind == "json":
+            # a schema can bring options of its own ("x-guidance"): ours come last
+            text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+        else:
+            if kind == "grammar" and "x-guidance" in unescaped(text):
+                raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
+            text = self.module.grammar_from(kind, text)
+        return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
+
+
+def unescaped(text: str) -> str:
+    """Return a text as a JSON parser reads its names, which can be spelled with escapes."""
+    return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
+
+
+def mask_of(matcher, otherwise: str = "") -> bytes:
+    """
+    Compute the mask of the next position: "+" and a bit for each token. Where no token may come:
+    "-" and the reason; `otherwise` where the library has no words for it.
+    """
+    mask = matcher.compute_bitmask()
+    bits = int.from_bytes(mask, "little")
+    first = (bits & -bits).bit_length() - 1
+    # With an error it allows the end. Where no token has the only byte that may come, it allows
+    # what comes after that byte.
+    is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
+    if is_right and not matcher.is_error():
+        return b"+" + mask
+    return b"-" + plain(matcher.get_error(), otherwise).encode()
+
+
+def plain(error: str, otherwise: str) -> str:
+    """Return the library's reason without its codes, backtraces and panics."""
+    if error.startswith("panic"):
+        return "the grammar library fails at it"
+    reason = error.partition("\n<")[0].strip()
+    return reason if " " in reason else otherwise
+
+
+# --------------------------------------------------------------------------------------------------
+# Processes
+
+
+def main(directory: str, V: str, *eos: str):
+    """Serve grammars for the model in this directory. The engine's socket is stdin."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or it starts threads
+    with suppress(OSError):
+        # where the machine lacks memory, these processes end before the engine does
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    set_limit(resource.RLIMIT_CORE, 0)
+    set_limit(resource.RLIMIT_STACK, STACK)
+    library = Library(load_tokenizer(directory), int(V), [*map(int, eos)])
+    gc.disable()  # it would write to memory that forks share
+    serve_forks(socket.socket(fileno=0), partial(run_grammar, library))
+
+
+def serve_forks(sock: socket.socket, run: Callable):
+    """
+    For each message run `run(*its files)` in a process of its own, until the other end is closed.
+    Each is forked before its message comes. Raises OSError: too many processes.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave nothing to wait for
+    is_open = True
+    while is_open:
+        done, end = os.pipe()
+        if os.fork() == 0:
+            message, fds, _, _ = socket.recv_fds(sock, 1, 2)
+            try:
+                if not message:
+                    os.write(end, b"-")
+                os.close(end)  # now the next one is forked
+                sock.close()
+                if message:
+                    run(*fds)
+            finally:
+                os._exit(0)
+        os.close(end)
+        is_open = not os.read(done, 1)
+        os.close(done)
+
+
+def run_grammar(library: Library, fd: int, text: int):
+    """Compile the grammar in the file `text`, report, then fork its answers' processes."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
+    sock = socket.socket(fileno=fd)
+    flags = fcntl.fcntl(sock, fcntl.F_GETFL)
+    # until the report the engine sends nothing; if it hangs up, SIGIO ends this process
+    fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+    signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
+    let_grow(COMPILE_MIB)
+    before = memory_in_use()
+    try:
+        with open(text, encoding="utf-8") as file:
+            matcher = library.compile(**json.load(file))
+        mask = mask_of(matcher, "no text fits it")
+    except MemoryError:
+        return
+    except Exception as error:
+        mask = b"-" + str(error).encode()
+    except BaseException:  # a panic of the library's Rust
+        mask = b"-" + plain("panic", "").encode()
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    fcntl.fcntl(sock, fcntl.F_SETFL, flags)
+    if mask.startswith(b"-"):
+        sock.send(mask)
+    else:
+        size = memory_in_use() - before
+        sock.send(b"+" + size.to_bytes(8, "little") + mask[1:])
+        serve_forks(sock, partial(run_answer, matcher, library.eos))
+
+
+def run_answer(matcher, eos: list[int], fd: int):
+    """Answer the questions about one answer. See `Grammar`."""
+    sock = socket.socket(fileno=fd)
+    let_grow(STEP_MIB)
+    while message := sock.recv(MOST_BYTES):
+        signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)
+        reply = reply_to(matcher, eos, [*array("i", message)])
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sock.send(reply)
+
+
+def reply_to(matcher, eos: list[int], message: list[int]) -> bytes:
+    """Take the tokens that came, and return the reply about the others: see above."""
+    kind, n, *tokens = message
+    if n:
+        matcher.consume_tokens(tokens[:n])
+    if kind == MASK:
+        return mask_of(matcher)
+    asked = tokens[n:]
+    if matcher.is_stopped():
+        count = not matcher.is_error() and asked[0] in eos
+    else:
+        count = matcher.validate_tokens(asked)
+    return bytes([count]) if count or kind == COUNT else mask_of(matcher)
+
+
+def let_grow(mib: int):
+    """Have the kernel refuse this process more address space than so much beyond what it has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + mib * 2**20)
+
+
+def memory_in_use() -> int:
+    """Bytes in memory of this process, without files such as the library's code."""
+    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
+    return (resident - of_files) * resource.getpagesize()
+
+
+def set_limit(kind: int, limit: int):
+    """Set a limit of this process and of its forks, as far as its user may."""
+    _, most = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

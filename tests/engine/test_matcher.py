@@ -1,0 +1,232 @@
+"""
+What a client's grammar may cost: each attack ends alone, within its limits, and in plain words.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from callers import save_caller
+from processes import Process, python, wait_until
+from test_grammar import mask_of, walk
+from tokenizer_kinds import save
+
+from engine import grammar as grammar_module
+from engine.grammar import KEPT_MIB, Grammars
+from tokenizer import load_tokenizer
+
+pytest.importorskip("llguidance")
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory) -> Grammars:
+    folder = save("gpt2", tmp_path_factory.mktemp("tokenizer"))
+    tokenizer = load_tokenizer(folder)
+    ends = tuple(tokenizer.control.values())
+    return Grammars(folder, SimpleNamespace(vocab_size=tokenizer.vocab_size, eos_token_ids=ends))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)
+
+
+def patterns(count: int) -> list[dict]:
+    """Schemas of strings; to find that one fits them all takes twice as long for each."""
+    return [{"type": "string", "pattern": f".*a.{{{i}}}"} for i in range(count)]
+
+
+def lark(expressions: list[str], operator: str = " & ") -> str:
+    return "start: T\nT: " + operator.join(expressions)
+
+
+def chain(count: int, is_gbnf: bool) -> str:
+    """Rules, each of which is the next one."""
+    start, colon = ("root", " ::= ") if is_gbnf else ("start", ": ")
+    names = [start, *(f"a{i}" for i in range(count))]
+    rules = [name + colon + following for name, following in pairwise(names)]
+    return "\n".join([*rules, f'{names[-1]}{colon}"x"'])
+
+
+def references(count: int) -> str:
+    parts = {str(i): {"$ref": f"#/$defs/{i + 1}"} for i in range(count)}
+    return json.dumps({"$defs": parts | {str(count): {}}, "$ref": "#/$defs/0"})
+
+
+TOO_LARGE = "compiling it takes more than 2 s or 256 MB"
+FAILS = "the grammar library fails at it"
+# forty letters later
+TRAPS = [f"/z{{40}}b*(cc(.|\\n)*a(.|\\n){{{i}}})?/" for i in range(17)]
+SCHEMAS = [f'x{i}: %json {{"properties": {{"a{i}": {{"type": "number"}}}}}}' for i in range(300)]
+SCHEMAS = "\n".join([f"start: {' '.join(f'x{i}' for i in range(300))}", *SCHEMAS])
+QUICK = {
+    "GBNF's rules": ("grammar", chain(9000, True), TOO_LARGE),
+    "trap": ("grammar", lark(TRAPS), "takes more than 50 ms for a token or 64 MB"),
+    "small trap": ("grammar", lark(TRAPS[:8]), "too many expressions"),
+    "panic": ("grammar", 'start: a b\na[lazy]: /x*/\nb: "y"', FAILS),
+    "references": ("json", references(1600), ""),
+}
+SLOW = {
+    "conjunctions": ("grammar", lark([f"/.*a.{{{i}}}/" for i in range(30)]), TOO_LARGE),
+    "negations": ("grammar", lark([f"~/.*a.{{{i}}}/" for i in range(20)]), ""),
+    "patternProperties": (
+        "json",
+        json.dumps({"patternProperties": {f".*a.{{{i}}}b": {} for i in range(20)}}),
+        "",
+    ),
+    "a million": ("regex", "(a{1000}){1000}", TOO_LARGE),
+    "nested quantifiers": ("regex", "((a+)+b?)+(.{0,300}x){0,300}", ""),
+    "determinised": ("regex", "(.*a.{25})+", ""),
+    "Lark's rules": ("grammar", chain(5000, False), ""),
+    "patterns": ("json", json.dumps({"allOf": patterns(20)}), TOO_LARGE),
+    "multiples": ("json", '{"type": "integer", "multipleOf": 4294967291}', ""),
+    "spelled": ("json", '{"type": "integer", "\\u006dultipleOf": 1000003}', ""),
+    "common multiple": ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}]}', ""),
+    "300 schemas": ("grammar", SCHEMAS, ""),
+    "enum": ("json", json.dumps({"enum": [f"w{i}" for i in range(7000)]}), ""),
+    "lengths": ("json", json.dumps({"allOf": [p | {"minLength": 9} for p in patterns(12)]}), ""),
+}
+CODES = ["<", "panic", "NoExtension", "backtrace"]
+
+
+def fate(grammars: Grammars, kind: str, text: str) -> str:
+    """Why it is refused, or why an answer of 60 random tokens cannot go on. "": it can."""
+    compiled = grammars.begin(kind, text)
+    assert compiled.wait(10), "it is still being compiled"
+    try:
+        grammar = grammars.finish(compiled)
+    except ValueError as error:
+        return str(error)
+    return "" if len(walk(grammar, random.Random(0), 60)) == 60 else grammar.failure()
+
+
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+)
+def test_an_attack_ends_alone(grammars, name):
+    """
+    Would catch: a grammar that is compiled for minutes, in all of the memory; one that compiles in
+    a millisecond, and after 40 tokens takes for ever to say what may come; a chain of rules that
+    overflows the stack; words of the library that nobody else can read.
+    """
+    kind, text, reason = (QUICK | SLOW)[name]
+    beside = grammars.compile("regex", "[a-y]+")
+    said = fate(grammars, kind, text)
+    assert reason in said
+    assert not any(code in said for code in CODES if code not in text)
+    assert walk(beside, random.Random(0), 9)
+    assert grammars.compile("choice", json.dumps([name])).mask.any()
+
+
+def children(pid: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
+
+
+def test_a_compiler_ends_when_its_client_hangs_up(grammars):
+    """Would catch one that goes on for two seconds: a client may hang up and come again."""
+    server = grammars.process.pid
+    grammars.compile("regex", "a")
+    compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
+    assert not compiled.wait(0.5)
+    num_busy = len(children(server))
+    del compiled
+    hung_up = time.monotonic()
+    wait_until(lambda: len(children(server)) < num_busy)
+    assert time.monotonic() - hung_up < 1
+
+
+def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
+    """Would catch 64 of 175 MB; the one used last thrown away first; a refused one that is kept."""
+    monkeypatch.setattr(grammars, "kept", {})
+    for i in range(100):
+        grammars.finish(compiled_of(f"small {i}", 2**20))
+    assert len(grammars.kept) == 100
+    grammars.finish(compiled_of("small 0", 2**20))
+    grammars.finish(compiled_of("large", (KEPT_MIB - 1) * 2**20))
+    assert [*grammars.kept] == ["small 0", "large"]
+    with pytest.raises(ValueError, match="why not"):
+        grammars.finish(compiled_of("refused", 0, mask=None))
+    assert "refused" not in grammars.kept
+
+
+def compiled_of(key: str, size: int, mask=1) -> SimpleNamespace:
+    return SimpleNamespace(key=key, size=size, mask=mask, reason="why not")
+
+
+def test_a_grammar_has_the_size_that_it_takes(grammars):
+    """Would catch the memory of the library's code, or none, as that of a grammar."""
+    small = grammars.compile("regex", "ab").compiled.size
+    large = grammars.compile("regex", "a{1000000}").compiled.size
+    assert small < 8 * 2**20 < 12 * 2**20 < large
+
+
+def test_processes_are_refused_memory():
+    code = "from engine.matcher import let_grow; let_grow(64); bytes(2**24); bytes(2**27)"
+    assert python(code).stderr.splitlines()[-1] == "MemoryError"
+
+
+def test_the_engine_gets_no_threads(grammars):
+    """Would catch threads of a library, and a default size of stacks that others then have."""
+    before = threading.enumerate(), threading.stack_size()
+    assert walk(grammars.compile("regex", "[a-x]+"), random.Random(0), 9)
+    assert (threading.enumerate(), threading.stack_size()) == before
+
+
+def descendants(pid: int) -> list[int]:
+    return [pid, *(each for child in children(pid) for each in descendants(child))]
+
+
+def test_what_was_killed_starts_anew(grammars):
+    """As by the system where memory is lacking. Would catch: no grammars from then on."""
+    grammar = grammars.compile("regex", "[a-w]{99}")
+    assert walk(grammar, random.Random(0), 9)
+    for pid in descendants(grammars.process.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert not mask_of(grammar).any()
+    assert "the answer cannot go on: its grammar takes more than" in grammar.failure()
+    grammars.process.wait()
+    for text in ("[a-w]{99}", "[a-v]+"):  # the first one was kept
+        assert len(walk(grammars.compile("regex", text), random.Random(0), 9)) == 9
+
+
+@pytest.mark.slow
+def test_a_server_with_little_memory_serves_on(tmp_path):
+    """
+    Sixteen calls of one key, each too large to be compiled. Would catch an engine that ends for
+    want of memory, and another key's client that waits for all of them.
+    """
+    save_caller(tmp_path / "model")
+    (tmp_path / "keys").write_text("a\nb\n")
+    with Process(tmp_path / "model", "--api-key-file", str(tmp_path / "keys")) as server:
+        engine = server.engine_pid
+        resource.prlimit(engine, resource.RLIMIT_AS, (1_800_000 * 1024,) * 2)
+
+        def post(key: str, schema: dict) -> httpx.Response:
+            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+            body = {"prompt": "x", "max_tokens": 9, "response_format": form}
+            headers = {"Authorization": f"Bearer {key}"}
+            return httpx.post(
+                f"{server.url}/v1/completions", json=body, headers=headers, timeout=90
+            )
+
+        assert post("b", {"enum": ["warm"]}).status_code == 200
+        with ThreadPoolExecutor(16) as pool:
+            large = [{"allOf": patterns(20 + i)} for i in range(16)]
+            refused = [pool.submit(post, "a", schema) for schema in large]
+            time.sleep(0.5)
+            began = time.monotonic()
+            assert post("b", {"enum": ["new"]}).status_code == 200
+            waited = time.monotonic() - began
+            assert all(TOO_LARGE in future.result().text for future in refused)
+        assert waited < 5  # 2.2 s on an idle machine; after all of them it would be 30
+        assert server.engine_pid == engine
