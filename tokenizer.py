@@ -63,6 +63,7 @@ class Tokenizer:
     largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
     has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
     the file brings a regular expression, which may take more than linear time.
+    `longest`: see longest_token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -83,6 +84,11 @@ class Tokenizer:
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
+        self.longest = longest_token(backend)
+        # Some models lack bytes that no text of their corpus had: such characters have no token.
+        pieces = zip(map(chr, range(128)), ALPHABET, strict=False)
+        vocab = backend.get_vocab()
+        self.lost = [c for c, piece in pieces if self.is_byte_level and piece not in vocab]
         # looked up for each token of an answer, computed once
         self.token_bytes = cache(self.token_bytes)
         self.spelled_bytes = cache(self.spelled_bytes)
@@ -111,6 +117,14 @@ class Tokenizer:
         if stand_ins:
             return self._encode_disguised(text, stand_ins, add_special_tokens)
         return self._encode_text(text, add_special_tokens)
+
+    def least_tokens(self, text: str) -> int:
+        """
+        Return a number of tokens that the text has at least, without encoding it: 0 where nothing
+        is certain.
+        """
+        lost = sum(map(text.count, self.lost))
+        return (len(text) - lost) // self.longest if self.longest else 0
 
     def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
@@ -226,6 +240,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, *args):
         super().__init__(*args)
         self.has_known_pattern = True
+        self.longest = 1
         self.vocab = self.backend.get_vocab(with_added_tokens=False)
 
     def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
@@ -442,6 +457,47 @@ def state(step) -> dict:
     return {} if step is None else json.loads(step.__getstate__())
 
 
+def parts(step, name: str) -> list[dict]:
+    """The steps of a sequence, which has them under this name; a single step is the only one."""
+    whole = state(step)
+    return whole.get(name, [whole] if whole else [])
+
+
+def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+    """
+    Return the most characters of a text that one token stands for. None where there is no such
+    number: where a step removes or joins characters (NFC joins a letter and its accents), where
+    unknown ones become one token or none, or where a token takes the blanks beside it, too.
+    """
+    steps = parts(backend.normalizer, "normalizers")
+    steps += parts(backend.pre_tokenizer, "pretokenizers")
+    vocab = backend.get_vocab()
+    model = backend.model
+    is_plain = isinstance(model, models.BPE) and not (
+        model.continuing_subword_prefix or model.end_of_word_suffix
+    )
+    if "ByteLevel" in [step["type"] for step in steps]:
+        # enough: each character beyond ASCII has such a byte
+        needed = ALPHABET[0x80:0xC0]
+    else:
+        is_plain = is_plain and model.byte_fallback
+        needed = [f"<0x{byte:02X}>" for byte in range(256)]
+    added = backend.get_added_tokens_decoder().values()
+    strips = any(token.lstrip or token.rstrip for token in added)
+    keeps = is_plain and vocab.keys() >= {*needed} and all(map(keeps_characters, steps))
+    return max(map(len, vocab)) if keeps and not strips else None
+
+
+def keeps_characters(step: dict) -> bool:
+    """Whether this step of a tokenizer.json makes one character or more of each."""
+    match step:
+        case {"behavior": "Removed"}:
+            return False
+        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+            return len(old) <= len(new)
+    return step["type"] in ("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split")
+
+
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
     """Whether each token is a character, and an unknown one has no token, as in ours."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
@@ -456,8 +512,7 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     The kinds of the steps that make text of tokens. Raises TokenizerError for those that a stream,
     which gets token by token, cannot follow.
     """
-    whole = state(backend.decoder)
-    steps = whole.get("decoders", [whole] if whole else [])
+    steps = parts(backend.decoder, "decoders")
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return kinds

@@ -4,18 +4,23 @@ Texts and conversations -> token ids, and back.
     chat = load_chat("out/chatty", tokenizer)      # None without a chat template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-    encoder = Encoder("out/chatty")                # for an event loop: long texts go to a thread
+    encoder = Encoder("out/chatty")                # for an event loop: work is done in two threads
     [ids] = await encoder.encode(["def"], True)
 
-The `tokenizers` library releases the GIL while it encodes, so one thread is enough to keep a long
-text from blocking the event loop. A chat template is a program that comes with the checkpoint: it
-runs in jinja2's sandbox, sees the variables that transformers shows it, and its text becomes the
-same tokens. Against prompt injection, a user's text never becomes a control token (`disguise`).
+The `tokenizers` library releases the GIL while it encodes, so a thread keeps a long text from
+blocking the event loop, and a second thread keeps short texts from waiting for long ones. A chat
+template is a program that comes with the checkpoint: it runs in jinja2's sandbox and for a limited
+time, sees the variables that transformers shows it, and its text becomes the same tokens. Against
+prompt injection, a user's text never becomes a control token (`disguise`).
 """
 
 import asyncio
+import heapq
+import itertools
 import json
+import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +40,9 @@ from tokenizer import (
 
 # Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
 SHORT = 1024
-MAX_WAITING = 2**26  # characters and ids of all that waits for the thread: they are in memory
+LONG = 2**16  # characters and ids: what has more waits in a lane of its own, for up to 0.2 s each
+MAX_WAITING = 2**26  # characters and ids of all that waits in a lane: they are in memory
+MAX_RENDER_SECONDS = 2  # of CPU time: 4 MiB take 0.2 s
 PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
 
 Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls"
@@ -49,11 +56,56 @@ class EncoderBusy(RuntimeError):
     """Too much is waiting to be encoded."""
 
 
+class TooLong(TokenizerError):
+    """A text that has more tokens than the model takes."""
+
+
+class Lane:
+    """
+    A thread that does one piece of work at a time. Whenever it is free it takes the smallest that
+    waits, so that a flood of longer texts holds up a short one by a single text.
+    """
+
+    def __init__(self, directory: str | Path):
+        # Encoding changes fields of a tokenizer, so each thread has one of its own.
+        self.tokenizer = load_tokenizer(directory)
+        self.thread = ThreadPoolExecutor(1)
+        self.waiting = 0  # characters and ids: what has not been done
+        self.turns = []  # a heap of (size, number, future): the future is done when the turn comes
+        self.numbers = itertools.count()
+        self.is_busy = False
+
+    async def run(self, work: Callable, size: int):
+        """Return `work(tokenizer)`. Raises EncoderBusy if too much waits already."""
+        if self.waiting + size > MAX_WAITING:
+            raise EncoderBusy("too much text is waiting to be encoded: try again later")
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        heapq.heappush(self.turns, (size, next(self.numbers), turn))
+        self.waiting += size
+        try:
+            self._start_next()
+            await turn
+            return await loop.run_in_executor(self.thread, work, self.tokenizer)
+        finally:
+            self.waiting -= size
+            if not turn.cancelled():
+                self.is_busy = False
+                self._start_next()
+
+    def _start_next(self):
+        while self.turns and not self.is_busy:
+            *_, turn = heapq.heappop(self.turns)
+            if not turn.cancelled():
+                turn.set_result(None)
+                self.is_busy = True
+
+
 class Encoder:
     """
-    A checkpoint's tokenizer and chat template for an event loop: short texts are encoded in place,
-    long ones and all conversations in a thread, one after the other. `variables`: see Chat. Raises
-    TokenizerError, also for a chat template that is broken, or missing.
+    A checkpoint's tokenizer and chat template for an event loop: the shortest texts are encoded in
+    place, all else in one of two lanes, one for short texts and one for long ones. `variables`: see
+    Chat. Raises TokenizerError, also for a chat template that is broken, or missing.
     """
 
     def __init__(
@@ -63,14 +115,17 @@ class Encoder:
         variables: dict | None = None,
     ):
         self.tokenizer = tokenizer or load_tokenizer(directory)
-        # Encoding changes fields of a tokenizer, so the thread has one of its own.
-        self.thread_tokenizer = load_tokenizer(directory)
-        self.chat = load_chat(directory, self.thread_tokenizer, variables)
-        self.thread = ThreadPoolExecutor(1)
-        self.waiting = 0  # characters and ids that wait for the thread
+        self.lanes = Lane(directory), Lane(directory)  # of short texts, of long ones
+        self.chat = load_chat(directory, self.lanes[0].tokenizer, variables)
 
-    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one."""
+    async def encode(
+        self, texts: list[str], add_special_tokens: bool, most_tokens: float = math.inf
+    ) -> list[list[int]]:
+        """
+        Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one. Raises
+        TooLong, before it encodes, where it is certain that a text has more than most_tokens.
+        """
+        check_length(self.tokenizer, texts, most_tokens)
 
         def work(tokenizer: Tokenizer) -> list[list[int]]:
             return [tokenizer.encode(text, True, add_special_tokens) for text in texts]
@@ -83,15 +138,20 @@ class Encoder:
         return await self._run(lambda tokenizer: tokenizer.decode(ids, False), len(ids))
 
     async def encode_chat(
-        self, messages: Messages, add_special_tokens: bool, options: dict
+        self,
+        messages: Messages,
+        add_special_tokens: bool,
+        options: dict,
+        most_tokens: float = math.inf,
     ) -> list[int]:
-        """Token ids of a conversation; see Chat.encode."""
-        size = sum(len(str(value)) for message in messages for value in message.values())
+        """Token ids of a conversation; see Chat.encode. Raises TooLong as `encode` does."""
 
-        def work(_) -> list[int]:
-            return self.chat.encode(messages, add_special_tokens, **options)
+        def work(tokenizer: Tokenizer) -> list[int]:
+            limits = tokenizer, most_tokens
+            return self.chat.encode(messages, add_special_tokens, *limits, **options)
 
-        return await self._run(work, size, is_quick=False)
+        # templates show options, too: a tool's description may be longer than all messages
+        return await self._run(work, len(str([messages, options])), is_quick=False)
 
     async def _run(self, work: Callable, size: int, is_quick: bool = True):
         """
@@ -101,18 +161,21 @@ class Encoder:
         """
         if is_quick and size <= SHORT and self.tokenizer.has_known_pattern:
             return work(self.tokenizer)
-        if self.waiting + size > MAX_WAITING:
-            raise EncoderBusy("too much text is waiting to be encoded: try again later")
-        self.waiting += size
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.thread, work, self.thread_tokenizer)
-        finally:
-            self.waiting -= size
+        return await self.lanes[size > LONG].run(work, size)
 
     def close(self):
-        """Drop what the thread has not begun."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        """Drop what the threads have not begun."""
+        for lane in self.lanes:
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def check_length(tokenizer: Tokenizer, texts: list[str], most_tokens: float):
+    """Raises TooLong for a text that certainly has more tokens, whatever they are."""
+    least = max(map(tokenizer.least_tokens, texts))
+    if least > most_tokens:
+        # client libraries look for the first words
+        limit = f"this model's maximum context length is {most_tokens} tokens"
+        raise TooLong(f"{limit}, the prompt has at least {least:,}: shorten it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,18 +245,25 @@ class Chat:
         environment = make_environment()
         environment.globals |= token_names
         try:
-            self.template = environment.from_string(source)
+            self.template = environment.from_string(with_clock(environment.parse(source)))
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
         self.call_tag = find_tag(source)
 
     def encode(
-        self, messages: Messages, add_special_tokens: bool = False, /, **options
+        self,
+        messages: Messages,
+        add_special_tokens: bool = False,
+        tokenizer: Tokenizer | None = None,
+        most_tokens: float = math.inf,
+        /,
+        **options,
     ) -> list[int]:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
         template. The template writes its own control tokens, BOS included; add_special_tokens would
-        add a second BOS. Raises TokenizerError.
+        add a second BOS. `tokenizer` is another thread's, most_tokens see Encoder.encode. Raises
+        TokenizerError.
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user
@@ -202,7 +272,9 @@ class Chat:
         options = self.variables | options
         disguised, options, originals = disguise(messages, options, self.control_names)
         text = self.render(disguised, **options)
-        ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
+        tokenizer = tokenizer or self.tokenizer
+        check_length(tokenizer, [text], most_tokens)
+        ids = tokenizer.encode(text, True, add_special_tokens, originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
@@ -210,8 +282,9 @@ class Chat:
     def render(self, messages: Messages, /, **options) -> str:
         """The text of a conversation. Raises TokenizerError where the template fails at it."""
         unset = {"tools": None, "documents": None}
+        own = {"messages": messages, "check_clock": clock(MAX_RENDER_SECONDS)}
         try:
-            return self.template.render(unset | options | {"messages": messages})
+            return self.template.render(unset | options | own)
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program, so any exception may come
@@ -258,6 +331,31 @@ def make_environment():
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def with_clock(template):
+    """
+    A parsed template that ends: each turn of a loop and each call of a macro calls check_clock.
+    """
+    from jinja2 import nodes
+
+    for node in [*template.find_all((nodes.For, nodes.Macro))]:
+        check = nodes.Call(nodes.Name("check_clock", "load"), [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+    return template
+
+
+def clock(seconds: float) -> Callable:
+    """A function that raises TokenizerError once its thread has computed for so long."""
+    end = time.thread_time() + seconds
+
+    def check():
+        if time.thread_time() > end:
+            raise TokenizerError(
+                f"the chat template takes more than {seconds} s for this conversation: shorten it"
+            )
+
+    return check
 
 
 # --------------------------------------------------------------------------------------------------

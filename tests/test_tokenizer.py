@@ -496,3 +496,71 @@ def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):
     pieces = [stream.push(0xE2) for _ in range(200_000)]
     assert time.process_time() - started < 3  # 0.3 s
     assert len("".join(pieces[:10])) >= 9
+
+
+# --------------------------------------------------------------------------------------------------
+# The least tokens of a text
+
+# kinds that lose characters, by a text that has next to no tokens for its length
+LOSSY = {
+    "qwen2": "e" + "\u0300\u0301\u0302" * 200,
+    "falcon": " " * 500 + "<b>",
+    "unigram": "\U0010ffff" * 500,
+    "wordpiece": "\x00" * 500,
+    "flags": " " * 500 + "[MASK]",
+    "words": " " * 500,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_has_fewer_tokens_than_are_certain(kind, tmp_path):
+    """By this number texts are refused unencoded: a lossy tokenizer has none, whatever it loses."""
+    tokenizer = load_tokenizer(save(kind, tmp_path))
+    assert (tokenizer.longest is None) == (kind in LOSSY)
+    longest = max(tokenizer.backend.get_vocab(), key=len)
+    texts = [*TEXTS[:CHUNK], LOSSY.get(kind, ""), "\t" * 500, longest * 50, longest[:-1] * 50]
+    for text in texts:
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, True)), text
+    if kind not in LOSSY:
+        assert tokenizer.least_tokens("a" * 6400) == 100
+
+
+STEPS = [
+    ("normalizer", {"type": "Strip", "strip_left": True, "strip_right": True}, " "),
+    ("normalizer", {"type": "Replace", "pattern": {"String": "ab"}, "content": "c"}, "ab"),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "aaa"}, "a"),
+    ("normalizer", {"type": "StripAccents"}, "\u0301"),
+    ("normalizer", {"type": "NFD"}, "a"),  # it loses nothing, but that is not known here
+    ("pre_tokenizer", {"type": "Whitespace"}, " "),
+    ("pre_tokenizer", {"type": "CharDelimiterSplit", "delimiter": "."}, "."),
+    ("pre_tokenizer", {"type": "Punctuation", "behavior": "Removed"}, "."),
+]
+
+
+@pytest.mark.parametrize("place, step, text", STEPS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_step_that_may_lose_characters_makes_nothing_certain(
+    place, step, text, is_nested, tmp_path
+):
+    spec = json.loads(bpe_tokenizer([]).backend.to_str())
+    inner = {"normalizer": "normalizers", "pre_tokenizer": "pretokenizers"}[place]
+    sequence = [step] if place == "normalizer" else [step, spec["pre_tokenizer"]]
+    if is_nested:
+        sequence = [{"type": "Sequence", inner: sequence}]
+    spec[place] = {"type": "Sequence", inner: sequence}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.longest is None and tokenizer.least_tokens(text * 9**5) == 0
+
+
+def test_characters_tell_the_least_tokens():
+    """Also those of tokens that are characters, and of a BPE whose unknown bytes have no token."""
+    assert char_tokenizer("ab").least_tokens("abx" * 9) == 27
+    spec = json.loads(bpe_tokenizer([]).backend.to_str())
+    for lost, least in (("a", 3), ("\u00e9", 6), ("\u0122", None)):  # those of bytes 61, E9, 80
+        vocab = {piece: i for piece, i in spec["model"]["vocab"].items() if piece != lost}
+        changed = spec | {"model": spec["model"] | {"vocab": vocab}}
+        tokenizer = Tokenizer(type(bpe_tokenizer([]).backend).from_str(json.dumps(changed)))
+        text = "a\u00e9" * 3 * 13
+        assert tokenizer.least_tokens(text) == (least or 0)
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text))

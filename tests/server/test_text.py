@@ -138,7 +138,7 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
         threads.append(threading.current_thread())
         return [1]
 
-    for tokenizer in (encoder.tokenizer, encoder.thread_tokenizer):
+    for tokenizer in (encoder.tokenizer, encoder.lanes[0].tokenizer):
         monkeypatch.setattr(tokenizer, "encode", note)
     for known in (False, True):
         monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", known)
@@ -167,9 +167,9 @@ def test_results(encoder, fill):
     assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
-def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
+def test_one_thing_at_a_time_is_done_in_a_thread(encoder, monkeypatch):
     """Each changes fields of the thread's tokenizer."""
-    encode = encoder.thread_tokenizer.encode
+    encode = encoder.lanes[0].tokenizer.encode
     alone = threading.Lock()
 
     def encode_alone(*text):
@@ -184,13 +184,83 @@ def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
         texts = ["b" * length for length in range(5000, 5010)]
         return await asyncio.gather(*(encoder.encode([text], True) for text in texts))
 
-    monkeypatch.setattr(encoder.thread_tokenizer, "encode", encode_alone)
+    monkeypatch.setattr(encoder.lanes[0].tokenizer, "encode", encode_alone)
     assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
+
+
+@pytest.fixture
+def held(encoder, monkeypatch):
+    """held(number): work of this lane waits until the event that it returns is set."""
+
+    def hold(number: int) -> threading.Event:
+        event = threading.Event()
+        tokenizer = encoder.lanes[number].tokenizer
+        for name in ("encode", "decode"):
+            method = getattr(tokenizer, name)
+            waiting = lambda *args, method=method: event.wait(60) and method(*args)  # noqa: E731
+            monkeypatch.setattr(tokenizer, name, waiting)
+        return event
+
+    return hold
+
+
+LONG_WORK = {
+    "a text": lambda encoder: encoder.encode(["a" * 70_000], True),
+    "many texts": lambda encoder: encoder.encode(["a"] * 4096, True),
+    "token ids": lambda encoder: encoder.decode([1] * 70_000),
+    "a message": lambda encoder: encoder.encode_chat(say("a" * 70_000), False, {}),
+    "a field": lambda encoder: encoder.encode_chat([{"x": [{"y": "a" * 70_000}]}], False, {}),
+    "a tool": lambda encoder: encoder.encode_chat(say("a"), False, {"tools": ["a" * 70_000]}),
+}
+
+
+@pytest.mark.parametrize("name", LONG_WORK)
+def test_short_texts_do_not_wait_for_long_ones(encoder, held, monkeypatch, name):
+    """
+    Three chats of 4 MB held up all others for 78 s; 16 had them refused, as too much was waiting.
+    """
+    release = held(1)
+
+    async def work():
+        long = asyncio.ensure_future(LONG_WORK[name](encoder))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(module, "MAX_WAITING", 9000)
+        chat = encoder.encode_chat(say("b"), False, {})
+        short = await asyncio.gather(encoder.encode(["b" * 2000], True), chat)
+        assert not long.done()
+        release.set()
+        await long
+        return short
+
+    assert asyncio.run(work()) == [[[98] * 2000], [*b"user: b", 256, *b"."]]
+
+
+def test_the_smallest_of_what_waits_is_next(encoder, held):
+    """So a flood of middling texts holds up a short one by a single text."""
+    release = held(0)
+    done = []
+
+    async def encode(size: int):
+        await encoder.encode(["b" * size], True)
+        done.append(size)
+
+    async def work():
+        tasks = [asyncio.create_task(encode(size)) for size in (5000, 9000, 4000, 6000, 2000, 4000)]
+        await asyncio.sleep(0.01)
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        release.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(work())
+    assert done == [5000, 2000, 4000, 6000, 9000]
+    assert not encoder.lanes[0].waiting
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
     """It is in memory; a text that is too much is refused at once, not when its turn comes."""
-    messages = [{"role": "user", "content": "a" * 4988, "name": "bot"}]
+    messages = [{"role": "user", "content": "a" * 4941, "name": "bot"}]
+    assert len(str([messages, {}])) == 4995
 
     async def ask_all():
         jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages, False, {})]
@@ -205,7 +275,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     ):
         monkeypatch.setattr(module, "MAX_WAITING", room)
         assert [type(result) for result in asyncio.run(ask_all())] == kinds
-        assert encoder.waiting == 0
+        assert encoder.lanes[0].waiting == 0
 
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
@@ -272,6 +342,37 @@ def test_a_template_cannot_leave_its_sandbox_and_can_say_no(make, template, prob
     """It comes with the checkpoint, from anywhere: it must not reach the machine."""
     with pytest.raises(TokenizerError, match=problem):
         make(template).encode(say("hello"))
+
+
+NINES = "range(99999)"
+ENDLESS = {
+    "loops": f"{{% for a in {NINES} %}}{{% for b in {NINES} %}}{{% endfor %}}{{% endfor %}}",
+    "a loop in a macro": f"{{% macro f() %}}{{% for a in {NINES} %}}{{% endfor %}}{{% endmacro %}}"
+    f"{{% for b in {NINES} %}}{{{{ f() }}}}{{% endfor %}}",
+    "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(20) }}",
+    "a recursive loop": "{% for a in [[1, 1]] recursive %}{{ loop([[1, 1], [1, 1]]) }}{% endfor %}",
+    "by a variable": "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_ends(make, tmp_path, monkeypatch, name):
+    """It stopped all chats for ever; other variables of the template change nothing in that."""
+    make(ENDLESS[name] + CONTENT)
+    monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.1)
+    encoder = Encoder(tmp_path, variables={"n": 0})
+    options = {"n": 99999, "check_clock": 1}
+
+    async def work():
+        chats = [encoder.encode_chat(say("a"), False, options), encoder.encode(["a" * 2000], True)]
+        return await asyncio.gather(*chats, return_exceptions=True)
+
+    refused, encoded = asyncio.run(work())
+    encoder.close()
+    assert encoded == [[97] * 2000]
+    assert isinstance(refused, TokenizerError)
+    if name != "a recursive loop":  # Python's own limit may come first
+        assert str(refused).startswith("the chat template takes more than 0.1 s")
 
 
 NAMED = [
