@@ -62,8 +62,8 @@ class Tokenizer:
     tokens (`control`, name -> id), such as end of text: they have no text. `vocab_size` is the
     largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
     has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
-    the file brings a regular expression, which may take more than linear time.
-    `longest`: see longest_token.
+    the file brings a regular expression, which may take more than linear time. `longest`: see
+    longest_token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -77,18 +77,14 @@ class Tokenizer:
         self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
-        steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
-        self.has_known_pattern = "Regex" not in str(steps)
+        steps = str([state(backend.normalizer), state(backend.pre_tokenizer)])
+        self.has_known_pattern = "Regex" not in steps
+        self.longest = longest_token(backend, steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
         self.bos = empty.ids[:1] if 1 in empty.special_tokens_mask[:1] else []
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
-        self.longest = longest_token(backend)
-        # Some models lack bytes that no text of their corpus had: such characters have no token.
-        pieces = zip(map(chr, range(128)), ALPHABET, strict=False)
-        vocab = backend.get_vocab()
-        self.lost = [c for c, piece in pieces if self.is_byte_level and piece not in vocab]
         # looked up for each token of an answer, computed once
         self.token_bytes = cache(self.token_bytes)
         self.spelled_bytes = cache(self.spelled_bytes)
@@ -123,8 +119,7 @@ class Tokenizer:
         Return a number of tokens that the text has at least, without encoding it: 0 where nothing
         is certain.
         """
-        lost = sum(map(text.count, self.lost))
-        return (len(text) - lost) // self.longest if self.longest else 0
+        return len(text) // self.longest if self.longest else 0
 
     def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
@@ -398,6 +393,10 @@ STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
 STEPS |= {*dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
+# steps that make one character or more of each, and one more as `str` shows it
+KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
+BLANKS = str({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 # steps of decoders by which a token's text depends on nothing but whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
@@ -457,45 +456,26 @@ def state(step) -> dict:
     return {} if step is None else json.loads(step.__getstate__())
 
 
-def parts(step, name: str) -> list[dict]:
-    """The steps of a sequence, which has them under this name; a single step is the only one."""
-    whole = state(step)
-    return whole.get(name, [whole] if whole else [])
-
-
-def longest_token(backend: tokenizers.Tokenizer) -> int | None:
+def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
     """
     Return the most characters of a text that one token stands for. None where there is no such
     number: where a step removes or joins characters (NFC joins a letter and its accents), where
     unknown ones become one token or none, or where a token takes the blanks beside it, too.
     """
-    steps = parts(backend.normalizer, "normalizers")
-    steps += parts(backend.pre_tokenizer, "pretokenizers")
-    vocab = backend.get_vocab()
     model = backend.model
-    is_plain = isinstance(model, models.BPE) and not (
-        model.continuing_subword_prefix or model.end_of_word_suffix
+    vocab = backend.get_vocab()
+    pieces = ALPHABET if "'ByteLevel'" in steps else BYTE_PIECES
+    kinds = re.findall(r"'type': '(\w+)'", steps.replace(BLANKS, ""))
+    is_whole = (
+        isinstance(model, models.BPE)
+        and (model.byte_fallback or pieces is ALPHABET)
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+        and vocab.keys() >= {*pieces}
+        and KEEPING.issuperset(kinds)
+        and "Removed" not in steps
+        and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
     )
-    if "ByteLevel" in [step["type"] for step in steps]:
-        # enough: each character beyond ASCII has such a byte
-        needed = ALPHABET[0x80:0xC0]
-    else:
-        is_plain = is_plain and model.byte_fallback
-        needed = [f"<0x{byte:02X}>" for byte in range(256)]
-    added = backend.get_added_tokens_decoder().values()
-    strips = any(token.lstrip or token.rstrip for token in added)
-    keeps = is_plain and vocab.keys() >= {*needed} and all(map(keeps_characters, steps))
-    return max(map(len, vocab)) if keeps and not strips else None
-
-
-def keeps_characters(step: dict) -> bool:
-    """Whether this step of a tokenizer.json makes one character or more of each."""
-    match step:
-        case {"behavior": "Removed"}:
-            return False
-        case {"type": "Replace", "pattern": {"String": old}, "content": new}:
-            return len(old) <= len(new)
-    return step["type"] in ("ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Split")
+    return max(map(len, vocab)) if is_whole else None
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
@@ -512,7 +492,8 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     The kinds of the steps that make text of tokens. Raises TokenizerError for those that a stream,
     which gets token by token, cannot follow.
     """
-    steps = parts(backend.decoder, "decoders")
+    whole = state(backend.decoder)
+    steps = whole.get("decoders", [whole] if whole else [])
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return kinds

@@ -128,7 +128,7 @@ class Service(Site):
         if body.tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         with refusals_about("messages"):
-            return [await self.encoder.encode_chat(messages, add, options, most_tokens)]
+            return [await self.encoder.encode_chat(messages, add, most_tokens, **options)]
 
     # Each returns the ASGI application that answers. `http` is Starlette's request, `kind` the
     # class of its body.

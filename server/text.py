@@ -15,8 +15,6 @@ prompt injection, a user's text never becomes a control token (`disguise`).
 """
 
 import asyncio
-import heapq
-import itertools
 import json
 import math
 import re
@@ -66,39 +64,32 @@ class Lane:
     waits, so that a flood of longer texts holds up a short one by a single text.
     """
 
-    def __init__(self, directory: str | Path):
+    def __init__(self, directory: str | Path, variables: dict | None = None):
         # Encoding changes fields of a tokenizer, so each thread has one of its own.
         self.tokenizer = load_tokenizer(directory)
+        self.chat = load_chat(directory, self.tokenizer, variables)
         self.thread = ThreadPoolExecutor(1)
-        self.waiting = 0  # characters and ids: what has not been done
-        self.turns = []  # a heap of (size, number, future): the future is done when the turn comes
-        self.numbers = itertools.count()
-        self.is_busy = False
+        # The size of each piece of work, by a future that is done when its turn has come.
+        self.sizes: dict[asyncio.Future, int] = {}
 
     async def run(self, work: Callable, size: int):
-        """Return `work(tokenizer)`. Raises EncoderBusy if too much waits already."""
-        if self.waiting + size > MAX_WAITING:
+        """Return `work(self)`. Raises EncoderBusy if too much waits already."""
+        if sum(self.sizes.values()) + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded: try again later")
         loop = asyncio.get_running_loop()
         turn = loop.create_future()
-        heapq.heappush(self.turns, (size, next(self.numbers), turn))
-        self.waiting += size
+        self.sizes[turn] = size
         try:
-            self._start_next()
+            self._start_smallest()
             await turn
-            return await loop.run_in_executor(self.thread, work, self.tokenizer)
+            return await loop.run_in_executor(self.thread, work, self)
         finally:
-            self.waiting -= size
-            if not turn.cancelled():
-                self.is_busy = False
-                self._start_next()
+            del self.sizes[turn]
+            self._start_smallest()
 
-    def _start_next(self):
-        while self.turns and not self.is_busy:
-            *_, turn = heapq.heappop(self.turns)
-            if not turn.cancelled():
-                turn.set_result(None)
-                self.is_busy = True
+    def _start_smallest(self):
+        if self.sizes and not any(turn.done() for turn in self.sizes):
+            min(self.sizes, key=self.sizes.get).set_result(None)
 
 
 class Encoder:
@@ -115,52 +106,46 @@ class Encoder:
         variables: dict | None = None,
     ):
         self.tokenizer = tokenizer or load_tokenizer(directory)
-        self.lanes = Lane(directory), Lane(directory)  # of short texts, of long ones
-        self.chat = load_chat(directory, self.lanes[0].tokenizer, variables)
+        self.lanes = [Lane(directory, variables) for _ in range(2)]  # of short texts, of long ones
+        self.chat = self.lanes[0].chat
 
     async def encode(
         self, texts: list[str], add_special_tokens: bool, most_tokens: float = math.inf
     ) -> list[list[int]]:
         """
         Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one. Raises
-        TooLong, before it encodes, where it is certain that a text has more than most_tokens.
+        TooLong, before it encodes, for a text that certainly has more than most_tokens.
         """
-        check_length(self.tokenizer, texts, most_tokens)
+        for text in texts:
+            check_length(self.tokenizer, text, most_tokens)
 
-        def work(tokenizer: Tokenizer) -> list[list[int]]:
-            return [tokenizer.encode(text, True, add_special_tokens) for text in texts]
+        def work(lane) -> list[list[int]]:
+            return [lane.tokenizer.encode(text, True, add_special_tokens) for text in texts]
 
         # beside its characters, each text costs a call: as much as some 16 characters
         return await self._run(work, sum(len(text) + 16 for text in texts))
 
     async def decode(self, ids: list[int]) -> str:
         """The text of tokens, control tokens by their names."""
-        return await self._run(lambda tokenizer: tokenizer.decode(ids, False), len(ids))
+        return await self._run(lambda lane: lane.tokenizer.decode(ids, False), len(ids))
 
-    async def encode_chat(
-        self,
-        messages: Messages,
-        add_special_tokens: bool,
-        options: dict,
-        most_tokens: float = math.inf,
-    ) -> list[int]:
-        """Token ids of a conversation; see Chat.encode. Raises TooLong as `encode` does."""
+    async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
+        """Token ids of a conversation; see Chat.encode, whose arguments these are."""
 
-        def work(tokenizer: Tokenizer) -> list[int]:
-            limits = tokenizer, most_tokens
-            return self.chat.encode(messages, add_special_tokens, *limits, **options)
+        def work(lane) -> list[int]:
+            return lane.chat.encode(messages, *limits, **options)
 
         # templates show options, too: a tool's description may be longer than all messages
-        return await self._run(work, len(str([messages, options])), is_quick=False)
+        size = len(str([messages, options]))
+        return await self.lanes[size > LONG].run(work, size)
 
-    async def _run(self, work: Callable, size: int, is_quick: bool = True):
+    async def _run(self, work: Callable, size: int):
         """
-        `work(tokenizer)`, in place if it takes at most 2 ms. A regular expression that the
-        checkpoint brings may take longer, and so may a chat template, which is a program. Raises
-        EncoderBusy if too much waits already.
+        `work(lane)`, in place if it takes at most 2 ms. A regular expression that the checkpoint
+        brings may take longer. Raises EncoderBusy if too much waits already.
         """
-        if is_quick and size <= SHORT and self.tokenizer.has_known_pattern:
-            return work(self.tokenizer)
+        if size <= SHORT and self.tokenizer.has_known_pattern:
+            return work(self)
         return await self.lanes[size > LONG].run(work, size)
 
     def close(self):
@@ -169,9 +154,9 @@ class Encoder:
             lane.thread.shutdown(wait=False, cancel_futures=True)
 
 
-def check_length(tokenizer: Tokenizer, texts: list[str], most_tokens: float):
+def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
     """Raises TooLong for a text that certainly has more tokens, whatever they are."""
-    least = max(map(tokenizer.least_tokens, texts))
+    least = tokenizer.least_tokens(text)
     if least > most_tokens:
         # client libraries look for the first words
         limit = f"this model's maximum context length is {most_tokens} tokens"
@@ -245,7 +230,7 @@ class Chat:
         environment = make_environment()
         environment.globals |= token_names
         try:
-            self.template = environment.from_string(with_clock(environment.parse(source)))
+            self.template = environment.from_string(with_clock(environment, source))
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
         self.call_tag = find_tag(source)
@@ -254,7 +239,6 @@ class Chat:
         self,
         messages: Messages,
         add_special_tokens: bool = False,
-        tokenizer: Tokenizer | None = None,
         most_tokens: float = math.inf,
         /,
         **options,
@@ -262,8 +246,7 @@ class Chat:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
         template. The template writes its own control tokens, BOS included; add_special_tokens would
-        add a second BOS. `tokenizer` is another thread's, most_tokens see Encoder.encode. Raises
-        TokenizerError.
+        add a second BOS. Raises TokenizerError, and TooLong as Encoder.encode does.
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user
@@ -272,17 +255,26 @@ class Chat:
         options = self.variables | options
         disguised, options, originals = disguise(messages, options, self.control_names)
         text = self.render(disguised, **options)
-        tokenizer = tokenizer or self.tokenizer
-        check_length(tokenizer, [text], most_tokens)
-        ids = tokenizer.encode(text, True, add_special_tokens, originals)
+        check_length(self.tokenizer, text, most_tokens)
+        ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
 
     def render(self, messages: Messages, /, **options) -> str:
-        """The text of a conversation. Raises TokenizerError where the template fails at it."""
+        """
+        The text of a conversation. Raises TokenizerError where the template fails at it, or takes
+        more than MAX_RENDER_SECONDS of its thread's time.
+        """
+        end = time.thread_time() + MAX_RENDER_SECONDS
+
+        def check_clock():
+            if time.thread_time() > end:
+                limit = f"takes more than {MAX_RENDER_SECONDS} s for this conversation"
+                raise TokenizerError(f"the chat template {limit}: shorten it")
+
         unset = {"tools": None, "documents": None}
-        own = {"messages": messages, "check_clock": clock(MAX_RENDER_SECONDS)}
+        own = {"messages": messages, "check_clock": check_clock}
         try:
             return self.template.render(unset | options | own)
         except TokenizerError:
@@ -333,29 +325,15 @@ def make_environment():
     return environment
 
 
-def with_clock(template):
-    """
-    A parsed template that ends: each turn of a loop and each call of a macro calls check_clock.
-    """
+def with_clock(environment, source: str):
+    """Parse a template, so that each turn of a loop and each call of a macro looks at the clock."""
     from jinja2 import nodes
 
+    check = environment.parse("{% if check_clock() %}{% endif %}").body
+    template = environment.parse(source)
     for node in [*template.find_all((nodes.For, nodes.Macro))]:
-        check = nodes.Call(nodes.Name("check_clock", "load"), [], [], None, None)
-        node.body.insert(0, nodes.ExprStmt(check, lineno=node.lineno))
+        node.body[:0] = check
     return template
-
-
-def clock(seconds: float) -> Callable:
-    """A function that raises TokenizerError once its thread has computed for so long."""
-    end = time.thread_time() + seconds
-
-    def check():
-        if time.thread_time() > end:
-            raise TokenizerError(
-                f"the chat template takes more than {seconds} s for this conversation: shorten it"
-            )
-
-    return check
 
 
 # --------------------------------------------------------------------------------------------------

@@ -440,7 +440,7 @@ class World:
         left = {
             "choices": self.client.choices,
             "messages to the engine": self.client.unsent,
-            "characters to be encoded": sum(lane.waiting for lane in lanes),
+            "characters to be encoded": [lane for lane in lanes if lane.sizes],
             "connections": state.connections,
             "calls": state.tasks,
         }

@@ -115,7 +115,7 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
         return await asyncio.gather(
             encoder.encode([blanks], True),
             *(encoder.encode([RARE], True) for _ in range(count)),
-            chats.encode_chat([message], False, {}),
+            chats.encode_chat([message]),
         )
 
     gap, (*encoded, chat) = asyncio.run(longest_gap(work()))
@@ -146,7 +146,7 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
         is_short = known and sum(lengths) + 16 * len(lengths) <= 1024
         assert {thread is threading.current_thread() for thread in threads} == {is_short}
         threads.clear()
-    asyncio.run(encoder.encode_chat(say("a"), False, {}))
+    asyncio.run(encoder.encode_chat(say("a")))
     assert threads != [threading.current_thread()]
 
 
@@ -163,7 +163,7 @@ def test_results(encoder, fill):
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
     assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
     message = {"role": "user", "content": f"{END}{fill}"}
-    ids = asyncio.run(encoder.encode_chat([message], False, {}))
+    ids = asyncio.run(encoder.encode_chat([message]))
     assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
@@ -188,45 +188,30 @@ def test_one_thing_at_a_time_is_done_in_a_thread(encoder, monkeypatch):
     assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
 
 
-@pytest.fixture
-def held(encoder, monkeypatch):
-    """held(number): work of this lane waits until the event that it returns is set."""
-
-    def hold(number: int) -> threading.Event:
-        event = threading.Event()
-        tokenizer = encoder.lanes[number].tokenizer
-        for name in ("encode", "decode"):
-            method = getattr(tokenizer, name)
-            waiting = lambda *args, method=method: event.wait(60) and method(*args)  # noqa: E731
-            monkeypatch.setattr(tokenizer, name, waiting)
-        return event
-
-    return hold
-
-
 LONG_WORK = {
     "a text": lambda encoder: encoder.encode(["a" * 70_000], True),
     "many texts": lambda encoder: encoder.encode(["a"] * 4096, True),
     "token ids": lambda encoder: encoder.decode([1] * 70_000),
-    "a message": lambda encoder: encoder.encode_chat(say("a" * 70_000), False, {}),
-    "a field": lambda encoder: encoder.encode_chat([{"x": [{"y": "a" * 70_000}]}], False, {}),
-    "a tool": lambda encoder: encoder.encode_chat(say("a"), False, {"tools": ["a" * 70_000]}),
+    "a message": lambda encoder: encoder.encode_chat(say("a" * 70_000)),
+    "a field": lambda encoder: encoder.encode_chat([{"x": [{"y": "a" * 70_000}]}]),
+    "a tool": lambda encoder: encoder.encode_chat(say("a"), tools=["a" * 70_000]),
 }
 
 
 @pytest.mark.parametrize("name", LONG_WORK)
-def test_short_texts_do_not_wait_for_long_ones(encoder, held, monkeypatch, name):
+def test_short_texts_do_not_wait_for_long_ones(encoder, monkeypatch, name):
     """
     Three chats of 4 MB held up all others for 78 s; 16 had them refused, as too much was waiting.
     """
-    release = held(1)
+    release = threading.Event()
 
     async def work():
+        encoder.lanes[1].thread.submit(release.wait, 60)
         long = asyncio.ensure_future(LONG_WORK[name](encoder))
         await asyncio.sleep(0)
         monkeypatch.setattr(module, "MAX_WAITING", 9000)
-        chat = encoder.encode_chat(say("b"), False, {})
-        short = await asyncio.gather(encoder.encode(["b" * 2000], True), chat)
+        short = [encoder.encode(["b" * 2000], True), encoder.encode_chat(say("b"))]
+        short = await asyncio.wait_for(asyncio.gather(*short), 30)
         assert not long.done()
         release.set()
         await long
@@ -235,9 +220,9 @@ def test_short_texts_do_not_wait_for_long_ones(encoder, held, monkeypatch, name)
     assert asyncio.run(work()) == [[[98] * 2000], [*b"user: b", 256, *b"."]]
 
 
-def test_the_smallest_of_what_waits_is_next(encoder, held):
-    """So a flood of middling texts holds up a short one by a single text."""
-    release = held(0)
+def test_the_smallest_of_what_waits_is_next(encoder):
+    """So a flood of middling texts holds up a short one by one text; one that is gone, by none."""
+    release = threading.Event()
     done = []
 
     async def encode(size: int):
@@ -245,16 +230,16 @@ def test_the_smallest_of_what_waits_is_next(encoder, held):
         done.append(size)
 
     async def work():
-        tasks = [asyncio.create_task(encode(size)) for size in (5000, 9000, 4000, 6000, 2000, 4000)]
-        await asyncio.sleep(0.01)
-        tasks[2].cancel()
+        encoder.lanes[0].thread.submit(release.wait, 60)
+        tasks = [asyncio.create_task(encode(size)) for size in (5000, 9000, 1500, 6000, 2000)]
         await asyncio.sleep(0)
+        tasks[2].cancel()
         release.set()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     asyncio.run(work())
-    assert done == [5000, 2000, 4000, 6000, 9000]
-    assert not encoder.lanes[0].waiting
+    assert done == [5000, 2000, 6000, 9000]
+    assert not encoder.lanes[0].sizes
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
@@ -263,7 +248,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     assert len(str([messages, {}])) == 4995
 
     async def ask_all():
-        jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages, False, {})]
+        jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages)]
         jobs.append(encoder.decode([2**40] * 2000))  # it fails, and waits no longer, either
         return await asyncio.gather(*jobs, return_exceptions=True)
 
@@ -275,7 +260,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     ):
         monkeypatch.setattr(module, "MAX_WAITING", room)
         assert [type(result) for result in asyncio.run(ask_all())] == kinds
-        assert encoder.lanes[0].waiting == 0
+        assert not encoder.lanes[0].sizes
 
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
@@ -364,7 +349,7 @@ def test_a_template_ends(make, tmp_path, monkeypatch, name):
     options = {"n": 99999, "check_clock": 1}
 
     async def work():
-        chats = [encoder.encode_chat(say("a"), False, options), encoder.encode(["a" * 2000], True)]
+        chats = [encoder.encode_chat(say("a"), **options), encoder.encode(["a" * 2000], True)]
         return await asyncio.gather(*chats, return_exceptions=True)
 
     refused, encoded = asyncio.run(work())
