@@ -334,7 +334,7 @@ ENDLESS = {
     "loops": f"{{% for a in {NINES} %}}{{% for b in {NINES} %}}{{% endfor %}}{{% endfor %}}",
     "a loop in a macro": f"{{% macro f() %}}{{% for a in {NINES} %}}{{% endfor %}}{{% endmacro %}}"
     f"{{% for b in {NINES} %}}{{{{ f() }}}}{{% endfor %}}",
-    "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(20) }}",
+    "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(17) }}",
     "a recursive loop": "{% for a in [[1, 1]] recursive %}{{ loop([[1, 1], [1, 1]]) }}{% endfor %}",
     "by a variable": "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}",
 }
