@@ -239,7 +239,7 @@ class Service(Site):
         self.check_ready()
         if http.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return self.listeners.join(http.scope["salt"])
+        return self.listeners.join(http.scope["salt"], http.client.host)
 
     async def show_readiness(self, http):
         self.check_ready()
