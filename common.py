@@ -17,6 +17,7 @@ import difflib
 import gc
 import json
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -105,6 +106,24 @@ def not_installed(error: ModuleNotFoundError) -> str:
         ".venv/bin/activate` first, or start .venv/bin/python in its place (`make run` makes "
         ".venv; or `pip install -r requirements.txt`)"
     )
+
+
+def last_words(error: Exception) -> str:
+    """One line about an error that ends a program."""
+    words = str(error)
+    if isinstance(error, ModuleNotFoundError):
+        return not_installed(error)
+    if isinstance(error, MemoryError) or "allocate memory" in words:
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        available = "what this machine has"
+        if limit != resource.RLIM_INFINITY:
+            available = f"{limit / 2**20:,.0f} MiB (ulimit -v)"
+        return (
+            "there is not enough memory to start: wanted are about 1,200 MiB for torch, and the "
+            f"model with its KV pool; available is {available}: raise the limit, end other "
+            f"programs, or choose a smaller model or --kv-blocks ({words or 'MemoryError'})"
+        )
+    return words if isinstance(error, ValueError | RuntimeError | OSError) else repr(error)
 
 
 def end_with_one_line():

@@ -34,7 +34,7 @@ from common import (
     announce,
     collect_garbage_rarely,
     end_with_one_line,
-    not_installed,
+    last_words,
     say,
 )
 
@@ -100,12 +100,7 @@ def engine_process(args: Namespace, sock: socket.socket):
         engine = build_engine(args)
         say(engine.statement())
     except Exception as error:  # of any kind: the server's user gets one line
-        message = str(error)
-        if isinstance(error, ModuleNotFoundError):
-            message = not_installed(error)
-        elif not isinstance(error, ValueError):
-            message = f"{type(error).__name__}: {message}"
-        link.send({"op": "fatal", "message": message})
+        link.send({"op": "fatal", "message": last_words(error)})
         return
     collect_garbage_rarely()
     serve(engine, link, partial(open_grammars, args.model, engine))
@@ -310,10 +305,9 @@ def main(argv: list[str] | None = None):
             problem = terminal.run(args, build_engine)
         else:
             problem = serve_http(args)
-    except (ValueError, RuntimeError, OSError) as error:
-        problem = str(error)  # such as no model, a broken one, or flags that do not go together
-    except ModuleNotFoundError as error:
-        problem = not_installed(error)
+    except (ValueError, RuntimeError, OSError, ModuleNotFoundError, MemoryError) as error:
+        # such as no model, a broken one, or flags that do not go together
+        problem = last_words(error)
     except KeyboardInterrupt:
         problem = "interrupted"
     sys.exit(problem)

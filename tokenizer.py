@@ -62,7 +62,8 @@ class Tokenizer:
     tokens (`control`, name -> id), such as end of text: they have no text. `vocab_size` is the
     largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
     has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
-    the file brings a regular expression, which may take more than linear time.
+    the file brings a regular expression, which may take more than linear time. `longest`: see
+    longest_token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -76,8 +77,9 @@ class Tokenizer:
         self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
-        steps = [state(backend.normalizer), state(backend.pre_tokenizer)]
-        self.has_known_pattern = "Regex" not in str(steps)
+        steps = str([state(backend.normalizer), state(backend.pre_tokenizer)])
+        self.has_known_pattern = "Regex" not in steps
+        self.longest = longest_token(backend, steps)
         empty = backend.encode("")  # to which a beginning-of-text token is added, or none
         self.bos = empty.ids[:1] if 1 in empty.special_tokens_mask[:1] else []
         kinds = decoding_steps(backend)
@@ -111,6 +113,13 @@ class Tokenizer:
         if stand_ins:
             return self._encode_disguised(text, stand_ins, add_special_tokens)
         return self._encode_text(text, add_special_tokens)
+
+    def least_tokens(self, text: str) -> int:
+        """
+        Return a number of tokens that the text has at least, without encoding it: 0 where nothing
+        is certain.
+        """
+        return len(text) // self.longest if self.longest else 0
 
     def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
@@ -226,6 +235,7 @@ class CharTokenizer(Tokenizer):
     def __init__(self, *args):
         super().__init__(*args)
         self.has_known_pattern = True
+        self.longest = 1
         self.vocab = self.backend.get_vocab(with_added_tokens=False)
 
     def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
@@ -383,6 +393,10 @@ STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
 STEPS |= {*dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
+# steps that make one character or more of each, and one more as `str` shows it
+KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
+BLANKS = str({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
+BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 # steps of decoders by which a token's text depends on nothing but whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
@@ -440,6 +454,28 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 def state(step) -> dict:
     """A step as tokenizer.json has it; {} for no step."""
     return {} if step is None else json.loads(step.__getstate__())
+
+
+def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
+    """
+    Return the most characters of a text that one token stands for. None where there is no such
+    number: where a step removes or joins characters (NFC joins a letter and its accents), where
+    unknown ones become one token or none, or where a token takes the blanks beside it, too.
+    """
+    model = backend.model
+    vocab = backend.get_vocab()
+    pieces = ALPHABET if "'ByteLevel'" in steps else BYTE_PIECES
+    kinds = re.findall(r"'type': '(\w+)'", steps.replace(BLANKS, ""))
+    is_whole = (
+        isinstance(model, models.BPE)
+        and (model.byte_fallback or pieces is ALPHABET)
+        and not (model.continuing_subword_prefix or model.end_of_word_suffix)
+        and vocab.keys() >= {*pieces}
+        and KEEPING.issuperset(kinds)
+        and "Removed" not in steps
+        and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
+    )
+    return max(map(len, vocab)) if is_whole else None
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:

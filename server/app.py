@@ -10,6 +10,7 @@ itself: serve.py makes a Service of the HTTP process.
 import asyncio
 import contextlib
 import json
+import math
 import sys
 import time
 from functools import partial
@@ -26,7 +27,7 @@ from server.answers import Job, send_json
 from server.gate import STOPPED, Site, base_url, log
 from server.live import Listeners
 from server.protocol import ApiError
-from server.text import SHORT, EncoderBusy
+from server.text import LONG, EncoderBusy, TooLong
 from tokenizer import TokenizerError, token_name
 
 MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
@@ -107,13 +108,13 @@ class Service(Site):
             message = f"there is no model {name!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    async def encode(self, body) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError."""
+    async def encode(self, body, most_tokens: float = math.inf) -> list[list[int]]:
+        """Token ids of each prompt. Raises ApiError, also for one of more than most_tokens."""
         add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
         if not body.messages:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
             with refusals_about("prompt"):
-                return await self.encoder.encode(texts, add)
+                return await self.encoder.encode(texts, add, most_tokens)
         if not self.encoder.chat:
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
@@ -127,7 +128,7 @@ class Service(Site):
         if body.tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         with refusals_about("messages"):
-            return [await self.encoder.encode_chat(messages, add, options)]
+            return [await self.encoder.encode_chat(messages, add, most_tokens, **options)]
 
     # Each returns the ASGI application that answers. `http` is Starlette's request, `kind` the
     # class of its body.
@@ -160,7 +161,7 @@ class Service(Site):
         self.check_room(num_prompts * body.n)  # now: to encode a million prompts takes seconds
         info = self.client.info
         if body.messages or isinstance(body.prompt[0], str):
-            prompts = await self.encode(body)
+            prompts = await self.encode(body, info["max_model_len"])
         else:
             prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
@@ -189,7 +190,7 @@ class Service(Site):
             counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
             return counts | {"tokens": ids, "token_strs": names}
 
-        return self.json_answer(answer, not body.messages and len(body.prompt) <= SHORT)
+        return self.json_answer(answer, body)
 
     async def detokenize(self, kind, http):
         body = await self.parse_body(http, kind)
@@ -199,14 +200,15 @@ class Service(Site):
             with refusals_about("tokens"):
                 return {"prompt": await self.encoder.decode(body.tokens)}
 
-        return self.json_answer(answer, len(body.tokens) <= SHORT)
+        return self.json_answer(answer, body)
 
-    def json_answer(self, answer, is_short: bool):
+    def json_answer(self, answer, body):
         """
-        The ASGI application that sends what `answer()` returns. At most MAX_LONG_ANSWERS long ones
-        are in memory at once, from the encoding until the client has read them: each may have 30
-        MB.
+        The ASGI application that sends what `answer()` returns. Of bodies that are long at most
+        MAX_LONG_ANSWERS are answered at once, from the encoding until the client has read it: an
+        answer may have 30 MB.
         """
+        is_short = len(str(body)) <= LONG
 
         async def respond(scope, receive, send):
             async with contextlib.nullcontext() if is_short else self.long_answers:
@@ -238,7 +240,7 @@ class Service(Site):
         self.check_ready()
         if http.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return self.listeners.join(http.scope["salt"])
+        return self.listeners.join(http.scope["salt"], http.client.host)
 
     async def show_readiness(self, http):
         self.check_ready()
@@ -344,7 +346,8 @@ def refusals_about(field: str):
     try:
         yield
     except TokenizerError as error:
-        raise ApiError(400, str(error), field) from None
+        code = "context_length_exceeded" if isinstance(error, TooLong) else None
+        raise ApiError(400, str(error), field, code) from None
     except EncoderBusy as error:
         raise ApiError(429, str(error), code="encoder_busy") from None
 

@@ -12,6 +12,7 @@ import hashlib
 import hmac
 import ipaddress
 import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -151,7 +152,7 @@ class Gate:
         the key's part of the prefix cache, "" where there are no keys: keys share no prompts.
         """
         headers = dict(scope["headers"])
-        self.check_host(host_name(headers.get(b"host", b"")))
+        self.check_host(headers.get(b"host", b"").decode("latin-1"))
         self.check_origin(scope["scheme"], headers)
         if not self.salts or scope["path"] in OPEN_PATHS:
             return ""
@@ -169,7 +170,8 @@ class Gate:
         Against DNS rebinding: a web page can point a host name of its own at 127.0.0.1, so without
         an API key only known names are served. Raises ApiError (403).
         """
-        if not (self.salts or host in self.hosts or is_address(host)):
+        name = host_name(host)
+        if not (self.salts or name in self.hosts or is_address(name)):
             message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
             raise ApiError(403, message)
 
@@ -221,15 +223,16 @@ def not_found(scope) -> str:
     return f"there is no {scope['method']} {path:.200} here; {hint}"
 
 
-def host_name(value: bytes) -> str:
-    """The name in a Host header: without the port, and without the brackets of an IPv6 address."""
-    text = value.decode("latin-1").lower()
-    if text.startswith("["):
-        return text[1:].partition("]")[0]
-    return text.rpartition(":")[0] or text
+def host_name(host: str) -> str | None:
+    """
+    The name in a Host header, without the port and the brackets of an IPv6 address. None for what
+    is no Host, such as a name with a user before it.
+    """
+    found = re.fullmatch(r"(?:\[([0-9a-f.]*:[0-9a-f.:]*)\]|([a-z0-9._-]+))(:[0-9]*)?", host.lower())
+    return found and (found[1] or found[2])
 
 
-def is_address(host: str) -> bool:
+def is_address(host: str | None) -> bool:
     try:
         return bool(ipaddress.ip_address(host))
     except ValueError:

@@ -5,7 +5,7 @@ events.
     Response(page(), headers=page_headers(page()))
 
     listeners = Listeners(client, tokens=False)
-    app = listeners.join("key 0")           # an ASGI application: the answer to one call
+    app = listeners.join("key 0", "::1")    # an ASGI application: the answer to one call
 
 Not run by itself: app.py has the path. events.py publishes lines at most ten times a second; an
 event is a list of them. The last lines are kept, so that a page that is loaded again, or whose
@@ -31,6 +31,7 @@ PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MAX_LISTENERS = 16  # at once
+MAX_OF_ONE = 8  # of one API key, or without keys of one address
 KEPT_LINES = 2000  # the last ones, from the snapshot before them on
 LINES_AN_EVENT = 200  # at most, so that no other call waits for a long history
 SNAPSHOT = '{"event":"snapshot"'
@@ -50,12 +51,16 @@ class Listeners:
         self.lines: list[str] = []  # the last ones, of which the first is a snapshot
         client.on_events = self.publish
 
-    def join(self, key: str) -> "Listener":
+    def join(self, key: str, address: str) -> "Listener":
         """A new listener, which may read all that belongs to this key. Raises ApiError (429)."""
-        if len(self.all) >= MAX_LISTENERS:
-            message = f"{MAX_LISTENERS} clients listen already: close one, or try again later"
+        owner = key or address
+        own = sum(listener.owner == owner for listener in self.all)
+        if len(self.all) >= MAX_LISTENERS or own >= MAX_OF_ONE:
+            listening = f"{len(self.all)} clients listen already, {own} of them yours"
+            most = f"possible are {MAX_LISTENERS}, {MAX_OF_ONE} of one key or address"
+            message = f"{listening}; {most}: close one, or try again later"
             raise ApiError(429, message, code="too_many_listeners")
-        return Listener(self, key)
+        return Listener(self, key, owner)
 
     def listen(self):
         """Have the engine publish while there are listeners."""
@@ -100,11 +105,12 @@ class Listener(StreamingResponse):
     from the first one that is kept: a snapshot.
     """
 
-    def __init__(self, listeners: Listeners, key: str):
+    def __init__(self, listeners: Listeners, key: str, owner: str):
         super().__init__(self.events())
         self.raw_headers = EVENTS
         self.listeners = listeners
         self.key = key
+        self.owner = owner
         self.own: set[int] = set()  # the requests of the key, by their numbers
         self.unsent: list[str] = []
         self.is_over = False  # the lines that have come are sent, and no more

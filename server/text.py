@@ -4,18 +4,21 @@ Texts and conversations -> token ids, and back.
     chat = load_chat("out/chatty", tokenizer)      # None without a chat template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-    encoder = Encoder("out/chatty")                # for an event loop: long texts go to a thread
+    encoder = Encoder("out/chatty")                # for an event loop: work is done in two threads
     [ids] = await encoder.encode(["def"], True)
 
-The `tokenizers` library releases the GIL while it encodes, so one thread is enough to keep a long
-text from blocking the event loop. A chat template is a program that comes with the checkpoint: it
-runs in jinja2's sandbox, sees the variables that transformers shows it, and its text becomes the
-same tokens. Against prompt injection, a user's text never becomes a control token (`disguise`).
+The `tokenizers` library releases the GIL while it encodes, so a thread keeps a long text from
+blocking the event loop, and a second thread keeps short texts from waiting for long ones. A chat
+template is a program that comes with the checkpoint: it runs in jinja2's sandbox and for a limited
+time, sees the variables that transformers shows it, and its text becomes the same tokens. Against
+prompt injection, a user's text never becomes a control token (`disguise`).
 """
 
 import asyncio
 import json
+import math
 import re
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +38,9 @@ from tokenizer import (
 
 # Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
 SHORT = 1024
-MAX_WAITING = 2**26  # characters and ids of all that waits for the thread: they are in memory
+LONG = 2**16  # characters and ids: what has more waits in a lane of its own, for up to 0.2 s each
+MAX_WAITING = 2**26  # characters and ids of all that waits in a lane: they are in memory
+MAX_RENDER_SECONDS = 2  # of CPU time: 4 MiB take 0.2 s
 PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
 
 Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls"
@@ -49,11 +54,49 @@ class EncoderBusy(RuntimeError):
     """Too much is waiting to be encoded."""
 
 
+class TooLong(TokenizerError):
+    """A text that has more tokens than the model takes."""
+
+
+class Lane:
+    """
+    A thread that does one piece of work at a time. Whenever it is free it takes the smallest that
+    waits, so that a flood of longer texts holds up a short one by a single text.
+    """
+
+    def __init__(self, directory: str | Path, variables: dict | None = None):
+        # Encoding changes fields of a tokenizer, so each thread has one of its own.
+        self.tokenizer = load_tokenizer(directory)
+        self.chat = load_chat(directory, self.tokenizer, variables)
+        self.thread = ThreadPoolExecutor(1)
+        # The size of each piece of work, by a future that is done when its turn has come.
+        self.sizes: dict[asyncio.Future, int] = {}
+
+    async def run(self, work: Callable, size: int):
+        """Return `work(self)`. Raises EncoderBusy if too much waits already."""
+        if sum(self.sizes.values()) + size > MAX_WAITING:
+            raise EncoderBusy("too much text is waiting to be encoded: try again later")
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self.sizes[turn] = size
+        try:
+            self._start_smallest()
+            await turn
+            return await loop.run_in_executor(self.thread, work, self)
+        finally:
+            del self.sizes[turn]
+            self._start_smallest()
+
+    def _start_smallest(self):
+        if self.sizes and not any(turn.done() for turn in self.sizes):
+            min(self.sizes, key=self.sizes.get).set_result(None)
+
+
 class Encoder:
     """
-    A checkpoint's tokenizer and chat template for an event loop: short texts are encoded in place,
-    long ones and all conversations in a thread, one after the other. `variables`: see Chat. Raises
-    TokenizerError, also for a chat template that is broken, or missing.
+    A checkpoint's tokenizer and chat template for an event loop: the shortest texts are encoded in
+    place, all else in one of two lanes, one for short texts and one for long ones. `variables`: see
+    Chat. Raises TokenizerError, also for a chat template that is broken, or missing.
     """
 
     def __init__(
@@ -63,56 +106,61 @@ class Encoder:
         variables: dict | None = None,
     ):
         self.tokenizer = tokenizer or load_tokenizer(directory)
-        # Encoding changes fields of a tokenizer, so the thread has one of its own.
-        self.thread_tokenizer = load_tokenizer(directory)
-        self.chat = load_chat(directory, self.thread_tokenizer, variables)
-        self.thread = ThreadPoolExecutor(1)
-        self.waiting = 0  # characters and ids that wait for the thread
+        self.lanes = [Lane(directory, variables) for _ in range(2)]  # of short texts, of long ones
+        self.chat = self.lanes[0].chat
 
-    async def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one."""
+    async def encode(
+        self, texts: list[str], add_special_tokens: bool, most_tokens: float = math.inf
+    ) -> list[list[int]]:
+        """
+        Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one. Raises
+        TooLong, before it encodes, for a text that certainly has more than most_tokens.
+        """
+        for text in texts:
+            check_length(self.tokenizer, text, most_tokens)
 
-        def work(tokenizer: Tokenizer) -> list[list[int]]:
-            return [tokenizer.encode(text, True, add_special_tokens) for text in texts]
+        def work(lane) -> list[list[int]]:
+            return [lane.tokenizer.encode(text, True, add_special_tokens) for text in texts]
 
         # beside its characters, each text costs a call: as much as some 16 characters
         return await self._run(work, sum(len(text) + 16 for text in texts))
 
     async def decode(self, ids: list[int]) -> str:
         """The text of tokens, control tokens by their names."""
-        return await self._run(lambda tokenizer: tokenizer.decode(ids, False), len(ids))
+        return await self._run(lambda lane: lane.tokenizer.decode(ids, False), len(ids))
 
-    async def encode_chat(
-        self, messages: Messages, add_special_tokens: bool, options: dict
-    ) -> list[int]:
-        """Token ids of a conversation; see Chat.encode."""
-        size = sum(len(str(value)) for message in messages for value in message.values())
+    async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
+        """Token ids of a conversation; see Chat.encode, whose arguments these are."""
 
-        def work(_) -> list[int]:
-            return self.chat.encode(messages, add_special_tokens, **options)
+        def work(lane) -> list[int]:
+            return lane.chat.encode(messages, *limits, **options)
 
-        return await self._run(work, size, is_quick=False)
+        # templates show options, too: a tool's description may be longer than all messages
+        size = len(str([messages, options]))
+        return await self.lanes[size > LONG].run(work, size)
 
-    async def _run(self, work: Callable, size: int, is_quick: bool = True):
+    async def _run(self, work: Callable, size: int):
         """
-        `work(tokenizer)`, in place if it takes at most 2 ms. A regular expression that the
-        checkpoint brings may take longer, and so may a chat template, which is a program. Raises
-        EncoderBusy if too much waits already.
+        `work(lane)`, in place if it takes at most 2 ms. A regular expression that the checkpoint
+        brings may take longer. Raises EncoderBusy if too much waits already.
         """
-        if is_quick and size <= SHORT and self.tokenizer.has_known_pattern:
-            return work(self.tokenizer)
-        if self.waiting + size > MAX_WAITING:
-            raise EncoderBusy("too much text is waiting to be encoded: try again later")
-        self.waiting += size
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.thread, work, self.thread_tokenizer)
-        finally:
-            self.waiting -= size
+        if size <= SHORT and self.tokenizer.has_known_pattern:
+            return work(self)
+        return await self.lanes[size > LONG].run(work, size)
 
     def close(self):
-        """Drop what the thread has not begun."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
+        """Drop what the threads have not begun."""
+        for lane in self.lanes:
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
+    """Raises TooLong for a text that certainly has more tokens, whatever they are."""
+    least = tokenizer.least_tokens(text)
+    if least > most_tokens:
+        # client libraries look for the first words
+        limit = f"this model's maximum context length is {most_tokens} tokens"
+        raise TooLong(f"{limit}, the prompt has at least {least:,}: shorten it")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -182,18 +230,23 @@ class Chat:
         environment = make_environment()
         environment.globals |= token_names
         try:
-            self.template = environment.from_string(source)
+            self.template = environment.from_string(with_clock(environment, source))
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
         self.call_tag = find_tag(source)
 
     def encode(
-        self, messages: Messages, add_special_tokens: bool = False, /, **options
+        self,
+        messages: Messages,
+        add_special_tokens: bool = False,
+        most_tokens: float = math.inf,
+        /,
+        **options,
     ) -> list[int]:
         """
         Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
         template. The template writes its own control tokens, BOS included; add_special_tokens would
-        add a second BOS. Raises TokenizerError.
+        add a second BOS. Raises TokenizerError, and TooLong as Encoder.encode does.
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user
@@ -202,16 +255,28 @@ class Chat:
         options = self.variables | options
         disguised, options, originals = disguise(messages, options, self.control_names)
         text = self.render(disguised, **options)
+        check_length(self.tokenizer, text, most_tokens)
         ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
         if not ids:
             raise TokenizerError("the chat template makes no text of this conversation")
         return ids
 
     def render(self, messages: Messages, /, **options) -> str:
-        """The text of a conversation. Raises TokenizerError where the template fails at it."""
+        """
+        The text of a conversation. Raises TokenizerError where the template fails at it, or takes
+        more than MAX_RENDER_SECONDS of its thread's time.
+        """
+        end = time.thread_time() + MAX_RENDER_SECONDS
+
+        def check_clock():
+            if time.thread_time() > end:
+                limit = f"takes more than {MAX_RENDER_SECONDS} s for this conversation"
+                raise TokenizerError(f"the chat template {limit}: shorten it")
+
         unset = {"tools": None, "documents": None}
+        own = {"messages": messages, "check_clock": check_clock}
         try:
-            return self.template.render(unset | options | {"messages": messages})
+            return self.template.render(unset | options | own)
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program, so any exception may come
@@ -258,6 +323,17 @@ def make_environment():
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
+
+
+def with_clock(environment, source: str):
+    """Parse a template, so that each turn of a loop and each call of a macro looks at the clock."""
+    from jinja2 import nodes
+
+    check = environment.parse("{% if check_clock() %}{% endif %}").body
+    template = environment.parse(source)
+    for node in [*template.find_all((nodes.For, nodes.Macro))]:
+        node.body[:0] = check
+    return template
 
 
 # --------------------------------------------------------------------------------------------------

@@ -436,10 +436,11 @@ class World:
     def check_idle(self):
         self.engines[-1].engine.assert_idle()
         state = self.service.server.server_state
+        lanes = self.service.encoder.lanes
         left = {
             "choices": self.client.choices,
             "messages to the engine": self.client.unsent,
-            "characters that wait to be encoded": self.service.encoder.waiting,
+            "characters to be encoded": [lane for lane in lanes if lane.sizes],
             "connections": state.connections,
             "calls": state.tasks,
         }

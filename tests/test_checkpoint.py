@@ -496,6 +496,35 @@ def test_weights_that_do_not_match_are_refused(folder, changes, words):
     refused(folder, words)
 
 
+LIES = [  # about a tensor of 32 numbers, or about the length of the file's header
+    {"data_offsets": [0, 2**40]},
+    {"data_offsets": [2**40, 2**40 + 128]},
+    {"data_offsets": [128, 0]},
+    {"data_offsets": [-128, 0]},
+    {"data_offsets": [64, 192]},
+    {"shape": [33]},
+    {"shape": [2**62, 4]},
+    {"shape": [2**32, 2**32]},
+    {"shape": [-32]},
+    {"dtype": "F64"},
+    *({"length": length} for length in (0, 9, 10**8 + 1, 2**63, 2**64 - 1)),
+]
+
+
+@pytest.mark.parametrize("lie", LIES, ids=str)
+def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
+    """Whoever made it: nothing outside of the file is read, nor memory taken for what it claims."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header["transformer.ln_f.weight"] |= {name: lie[name] for name in lie if name != "length"}
+    text = json.dumps(header).encode()
+    length = lie.get("length", len(text))
+    path.write_bytes(length.to_bytes(8, "little") + text + data[end:])
+    refused(folder, "cannot be read .*: restore or download the file")
+
+
 # --------------------------------------------------------------------------------------------------
 # Memory
 

@@ -43,3 +43,17 @@ def test_a_missing_model_gets_the_commands_that_make_one():
     assert message.startswith("no model in Qwen/Qwen3-0.6B: config.json is missing. ")
     for way in "`make run`", "`hf download OWNER/NAME --local-dir DIR`", "save_pretrained(NEW)":
         assert way in message
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
+@pytest.mark.parametrize("limit, available", [(2**29, "512 MiB (ulimit -v)"), (-1, "this machine")])
+def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
+    """Under `ulimit -v 600000` they were "MemoryError: "."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
+    words = common.last_words(error)
+    for part in ("wanted are", available, "raise the limit", str(error)):
+        assert part in words
+
+
+def test_the_last_words_about_a_bug_name_its_kind():
+    assert common.last_words(KeyError("x")) == "KeyError('x')"

@@ -208,7 +208,7 @@ LIMITS = {
     "a request's head": f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers",
     "log-probabilities in one answer": f"{protocol.MAX_SCORES:,}: tokens",
     "`priority`": f"-{protocol.MAX_PRIORITY} to {protocol.MAX_PRIORITY};",
-    "clients of `/events`": f"{live.MAX_LISTENERS}; one that",
+    "clients of `/events`": f"{live.MAX_LISTENERS}, {live.MAX_OF_ONE} of one key",
     "stop strings": f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together",
     "prompts, messages, choices": f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, "
     f"{protocol.MAX_CHOICES}, {protocol.MAX_BIASES:,}, {protocol.MAX_STOP_IDS}",

@@ -15,6 +15,7 @@ import tiktoken
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, random_texts, save
+from tokenizers import AddedToken
 
 from tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer, token_name
 from training.corpus import bpe_tokenizer, char_tokenizer, gpt2_tokenizer, train_bpe
@@ -496,3 +497,53 @@ def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):
     pieces = [stream.push(0xE2) for _ in range(200_000)]
     assert time.process_time() - started < 3  # 0.3 s
     assert len("".join(pieces[:10])) >= 9
+
+
+# --------------------------------------------------------------------------------------------------
+# The least tokens of a text
+
+# kinds that lose characters, with a text that has next to no tokens for its length
+LOSSY = {
+    "smollm2": "\t" * 500,
+    "qwen2": "e" + "\u0300\u0301\u0302" * 200,
+    "falcon": " " * 500 + "<b>",
+    "unigram": "\U0010ffff" * 500,
+    "wordpiece": "\x00" * 500,
+    "flags": " " * 500 + "[MASK]",
+    "words": " " * 500,
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_has_fewer_tokens_than_are_certain(kind, tmp_path):
+    """By this number texts are refused unencoded. Where characters are lost it is 0."""
+    tokenizer = load_tokenizer(save(kind, tmp_path))
+    longest = max(tokenizer.backend.get_vocab(), key=len)
+    for text in [*TEXTS[:CHUNK], LOSSY.get(kind, ""), longest * 50, longest[:-1] * 50]:
+        assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text, True)), text
+    assert tokenizer.least_tokens("a" * 6400) == (0 if kind in LOSSY else 100)
+
+
+STRIP = {"type": "Strip", "strip_left": True, "strip_right": True}
+SHORTEN = {"type": "Replace", "pattern": {"String": "ab"}, "content": "c"}
+LOSING = [
+    {"normalizer": STRIP},
+    {"normalizer": {"type": "Sequence", "normalizers": [SHORTEN]}},
+    {"pre_tokenizer": {"type": "Punctuation", "behavior": "Removed"}},
+    {"pre_tokenizer": {"type": "CharDelimiterSplit", "delimiter": "."}},
+    {"added_tokens": [AddedToken("x", rstrip=True)]},
+]
+
+
+@pytest.mark.parametrize("steps", LOSING, ids=str)
+def test_one_step_that_loses_characters_makes_nothing_certain(steps, tmp_path):
+    assert char_tokenizer("ab").least_tokens("ab" * 9) == 18
+    backend = bpe_tokenizer([]).backend
+    assert Tokenizer(backend).least_tokens("a" * 130) == 10
+    backend.add_tokens(steps.pop("added_tokens", []))
+    spec = json.loads(backend.to_str())
+    if "pre_tokenizer" in steps:
+        both = [steps["pre_tokenizer"], spec["pre_tokenizer"]]
+        steps = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": both}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec | steps))
+    assert load_tokenizer(tmp_path).least_tokens("a" * 130) == 0

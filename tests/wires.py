@@ -290,6 +290,9 @@ class ByteTokenizer:
             raise TokenizerError("character '\\x00' is not in the vocabulary")
         return list(text.encode("utf-8", "replace"))
 
+    def least_tokens(self, text):
+        return len(text)
+
     def token_bytes(self, token):
         return b"" if token == EOS else bytes([token])
 

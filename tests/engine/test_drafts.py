@@ -15,11 +15,14 @@ from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine, 
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
 from engine.engine import Engine
 from engine.events import Recorder
+from engine.grammar import Grammars
+from model import GPTConfig
 from ops import cpu
 from ops.inputs import StepShape, pack
 from paged import TO_COME, Plan, Request, Scheduler, SchedulerSettings
 from params import NO_TOKEN, SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
+from training.corpus import bpe_tokenizer
 
 needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
 
@@ -366,6 +369,28 @@ def test_random_lives(guesses_of):
         num_preemptions += engine.scheduler.num_preemptions
         num_copies += engine.scheduler.num_copies
     assert min(num_right, num_preemptions, num_aborts, num_copies) > 5
+
+
+@pytest.mark.parametrize(
+    "draft, allowed",
+    [
+        ([], 0),
+        ([98], 1),
+        ([98, 99, 97], 1),
+        ([97] * 9, 4),
+        ([319], 0),
+        ([98, 319, 98], 1),
+        ([256], 0),
+    ],
+)
+def test_a_draft_is_cut_where_its_grammar_forbids_it(draft, allowed):
+    """Nothing of it stays behind. It may have ids of rows without a token: a prompt has them."""
+    grammars = Grammars(bpe_tokenizer([]), GPTConfig(320, eos_token_ids=(256,)))
+    grammar = grammars.compile("regex", "[ab]{3,5}").copy()
+    grammar.accept(97)
+    for _ in range(2):
+        assert grammar.allowed_part(draft) == draft[:allowed]
+    assert grammar.accept(97)
 
 
 @needs_compiler

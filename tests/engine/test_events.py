@@ -374,8 +374,8 @@ EVENTS = {
         wait 25                 => a: ping ping
         stop                    => a: over; left
     """,
-    "the first sixteen are served": """
-        calls 16                => listens
+    "the first eight of an address are served": """
+        calls 8                 => listens
         refused                 =>
         hang 3                  => listens
         call a                  => listens
@@ -435,6 +435,16 @@ def test_listeners_are_sent_lines(title):
     with House() as house:
         audience = Audience(house)
         play(EVENTS[title], audience.act, audience.news)
+
+
+def test_no_key_takes_all_places_of_listeners():
+    """Sixteen listeners that never read held them all for as long as they liked."""
+    with House(keys=["a", "b", "c"]) as house:
+        codes = []
+        for key in [*"a" * 9, *"b" * 9, "c"]:
+            caller = house.call("GET", "/events", Authorization=f"Bearer {key}")
+            codes.append(caller.said[9:12])
+    assert codes == [*["200"] * 8, "429"] * 2 + ["429"]
 
 
 def test_the_last_lines_are_kept_from_a_snapshot_on_and_come_in_parts():

@@ -66,10 +66,10 @@ class Held:
         self.encode = house.service.encode
         house.service.encode = self.wait
 
-    async def wait(self, body):
+    async def wait(self, *call):
         self.num_asked += 1
         await self.gate.wait()
-        return await self.encode(body)
+        return await self.encode(*call)
 
     def release(self):
         self.house.clock.do(self.gate.set)
@@ -448,14 +448,14 @@ def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
     callers = [house.connect() for _ in range(6)]
     for caller in callers:
         caller.stop_reading()
-        caller.send(request("POST", "/tokenize", {"prompt": "a" * 5000}))
-    assert asked == [5000] * 4
-    house.call("POST", "/tokenize", {"prompt": "a"})
-    assert asked == [5000] * 4 + [1]
+        caller.send(request("POST", "/tokenize", {"prompt": "a" * 70_000}))
+    assert asked == [70_000] * 4
+    house.call("POST", "/tokenize", {"prompt": "a" * 60_000})
+    assert asked == [70_000] * 4 + [60_000]
     callers[0].read_on()
-    assert callers[0].answer().json["count"] == 5000 and asked[5:] == [5000]
+    assert callers[0].answer().json["count"] == 70_000 and asked[5:] == [70_000]
     callers[1].hang_up()
-    assert asked[6:] == [5000]
+    assert asked[6:] == [70_000]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ The text of a choice is tested in test_answers.py, streams in test_api.py.
 """
 
 import json
+import re
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -114,6 +115,28 @@ def test_chats_are_refused_with_reasons(chat):
     assert error["param"] == "messages"
     error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().json["error"]
     assert (error["message"], error["param"]) == ("no system message", "messages")
+
+
+TOO_LONG = [{"prompt": "a" * 9000}, {"messages": [{"role": "user", "content": "a" * 9000}]}]
+
+
+@pytest.mark.parametrize("fields", TOO_LONG)
+def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
+    """But counted by /tokenize: 1,000 tokens of this model have at most 5,000 characters."""
+    with House(directory=folder) as house:
+        tokenizers = [house.encoder.tokenizer, *(lane.tokenizer for lane in house.encoder.lanes)]
+        for tokenizer in tokenizers:
+            monkeypatch.setattr(tokenizer, "least_tokens", lambda text: len(text) // 5)
+        count = house.call("POST", "/tokenize", fields).answer().json["count"]
+        assert 9000 <= count < 9010
+        for tokenizer in tokenizers:
+            monkeypatch.setattr(tokenizer, "encode", None)
+        answer = call(house, **fields).answer()
+    error = answer.json["error"]
+    assert (answer.status, error["code"]) == (400, "context_length_exceeded")
+    assert error["param"] == next(iter(fields))
+    limit = "this model's maximum context length is 1000 tokens"
+    assert re.fullmatch(f"{limit}, the prompt has at least 1,80.: shorten it", error["message"])
 
 
 def test_a_bos_comes_once_to_prompts_and_chats(folder):

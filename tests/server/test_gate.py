@@ -61,6 +61,18 @@ def test_every_path_but_four_needs_the_key(locked):
         caller.hang_up()
 
 
+HOSTS = ["localhost/livez?", "localhost/livez#", "/livez", "//x/livez", "a@localhost/", "livez", ""]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("target", ["/metrics", "http://localhost/metrics", "//livez/../metrics"])
+def test_no_host_leads_past_the_key(locked, host, target):
+    """The path is that of the request's first line, whatever a Host would make of the two."""
+    caller = locked.connect()
+    caller.send(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+    assert caller.answer().status == 401
+
+
 @pytest.mark.parametrize("key", ["Bearer sesame", "bearer  sesame ", "BEARER simsim"])
 def test_a_key_is_one_of_the_keys(locked, key):
     assert locked.get("/v1/models", Authorization=key).status == 200
@@ -161,6 +173,21 @@ localhost.evil.example none 403
 1.2.3 none 403
 :80 none 403
 - none 403
+localhost: none 200
+[::ffff:10.0.0.7]:80 none 200
+[::1]evil.com none 403
+[::1]:80@evil.com none 403
+localhost:80@evil.com none 403
+me@localhost none 403
+localhost:80:80 none 403
+localhost:http none 403
+localhost/evil.com none 403
+localhost,evil.com none 403
+[::1%evil.com] none 403
+[127.0.0.1] none 403
+[localhost] none 403
+[::1 none 403
+::1 none 403
 localhost:8 http://localhost:8 200
 localhost:8 HTTP://LocalHost:8 200
 localhost:8 http://localhost:9 403

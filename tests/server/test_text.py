@@ -115,7 +115,7 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
         return await asyncio.gather(
             encoder.encode([blanks], True),
             *(encoder.encode([RARE], True) for _ in range(count)),
-            chats.encode_chat([message], False, {}),
+            chats.encode_chat([message]),
         )
 
     gap, (*encoded, chat) = asyncio.run(longest_gap(work()))
@@ -138,7 +138,7 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
         threads.append(threading.current_thread())
         return [1]
 
-    for tokenizer in (encoder.tokenizer, encoder.thread_tokenizer):
+    for tokenizer in (encoder.tokenizer, encoder.lanes[0].tokenizer):
         monkeypatch.setattr(tokenizer, "encode", note)
     for known in (False, True):
         monkeypatch.setattr(encoder.tokenizer, "has_known_pattern", known)
@@ -146,7 +146,7 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
         is_short = known and sum(lengths) + 16 * len(lengths) <= 1024
         assert {thread is threading.current_thread() for thread in threads} == {is_short}
         threads.clear()
-    asyncio.run(encoder.encode_chat(say("a"), False, {}))
+    asyncio.run(encoder.encode_chat(say("a")))
     assert threads != [threading.current_thread()]
 
 
@@ -163,13 +163,13 @@ def test_results(encoder, fill):
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
     assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
     message = {"role": "user", "content": f"{END}{fill}"}
-    ids = asyncio.run(encoder.encode_chat([message], False, {}))
+    ids = asyncio.run(encoder.encode_chat([message]))
     assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
-def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
-    """Each changes fields of the thread's tokenizer."""
-    encode = encoder.thread_tokenizer.encode
+def test_one_thing_at_a_time_is_done_in_a_thread(encoder, monkeypatch):
+    """Each changes fields of the thread's tokenizer. A call that is gone leaves its text to it."""
+    encode = encoder.lanes[0].tokenizer.encode
     alone = threading.Lock()
 
     def encode_alone(*text):
@@ -182,18 +182,77 @@ def test_one_thing_at_a_time_is_done_in_the_thread(encoder, monkeypatch):
 
     async def encode_all():
         texts = ["b" * length for length in range(5000, 5010)]
-        return await asyncio.gather(*(encoder.encode([text], True) for text in texts))
+        gone, *tasks = [asyncio.create_task(encoder.encode([text], True)) for text in texts]
+        while not alone.locked():
+            await asyncio.sleep(0)
+        gone.cancel()
+        return await asyncio.gather(*tasks)
 
-    monkeypatch.setattr(encoder.thread_tokenizer, "encode", encode_alone)
-    assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5000, 5010)]
+    monkeypatch.setattr(encoder.lanes[0].tokenizer, "encode", encode_alone)
+    assert asyncio.run(encode_all()) == [[[98] * length] for length in range(5001, 5010)]
+
+
+LONG_WORK = {
+    "a text": lambda encoder: encoder.encode(["a" * 70_000], True),
+    "many texts": lambda encoder: encoder.encode(["a"] * 4096, True),
+    "token ids": lambda encoder: encoder.decode([1] * 70_000),
+    "a message": lambda encoder: encoder.encode_chat(say("a" * 70_000)),
+    "a field": lambda encoder: encoder.encode_chat([{"x": [{"y": "a" * 70_000}]}]),
+    "a tool": lambda encoder: encoder.encode_chat(say("a"), tools=["a" * 70_000]),
+}
+
+
+@pytest.mark.parametrize("name", LONG_WORK)
+def test_short_texts_do_not_wait_for_long_ones(encoder, monkeypatch, name):
+    """
+    Three chats of 4 MB held up all others for 78 s; 16 had them refused, as too much was waiting.
+    """
+    release = threading.Event()
+
+    async def work():
+        encoder.lanes[1].thread.submit(release.wait, 60)
+        long = asyncio.ensure_future(LONG_WORK[name](encoder))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(module, "MAX_WAITING", 9000)
+        short = [encoder.encode(["b" * 2000], True), encoder.encode_chat(say("b"))]
+        short = await asyncio.wait_for(asyncio.gather(*short), 30)
+        assert not long.done()
+        release.set()
+        await long
+        return short
+
+    assert asyncio.run(work()) == [[[98] * 2000], [*b"user: b", 256, *b"."]]
+
+
+def test_the_smallest_of_what_waits_is_next(encoder):
+    """So a flood of middling texts holds up a short one by one text; one that is gone, by none."""
+    release = threading.Event()
+    done = []
+
+    async def encode(size: int):
+        await encoder.encode(["b" * size], True)
+        done.append(size)
+
+    async def work():
+        encoder.lanes[0].thread.submit(release.wait, 60)
+        tasks = [asyncio.create_task(encode(size)) for size in (5000, 9000, 1500, 6000, 2000)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()
+        release.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(work())
+    assert done == [5000, 2000, 6000, 9000]
+    assert not encoder.lanes[0].sizes
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
     """It is in memory; a text that is too much is refused at once, not when its turn comes."""
-    messages = [{"role": "user", "content": "a" * 4988, "name": "bot"}]
+    messages = [{"role": "user", "content": "a" * 4941, "name": "bot"}]
+    assert len(str([messages, {}])) == 4995
 
     async def ask_all():
-        jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages, False, {})]
+        jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages)]
         jobs.append(encoder.decode([2**40] * 2000))  # it fails, and waits no longer, either
         return await asyncio.gather(*jobs, return_exceptions=True)
 
@@ -205,7 +264,7 @@ def test_only_so_much_waits(encoder, monkeypatch):
     ):
         monkeypatch.setattr(module, "MAX_WAITING", room)
         assert [type(result) for result in asyncio.run(ask_all())] == kinds
-        assert encoder.waiting == 0
+        assert not encoder.lanes[0].sizes
 
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
@@ -272,6 +331,37 @@ def test_a_template_cannot_leave_its_sandbox_and_can_say_no(make, template, prob
     """It comes with the checkpoint, from anywhere: it must not reach the machine."""
     with pytest.raises(TokenizerError, match=problem):
         make(template).encode(say("hello"))
+
+
+NINES = "range(99999)"
+ENDLESS = {
+    "loops": f"{{% for a in {NINES} %}}{{% for b in {NINES} %}}{{% endfor %}}{{% endfor %}}",
+    "a loop in a macro": f"{{% macro f() %}}{{% for a in {NINES} %}}{{% endfor %}}{{% endmacro %}}"
+    f"{{% for b in {NINES} %}}{{{{ f() }}}}{{% endfor %}}",
+    "calls": "{% macro f(n) %}{{ f(n - 1) ~ f(n - 1) if n }}{% endmacro %}{{ f(17) }}",
+    "a recursive loop": "{% for a in [[1, 1]] recursive %}{{ loop([[1, 1], [1, 1]]) }}{% endfor %}",
+    "by a variable": "{% for a in range(n) %}{% for b in range(n) %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_template_ends(make, tmp_path, monkeypatch, name):
+    """It stopped all chats for ever; other variables of the template change nothing in that."""
+    make(ENDLESS[name] + CONTENT)
+    monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.1)
+    encoder = Encoder(tmp_path, variables={"n": 0})
+    options = {"n": 99999, "check_clock": 1}
+
+    async def work():
+        chats = [encoder.encode_chat(say("a"), **options), encoder.encode(["a" * 2000], True)]
+        return await asyncio.gather(*chats, return_exceptions=True)
+
+    refused, encoded = asyncio.run(work())
+    encoder.close()
+    assert encoded == [[97] * 2000]
+    assert isinstance(refused, TokenizerError)
+    if name != "a recursive loop":  # Python's own limit may come first
+        assert str(refused).startswith("the chat template takes more than 0.1 s")
 
 
 NAMED = [
