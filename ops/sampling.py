@@ -281,7 +281,8 @@ def threshold(
     best = ranked[:, :1]  # [R, 1]
 
     # top_k: the k-th largest score; 0 keeps all
-    k = torch.where(top_k > 0, top_k, V).clamp(max=V)
+    k = torch.where(top_k > 0, top_k, V)
+    k = k.clamp(max=V)
     of_top_k = ranked.gather(1, k[:, None] - 1)
 
     # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
@@ -297,7 +298,8 @@ def threshold(
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
     # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
-    of_min_p = last_score(ranked, shares >= min_p[:, None])
+    likely = shares >= min_p[:, None]
+    of_min_p = last_score(ranked, likely)
     highest = torch.maximum(of_top_k, of_top_p)
     return torch.maximum(highest, of_min_p)[:, 0]
 
