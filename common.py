@@ -123,7 +123,8 @@ def last_words(error: Exception) -> str:
             f"model with its KV pool; available is {available}: raise the limit, end other "
             f"programs, or choose a smaller model or --kv-blocks ({words or 'MemoryError'})"
         )
-    return words if isinstance(error, ValueError | RuntimeError | OSError) else repr(error)
+    is_users = isinstance(error, ValueError | RuntimeError | OSError)
+    return words if is_users else f"{type(error).__name__}: {words}"
 
 
 def end_with_one_line():

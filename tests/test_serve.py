@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -101,6 +102,12 @@ def test_variables_that_torch_reads_are_set_before_it_is_loaded(monkeypatch, own
     assert os.environ == values
 
 
+def with_first(folder: Path) -> dict:
+    """An environment in which Python looks for modules there first."""
+    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -118,7 +125,7 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
     done = subprocess.run(
         [sys.executable, *command.replace("MODEL", str(tmp_path)).split()],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        env=with_first(tmp_path),
         capture_output=True,
         text=True,
         timeout=60,
@@ -201,6 +208,6 @@ def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     bpe_tokenizer([]).save(tmp_path)
     command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
-    where = {"cwd": ROOT, "env": os.environ | {"PYTHONPATH": str(tmp_path)}}
+    where = {"cwd": ROOT, "env": with_first(tmp_path)}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
     assert_one_line(done, "torch")

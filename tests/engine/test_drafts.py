@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import pytest
 from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine, tokens_of
 
+from engine import grammar as grammar_module
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
 from engine.engine import Engine
 from engine.events import Recorder
@@ -383,9 +384,11 @@ def test_random_lives(guesses_of):
         ([256], 0),
     ],
 )
-def test_a_draft_is_cut_where_its_grammar_forbids_it(draft, allowed):
+def test_a_draft_is_cut_where_its_grammar_forbids_it(draft, allowed, tmp_path, monkeypatch):
     """Nothing of it stays behind. It may have ids of rows without a token: a prompt has them."""
-    grammars = Grammars(bpe_tokenizer([]), GPTConfig(320, eos_token_ids=(256,)))
+    monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)  # no verdict is late
+    bpe_tokenizer([]).save(tmp_path)
+    grammars = Grammars(tmp_path, GPTConfig(320, eos_token_ids=(256,)))
     grammar = grammars.compile("regex", "[ab]{3,5}").copy()
     grammar.accept(97)
     for _ in range(2):

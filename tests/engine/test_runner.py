@@ -82,7 +82,7 @@ def capture(engine: Engine):
     runner = engine.runner
     if runner.ops.name != "triton":
         runner.ops = runner.ops._replace(prepare=prepare_from_device)
-    runner.static_inputs = torch.full((10_000,), runner.padding_row)
+    runner.static_inputs = torch.full((10_000,), runner.padding_row, device=runner.device)
     for shape in runner.shapes + runner.sharing_shapes:
         graph = Replay(runner, shape)
         runner.graphs[shape] = graph, *graph.outputs

@@ -147,7 +147,8 @@ def torchrun(*command) -> tuple[str, str]:
     """
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*start, *command], **pipes) as process:
+    without_gpus = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # a machine may have fewer than two
+    with subprocess.Popen([*start, *command], **pipes, env=without_gpus) as process:
         try:
             printed, errors = process.communicate(timeout=120)
         except subprocess.TimeoutExpired:
