@@ -11,6 +11,7 @@ import os
 import signal
 import ssl
 import sys
+from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from operator import index
 from pathlib import Path
@@ -91,6 +92,27 @@ def quicken_the_interpreter():
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quicken_the_interpreter()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
+def pytest_collection_modifyitems(config, items):
+    """
+    Mark slow the cases of a test that its `@pytest.mark.quick(*patterns)` does not name. Raises
+    ValueError for a pattern without a case: a typing error would make them all slow.
+    """
+    named = set()
+    found = set()
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            test = item.nodeid.partition("[")[0]
+            patterns = [name for name in mark.args if fnmatchcase(item.callspec.id, name)]
+            named |= {(test, name) for name in mark.args}
+            found |= {(test, name) for name in patterns}
+            if not patterns:
+                item.add_marker("slow")
+    is_whole = not any("::" in arg for arg in config.args)
+    if is_whole and named != found:
+        raise ValueError(f"pytest.mark.quick names cases that are not there: {named - found}")
 
 
 @pytest.fixture(scope="session", autouse=True)
