@@ -138,6 +138,7 @@ FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8"
 @pytest.mark.parametrize("attention", ["auto", "packed", "unpacked", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("tied-*", "*-auto")
 def test_a_model_packed_while_loading_is_the_model(
     kind, dtype, quantize, attention, tmp_path, monkeypatch
 ):
@@ -243,6 +244,7 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
         ("converted", "int8"),
     ],
 )
+@pytest.mark.quick("packed_for_kernels-int8")
 def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
     """
     In anonymous memory: at the peak the packed weights and the largest matrix in fp32, then they

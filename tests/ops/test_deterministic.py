@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from interpreting import multiply_in_order
+from interpreting import multiply_in_order, quick_on_a_cpu
 from torch import Tensor, nn
 
 import kernels
@@ -101,10 +101,6 @@ KINDS = [{}, {"G": 3, "Hk": 1}, {"D": 40, "softcap": 5.0}, {"window": 70}, {"win
 KINDS += [{"window": 5, "softcap": 2.0}, {"window": 200, "G": 4, "Hk": 1}, {"dtype": DTYPES[1]}]
 KINDS += [{"dtype": DTYPES[1], "D": 64, "G": 2, "window": 130}]
 
-SLOW = KINDS[:1] + KINDS[4:] if DEVICE == "cpu" else []  # the interpreter takes two seconds each
-MORE = [kind for kind in KINDS[:1] + KINDS[4:] if kind not in SLOW]
-MORE += [pytest.param(kind, marks=pytest.mark.slow) for kind in SLOW]
-
 
 @pytest.fixture
 def short_splits(monkeypatch):
@@ -133,7 +129,8 @@ def differences(text: Text) -> int:
 
 
 @pytest.mark.parametrize(("at_once", "tiles"), [(1, 1), (1000, 1), (1, 2), (1000, 2)])
-@pytest.mark.parametrize("kind", [*KINDS[1:4], *MORE], ids=str)
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+@quick_on_a_cpu("{'window': 70}-1000-1", "{'G': 3, 'Hk': 1}-1-2")
 def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
     kind, at_once, tiles, short_splits, monkeypatch
 ):
@@ -171,6 +168,11 @@ PRODUCTS += [{"partial_sums": True}]
 @all_dtypes
 @pytest.mark.parametrize(("N", "K"), [(48, 100), (130, 1100)])
 @pytest.mark.parametrize("kind", PRODUCTS, ids=str)
+@quick_on_a_cpu(
+    "{'partial_sums': True}-130-1100-dtype0",
+    "{'activation': 'silu', 'gated': True}-48-100-dtype0",
+    "{}-48-100-dtype1",
+)
 def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, monkeypatch):
     """
     Would catch: parts that follow the number of rows, or are added up in another order by one
@@ -201,6 +203,7 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, mon
 
 @torch.no_grad()
 @pytest.mark.parametrize(("rope", "D"), [(False, 16), (True, 16), (True, 64), (True, 256)])
+@quick_on_a_cpu("False-16", "True-16", "True-64")
 def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkeypatch):
     """
     Would catch: heads whose norm is added up by as many threads as there are rows to spare; parts

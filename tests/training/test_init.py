@@ -12,9 +12,8 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, ROOT, read_log, same, stop_after
+from runs import MACHINE, read_log, same, stop_after
 from test_crashes import Disk, lay_out
-from test_torchrun import torchrun
 
 import train
 from checkpoint import PREFIX, hub_parts, load_checkpoint
@@ -64,6 +63,7 @@ open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_imp
 
 
 @pytest.mark.parametrize(("family", "dtype"), KINDS)
+@pytest.mark.quick("gpt2-bfloat16", "llama-float32", "qwen3-windows-bfloat16", "gemma3-bfloat16")
 def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
     """
     Not as a Llama, nor without Gemma's offset of norms or the head that it had. Its first loss is
@@ -95,6 +95,7 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
+@pytest.mark.quick("*-cpu", "gpt2-untied-cuda", "gemma2-cuda")  # the others by the interpreter
 def test_loss_and_gradients_are_those_of_transformers(family, device, corpus, tmp_path):
     """
     In texts longer than the windows, with the operators that train on each device. Without a soft
@@ -153,6 +154,7 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
         assert (moved / name).read_bytes() == companions[name]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypatch):
     """Each moment is the model that training began with or a later one, and can be resumed."""
     out.mkdir()
@@ -209,15 +211,7 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
     assert read_json(out / "config.json") == read_json(again / "config.json")
 
 
-def test_two_processes_train_as_one(base, corpus, out, tmp_path):
-    """All begin with the same weights, which nothing sends."""
-    one = tmp_path / "one"
-    finetune(base, corpus, one)
-    torchrun(ROOT / "train.py", *argv(base, corpus, out))
-    for alone, together in zip(read_log(one), read_log(out), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_a_compiled_block_is_one_graph(family, corpus, tmp_path):
     """Caps, windows and shared KV heads, in the operators of a GPU: Python between would wait."""

@@ -158,6 +158,7 @@ def torchrun(*command) -> tuple[str, str]:
     return printed, errors
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
     """
     Gradients are averaged, so losses and weights are those of one process up to rounding: without
@@ -194,6 +195,7 @@ train.main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes_and_when_one_dies(
     tiny, out, tmp_path, monkeypatch
 ):
