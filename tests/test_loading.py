@@ -243,6 +243,7 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
         ("converted", "int8"),
     ],
 )
+@pytest.mark.quick("packed_for_kernels-int8")
 def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
     """
     In anonymous memory: at the peak the packed weights and the largest matrix in fp32, then they

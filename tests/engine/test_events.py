@@ -172,8 +172,9 @@ class Long(RecordedWorld):
 
 
 @pytest.mark.parametrize("world", [Joined, Renewed, Long])
-def test_a_reader_may_begin_at_any_time(world):
-    for seed in range(1, 13):
+@pytest.mark.parametrize("seeds", [range(1, 5), pytest.param(range(5, 13), marks=pytest.mark.slow)])
+def test_a_reader_may_begin_at_any_time(seeds, world):
+    for seed in seeds:
         life = world(*a_life(seed))
         life.run()
         assert sum('"snapshot"' in line for line in life.lines) > 3, f"life {seed}"

@@ -298,6 +298,7 @@ def test_a_few_steps_of_kernels_alone_are_the_dense_models():
 @needs_interpreter
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("ready", [None, capture])
+@pytest.mark.quick("capture")
 def test_choices_that_share_their_prompt_are_the_dense_models(ready, monkeypatch):
     """
     Would catch: a choice that goes on from another's prefix, or with one that it shares no more; in
@@ -320,11 +321,11 @@ def test_choices_that_share_their_prompt_are_the_dense_models(ready, monkeypatch
 
     monkeypatch.setattr(engine.runner.finder, "find", noted)
     scenario = Scenario(engine, seed=3)
-    params = SamplingParams(max_tokens=6, seed=5, logprobs=2, temperature=2.0)
-    scenario.add("other", prompt(1, 2), replace(params, max_tokens=12))
+    params = SamplingParams(max_tokens=4, seed=5, logprobs=2, temperature=2.0)
+    scenario.add("other", prompt(1, 2), replace(params, max_tokens=9))
     scenario.add("choices", prompt(0, 35), params, n=4)
     scenario.run(0)
-    assert scenario.counts["tokens"] == 12 + 4 * 6
+    assert scenario.counts["tokens"] == 9 + 4 * 4
     shared = [groups.shared for groups in steps if groups]
     assert [0, 32, 32, 32, 32] in shared
     assert None in steps  # where the other one is alone

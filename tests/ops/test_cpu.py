@@ -322,6 +322,7 @@ MIXES += [EVERYONE[::-1], [98, 99, 0]]
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
 @each_quantize
 @each_case
+@pytest.mark.quick("*-none-3", "*-int8-8")
 def test_a_row_is_the_same_in_any_company(case, quantize, threads):
     """To the bit: whatever the other rows, the place in the batch, and the number of threads."""
     expected = results(machine(), case, quantize, EVERYONE)
@@ -606,7 +607,7 @@ def test_a_fork_computes_alone():
     add_norm = owned[0].table(TORCH).add_norm
     norm = model_of("gelu_new").ln_f
     _, expected = add_norm(numbers(48), None, norm)
-    for _ in range(100):
+    for _ in range(40):
         time.sleep(0.002)  # they sleep
         add_norm(numbers(48), None, norm)
         child = os.fork()
@@ -820,6 +821,7 @@ def test_short_rms_norm_errs_as_torch(count, eps):
 @pytest.mark.parametrize("attention", ["auto", "packed"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("name", NAMES.split())
+@pytest.mark.quick("*-auto", "gpt2-fp32-none-packed", "qwen3-bf16-int8-packed")
 def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
     Alone and in a batch of decodes and chunks, with a compiler ("auto") or without. Another token

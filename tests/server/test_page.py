@@ -228,6 +228,7 @@ STATE = """(() => {
 
 
 @pytest.mark.parametrize("name", RECORDS)
+@pytest.mark.quick("random", "tight", "snapshots", "drafts and overlap")
 def test_the_state_is_what_the_lines_say(open_record, name):
     """After each line, as a snapshot taken then says it; and backwards as it was."""
     told = RECORDS[name]()
@@ -1040,6 +1041,7 @@ BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textar
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.quick("(1440, 900)-light", "(390, 844)-dark")
 def test_one_screen_whatever_happens(open_page, scheme, size):
     """
     Nothing scrolls, nothing is cut off, each control has a name and can be hit; on a phone in each

@@ -1,11 +1,14 @@
 """For each test of a training: a corpus, the flags of a tiny run, and no lasting traces."""
 
+import os
 import signal
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
-from runs import ROOT, TINY
+from runs import PICTURE, ROOT, TINY
 
 from training.corpus import train_bpe, write_corpus
 
@@ -42,6 +45,22 @@ def no_gpu(monkeypatch):
 def one_thread(monkeypatch):
     """Two processes share the tests; and a training's losses depend on the number of threads."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def pictures():
+    """A test that asks for it gets real ones."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_slow(request, monkeypatch):
+    """The real disk's fsync, matplotlib's lines and letters: half of a short run's time."""
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    if "pictures" not in request.fixturenames:
+        figure = MagicMock()
+        figure.savefig.side_effect = lambda path, **how: Path(path).write_bytes(PICTURE)
+        module = MagicMock(Figure=lambda **size: figure)
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
 
 
 @pytest.fixture(autouse=True)

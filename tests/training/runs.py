@@ -16,6 +16,7 @@ MACHINE = train.Process(torch.device("cpu"), torch.float32, compile=False)
 FLAGS = """--n_layer=1 --n_head=2 --n_embd=16 --context_length=32 --short_context=16 --batch_size=4
     --warmup=2 --dropout=0.1 --dtype=float32 --device=cpu --eval_every=5 --eval_tokens=64"""
 TINY = FLAGS.split()
+PICTURE = b"the curve of a loss"
 
 
 def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) -> train.Run:

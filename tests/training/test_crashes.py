@@ -9,12 +9,10 @@ in all ways.
 
 import io
 import os
-import sys
 from pathlib import Path
-from unittest.mock import MagicMock
 
 import pytest
-from runs import MACHINE, read_log, same
+from runs import MACHINE, PICTURE, read_log, same
 from test_data import shakespeare
 
 import train
@@ -24,7 +22,6 @@ from training.corpus import char_tokenizer, write_corpus
 
 FLAGS = """--device=cpu --dtype=float32 --n_layer=1 --n_head=1 --n_embd=16
     --context_length=16 --batch_size=2 --eval_tokens=32 --eval_every=1"""
-PICTURE = b"the curve of a loss"
 TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
 TEXTS = {1: TEXT, 2: TEXT.upper()}
 
@@ -76,15 +73,6 @@ def corpora(tmp_path) -> dict[int, Path]:
         ids = tokenizer.encode(text)
         write_corpus(folders[seed], tokenizer, ids, ids[:100])
     return folders
-
-
-@pytest.fixture(autouse=True)
-def nothing_slow(monkeypatch):
-    """The real disk's fsync, matplotlib's lines and letters."""
-    figure = MagicMock()
-    figure.savefig.side_effect = lambda path, **how: Path(path).write_bytes(PICTURE)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", MagicMock(Figure=lambda **size: figure))
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
 @pytest.fixture

@@ -193,6 +193,7 @@ train.main()
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes_and_when_one_dies(
     tiny, out, tmp_path, monkeypatch
 ):

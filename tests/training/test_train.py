@@ -36,7 +36,7 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 # The whole run
 
 
-def test_a_run_learns_and_leaves_a_checkpoint(tiny, corpus, out, capsys):
+def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsys):
     """It prints its result, logs each step, and draws the loss."""
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
@@ -110,7 +110,7 @@ def test_no_graph_is_left_when_processes_part(tiny, monkeypatch):
     assert left == [None]
 
 
-def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
+def test_runs_are_compared(pictures, tiny, out, tmp_path, monkeypatch, capsys):
     """
     Would catch: a run that is begun, or a model that is overwritten; a run that was stopped taken
     for one without a log; another field, or another run's.
