@@ -6,6 +6,7 @@ tensors are small; on a busy machine a second thread makes them ten times slower
 
 import dataclasses
 import functools
+import gc
 import inspect
 import os
 import signal
@@ -41,8 +42,8 @@ if not torch.cuda.is_available():
 def quicken_the_interpreter():
     """
     Half of its time Triton's interpreter finds out what is always the same: what is built into
-    Triton's language, whenever one device function calls another; and what follows from the shape
-    and dtype of a tensor, for each tensor. Find it once.
+    Triton's language, whenever one device function calls another, to replace it once more; and what
+    follows from the shape and dtype of a tensor, for each tensor. Find it once.
     """
     from triton.runtime import interpreter
 
@@ -88,31 +89,25 @@ def quicken_the_interpreter():
         return dtypes[name]
 
     interpreter._get_np_dtype = np_dtype
+    slow_patch, slow_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched = set()
+
+    def patch_lang(fn):
+        """Once a launch for the functions of a module: they have one set of globals."""
+        if fn.__module__ not in patched:
+            patched.add(fn.__module__)
+            return slow_patch(fn)
+
+    def launch(self, *args, **named):
+        patched.clear()
+        slow_launch(self, *args, **named)
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = launch
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
     quicken_the_interpreter()
-
-
-@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
-def pytest_collection_modifyitems(config, items):
-    """
-    Mark slow the cases of a test that its `@pytest.mark.quick(*patterns)` does not name. Raises
-    ValueError for a pattern without a case: a typing error would make them all slow.
-    """
-    named = set()
-    found = set()
-    for item in items:
-        for mark in item.iter_markers("quick"):
-            test = item.nodeid.partition("[")[0]
-            patterns = [name for name in mark.args if fnmatchcase(item.callspec.id, name)]
-            named |= {(test, name) for name in mark.args}
-            found |= {(test, name) for name in patterns}
-            if not patterns:
-                item.add_marker("slow")
-    is_whole = not any("::" in arg for arg in config.args)
-    if is_whole and named != found:
-        raise ValueError(f"pytest.mark.quick names cases that are not there: {named - found}")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -143,3 +138,33 @@ def models_are_trained_once(tmp_path_factory):
         return model.eval()
 
     test_paged.train = load_or_train
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
+def pytest_collection_modifyitems(config, items):
+    """
+    Mark slow the cases of a test that its `@pytest.mark.quick(*patterns)` does not name. Raises
+    ValueError for a pattern without a case: a typing error would make them all slow.
+    """
+    named = set()
+    found = set()
+    for item in items:
+        for mark in item.iter_markers("quick"):
+            test = item.nodeid.partition("[")[0]
+            patterns = [name for name in mark.args if fnmatchcase(item.callspec.id, name)]
+            named |= {(test, name) for name in mark.args}
+            found |= {(test, name) for name in patterns}
+            if not patterns:
+                item.add_marker("slow")
+    is_whole = not any("::" in arg for arg in config.args)
+    if is_whole and named != found:
+        raise ValueError(f"pytest.mark.quick names cases that are not there: {named - found}")
+
+
+def pytest_collection_finish():
+    """Have Python not look for garbage among what was imported, again and again."""
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()

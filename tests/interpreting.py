@@ -1,5 +1,13 @@
 """Triton's interpreter, as tests of bits want it."""
 
+import pytest
+import torch
+
+
+def quick_on_a_cpu(*patterns: str):
+    """pytest.mark.quick; but all cases are quick on a GPU: the interpreter takes a second each."""
+    return (lambda test: test) if torch.cuda.is_available() else pytest.mark.quick(*patterns)
+
 
 def multiply_in_order(monkeypatch):
     """

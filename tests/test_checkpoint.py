@@ -526,6 +526,7 @@ print(max(peak, resident()) - before, size, "torch._dynamo" in sys.modules)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.quick("float32")
 def test_loading_holds_no_second_copy(tmp_path, dtype):
     """
     At the peak 1.3 times the loaded weights, in anonymous memory. Nor is torch's compiler imported,

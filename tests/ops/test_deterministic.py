@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from interpreting import multiply_in_order
+from interpreting import multiply_in_order, quick_on_a_cpu
 from torch import Tensor, nn
 
 import kernels
@@ -26,11 +26,6 @@ pytestmark = pytest.mark.skipif(not kernels.triton, reason="triton is not instal
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16 if DEVICE == "cuda" else torch.float16]
 all_dtypes = pytest.mark.parametrize("dtype", DTYPES)
-
-
-def quick_on_a_cpu(*ids: str):
-    """The interpreter takes two seconds a case, a GPU none."""
-    return pytest.mark.quick(*ids) if DEVICE == "cpu" else lambda test: test
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interpreting import quick_on_a_cpu
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -283,6 +284,7 @@ def cases() -> list[tuple[Shape, str]]:
 
 
 @pytest.mark.parametrize(("shape", "backend"), cases(), ids=str)
+@quick_on_a_cpu("*-torch", "*-packed", "*-float16-*", "*-W5-*", "*-W16-*", "*-S3-*", "*-Hk2-G3-*")
 def test_attention_through_permuted_block_tables(shape, backend):
     """
     Mask flipped or off by one, wrong block, wrong head of a group, stale slot read, requests or
