@@ -222,7 +222,7 @@ def test_served_by_triton(family):
 LONG = {"block_size": 16, "num_blocks": 2 * 127, "token_budget": 512}
 
 
-@pytest.mark.parametrize("family", soon("llama-llama3", "gemma3"))
+@pytest.mark.parametrize("family", soon("llama-llama3"))
 def test_prompts_of_2000_tokens(family):
     """
     Where windows are left far behind and positions are stretched: in chunks, and then from the

@@ -138,6 +138,7 @@ FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8"
 @pytest.mark.parametrize("attention", ["auto", "packed", "unpacked", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.quick("tied-*", "*-auto")
 def test_a_model_packed_while_loading_is_the_model(
     kind, dtype, quantize, attention, tmp_path, monkeypatch
 ):

@@ -302,6 +302,7 @@ def error(y: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("build", BUILDS)
 @each_quantize
 @each_case
+@pytest.mark.quick("*-native", "*-haswell")
 def test_operators_err_as_torch(case, quantize, build):
     """
     At most twice the error of torch's own against fp64. Products of integers have none: they equal

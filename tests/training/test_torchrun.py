@@ -157,6 +157,7 @@ def torchrun(*command) -> tuple[str, str]:
     return printed, errors
 
 
+@pytest.mark.slow
 def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
     """
     Gradients are averaged, so losses and weights are those of one process up to rounding: without
