@@ -380,7 +380,7 @@ ON_A_GPU = (without_graphs,)
 @needs_compiler
 @pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU)
 @each_model
-@pytest.mark.quick("twins-none-*", "trained-*-with_threads", "*-overlapping", "*-warm", "*-preempted")
+@pytest.mark.quick("twins-none-*", "*-with_threads", "*-overlapping", "*-warm", "*-preempted")
 def test_a_request_gets_the_same_bits(name, kind, situation):
     """
     Would catch: a sum whose order depends on the size of a batch, a thread's share, or where a
