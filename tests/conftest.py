@@ -5,6 +5,7 @@ tensors are small; on a busy machine a second thread makes them ten times slower
 """
 
 import dataclasses
+import fnmatch
 import functools
 import gc
 import inspect
@@ -12,7 +13,6 @@ import os
 import signal
 import ssl
 import sys
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from operator import index
 from pathlib import Path
@@ -151,7 +151,7 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark in item.iter_markers("quick"):
             test = item.nodeid.partition("[")[0]
-            patterns = [name for name in mark.args if fnmatchcase(item.callspec.id, name)]
+            patterns = [name for name in mark.args if fnmatch.fnmatchcase(item.callspec.id, name)]
             named |= {(test, name) for name in mark.args}
             found |= {(test, name) for name in patterns}
             if not patterns:

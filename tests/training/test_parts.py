@@ -193,9 +193,10 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
 # Operators
 
 
-NEEDS_COMPILER = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"
-)
+NEEDS_COMPILER = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler"),
+]
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
