@@ -56,4 +56,4 @@ def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
 
 
 def test_the_last_words_about_a_bug_name_its_kind():
-    assert common.last_words(KeyError("x")) == "KeyError('x')"
+    assert common.last_words(KeyError("x")) == "KeyError: 'x'"
