@@ -10,9 +10,10 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -102,7 +103,7 @@ CODES = ["<", "panic", "NoExtension", "backtrace"]
 def fate(grammars: Grammars, kind: str, text: str) -> str:
     """Why it is refused, or why an answer of 60 random tokens cannot go on. "": it can."""
     compiled = grammars.begin(kind, text)
-    assert compiled.wait(10), "it is still being compiled"
+    assert compiled.wait(time.monotonic() + 10), "it is still being compiled"
     try:
         grammar = grammars.finish(compiled)
     except ValueError as error:
@@ -137,7 +138,7 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
     server = grammars.process.pid
     grammars.compile("regex", "a")
     compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
-    assert not compiled.wait(0.5)
+    assert not compiled.wait(time.monotonic() + 0.5)
     num_busy = len(children(server))
     del compiled
     hung_up = time.monotonic()
@@ -159,8 +160,8 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     assert "refused" not in grammars.kept
 
 
-def compiled_of(key: str, size: int, mask=1) -> SimpleNamespace:
-    return SimpleNamespace(key=key, size=size, mask=mask, reason="why not")
+def compiled_of(key: str, size: int, mask=1) -> Mock:
+    return Mock(key=key, size=size, mask=mask, reason="why not", ids=count())
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
