@@ -432,8 +432,7 @@ class Engine:
         for r in refused:
             r.grammar.begin_mask()
         if refused and not self.overlap:
-            deadline = soon()
-            in_time = {r: i for r, i in refused.items() if r.grammar.wait_for_mask(deadline)}
+            in_time = {r: i for r, i in refused.items() if r.grammar.has_mask}
             if in_time:
                 self.runner.sample_again(flight, result, in_time)
             for r, i in in_time.items():

@@ -19,7 +19,6 @@ clients.
 """
 
 import importlib
-import json
 import marshal
 import os
 import socket
@@ -30,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cache
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -74,6 +73,7 @@ class Grammars:
     def start(self):
         """Start the fork server, which ends when its socket is closed."""
         self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         with theirs:
             self.process = subprocess.Popen(
                 self.command,
@@ -90,12 +90,15 @@ class Grammars:
         beginning, and is kept to be copied. Raises ValueError with the library's reason.
         """
         compiled = self.begin(kind, text)
-        while not compiled.wait(soon()):
+        while not (grammar := self.finish(compiled, soon())):
             pass
-        return self.finish(compiled)
+        return grammar
 
     def begin(self, kind: str, text: str) -> "Compiled":
-        """Begin to compile a grammar, unless it is kept. Raises OSError: no files, no processes."""
+        """
+        Begin to compile a grammar, unless it is kept. Raises OSError: no files, no processes, or a
+        text of 400 KB.
+        """
         key = kind, text
         kept = self.kept.get(key)
         if kept and not kept.is_gone():
@@ -103,12 +106,24 @@ class Grammars:
         if self.process.poll() is not None:
             self.sock.close()
             self.start()
-        return Compiled(key, self.sock, self.unsent)
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        compiled = Compiled(key, ours, self.unsent)
+        self.sock.settimeout(1)  # it has been sent more than it could take
+        with theirs:
+            socket.send_fds(self.sock, [marshal.dumps(key)], [theirs.fileno()])
+        return compiled
 
-    def finish(self, compiled: "Compiled") -> "Grammar":
-        """Keep what was compiled, and return it. Raises ValueError if it was refused."""
-        if compiled.mask is None:
-            raise ValueError(f"this grammar cannot be served: {compiled.reason:.500}")
+    def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
+        """
+        Keep what was compiled, and return it; None: not by this time. Raises ValueError if it was
+        refused.
+        """
+        report = compiled.wait_for(compiled.report, deadline)
+        if report is None:
+            return None
+        if isinstance(report, str):
+            raise ValueError(f"this grammar cannot be served: {report:.500}")
+        compiled.set_report(*report)
         self.kept.pop(compiled.key, None)
         self.kept[compiled.key] = compiled
         while sum(one.size for one in self.kept.values()) > KEPT_MIB * 2**20:
@@ -120,21 +135,10 @@ class Grammars:
         self.process.wait()
 
 
-def receive(sock: socket.socket, seconds: float) -> bytes | None:
-    """Return the next message: b"" where the process has ended, None if none comes in time."""
-    sock.settimeout(seconds)
-    try:
-        return sock.recv(MOST_BYTES)
-    except (BlockingIOError, TimeoutError):
-        return None
-    except OSError:
-        return b""
-
-
 class Question:
-    """`reply`: None until it comes; b"" if the process has ended."""
+    """`reply`: None until it comes. It is text if the process has ended: why."""
 
-    reply: bytes | None = None
+    reply: int | bytes | str | tuple | None = None
 
 
 class Compiled:
@@ -142,92 +146,72 @@ class Compiled:
     A grammar in a process, which compiles it, and then answers questions about all answers that are
     held to it. It ends when nothing refers to this object.
 
-    mask      of the first position, [V / 32] int32; None while it is not compiled, or was refused
-    reason    why it was refused
-    size      bytes that it takes
+    mask    of the first position, [V / 32] int32
+    size    bytes that it takes
     """
 
-    def __init__(self, key: tuple[str, str], server: socket.socket, unsent: list["Compiled"]):
+    def __init__(self, key: tuple[str, str], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
+        self.sock = sock
         self.unsent = unsent  # shared with other grammars
         self.outbox: list[tuple] = []
         self.report = Question()
         self.asked = deque([self.report])  # replies come in this order
         self.ids = count()  # of answers
-        self.has_ended = False
-        self.mask: np.ndarray | None = None
-        self.reason = TOO_LARGE
-        self.size = 0
-        self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        server.settimeout(1)  # it has been sent more than it could take
-        with theirs, open(os.memfd_create("grammar"), "w+") as file:
-            json.dump(dict(zip(("kind", "text"), key, strict=True)), file)
-            file.seek(0)
-            socket.send_fds(server, [b"+"], [theirs.fileno(), file.fileno()])
+        self.limit = TOO_LARGE  # why it has ended then
 
-    def wait(self, deadline: float) -> bool:
-        """Wait until it is compiled or refused. Returns whether it is."""
-        is_done = self.wait_for(self.report, deadline)
-        report = self.report.reply or b""
-        if report.startswith(b"+"):
-            self.size = int.from_bytes(report[1:9], "little") + PROCESS_MIB * 2**20
-            self.mask = np.frombuffer(report[9:], np.int32)
-        elif report:
-            self.reason = report[1:].decode(errors="replace")
-        return is_done
+    def set_report(self, size: int, mask: bytes):
+        self.size = size + PROCESS_MIB * 2**20
+        self.mask = np.frombuffer(mask, np.int32)
+        self.limit = TOO_SLOW
 
     def ask(self, id: int, kind: int, came: list[int], asked: list[int]) -> Question:
         """Ask about an answer (see matcher.py), with the next message."""
-        question = Question()
-        self.asked.append(question)
-        self._post((id, kind, came, asked))
-        return question
-
-    def end(self, id: int):
-        """An answer is gone."""
-        self._post((id, END, [], []))
-
-    def _post(self, entry: tuple):
         if not self.outbox:
             self.unsent.append(self)
-        self.outbox.append(entry)
+        self.outbox.append((id, kind, came, asked))
+        self.asked.append(Question())
+        return self.asked[-1]
 
-    def wait_for(self, question: Question, deadline: float) -> bool:
-        """Have all grammars send their messages, and wait for a reply. Returns whether it came."""
+    def wait_for(self, question: Question, deadline: float):
+        """Have all grammars send their messages. Returns the reply, None if it is late."""
         while self.unsent:
             self.unsent.pop()._send()
-        while question.reply is None:
-            if not self._receive(max(0, deadline - time.monotonic())):
-                return False
-        return True
+        while question.reply is None and self._receive(max(0, deadline - time.monotonic())):
+            pass
+        return question.reply
 
     def _send(self):
         message = marshal.dumps(self.outbox)
         self.outbox = []
-        self.sock.settimeout(0)
         try:
+            self.sock.settimeout(0)
             self.sock.send(message)
         except OSError:  # it has ended, or reads no more
-            self.has_ended = True
+            self.sock.close()
 
     def _receive(self, seconds: float) -> bool:
-        """Take a message of replies. Returns whether one came in time."""
-        message = b"" if self.has_ended else receive(self.sock, seconds)
-        if message is None:
+        """Take a message of replies. Returns whether one came in time, or none will ever come."""
+        try:
+            self.sock.settimeout(seconds)
+            message = self.sock.recv(MOST_BYTES)
+        except (BlockingIOError, TimeoutError):
             return False
-        self.has_ended = not message
-        for reply in marshal.loads(message) if message else [b""] * len(self.asked):
+        except OSError:
+            message = b""
+        if not message:
+            self.sock.close()
+        for reply in marshal.loads(message) if message else [self.limit] * len(self.asked):
             self.asked.popleft().reply = reply
         return True
 
     def is_gone(self) -> bool:
         """Whether its process has ended since: it exceeded its limits, or was killed."""
         self._receive(0)
-        return self.has_ended
+        return self.sock.fileno() < 0
 
     def __del__(self):
-        if hasattr(self, "sock"):
-            self.sock.close()
+        self.sock.close()
 
 
 class Compiler:
@@ -252,47 +236,44 @@ class Compiler:
                 self.waiting.setdefault(message["owner"], []).append(message)
                 continue
             if message["op"] == "abort":
-                self.forget(message["id"])
+                self._forget(message["id"])
             yield message
         while self.waiting:
             message = next(iter(self.waiting.values()))[0]
-            outcome = self._outcome_of(message["grammar"])
-            if not outcome:
+            if message["grammar"] and not self._compile(message):
                 return
             self._end_turn()
-            message["grammar"] = outcome
-            yield message
+            if message["grammar"]:
+                yield message
 
-    def _outcome_of(self, grammar: dict) -> Future | None:
-        """Begin to compile a grammar, or go on. Returns the Grammar or the error, None: not yet."""
+    def _compile(self, message: dict) -> bool:
+        """Begin to compile a message's grammar, or go on. Returns whether this is done."""
         outcome = Future()
         try:
             grammars = self.open_grammars()
-            self.compiled = self.compiled or grammars.begin(**grammar)
-            if not self.compiled.wait(0):
-                return None
-            outcome.set_result(grammars.finish(self.compiled))
+            self.compiled = self.compiled or grammars.begin(**message["grammar"])
+            grammar = grammars.finish(self.compiled)
+            if not grammar:
+                return False
+            outcome.set_result(grammar)
         except (ValueError, ImportError, OSError) as error:
             outcome.set_exception(ValueError(str(error)))
-        return outcome
+        message["grammar"] = outcome
+        return True
 
     def _end_turn(self):
         """The owner whose turn it was goes to the end, after all who came meanwhile."""
-        self.compiled = None
+        self.compiled = None  # a process that still compiles ends at once
         owner = next(iter(self.waiting))
         _, *others = self.waiting.pop(owner)
         if others:
             self.waiting[owner] = others
 
-    def forget(self, id: str):
-        """A request was aborted. A process that compiles its grammar ends at once."""
-        for i, (owner, messages) in enumerate([*self.waiting.items()]):
-            if i == 0 and messages[0]["id"] == id:
-                self._end_turn()
-                continue
-            messages[:] = [message for message in messages if message["id"] != id]
-            if not messages:
-                del self.waiting[owner]
+    def _forget(self, id: str):
+        """A request was aborted: its turn is short."""
+        for message in chain(*self.waiting.values()):
+            if message["id"] == id:
+                message["grammar"] = None
 
 
 class Grammar:
@@ -311,7 +292,7 @@ class Grammar:
         self.wants_mask = True
         self.accepted: list[int] = []  # tokens that the process does not know yet
         self.offered: int | None = None  # the token that was asked about
-        self.question = Question()  # the last
+        self.question: Question | None = None  # the last
         self.reason = NOTHING_ALLOWED  # why no token may come next
 
     def copy(self) -> "Grammar":
@@ -335,9 +316,9 @@ class Grammar:
         else:
             if self.offered != token:
                 self.offer(token)
-            has_reply = self._wait(deadline or soon())
-            is_allowed = has_reply and self.question.reply == b"\1"
-            self.wants_mask = has_reply and not is_allowed
+            reply = self._reply(deadline or soon())
+            is_allowed = reply == 1
+            self.wants_mask = reply is not None and not is_allowed
             self.offered = None
         if is_allowed:
             self.accepted.append(token)
@@ -350,8 +331,8 @@ class Grammar:
         if self.wants_mask:
             return []
         self._ask(COUNT, draft)
-        has_reply = self._wait(soon()) and self.question.reply
-        return draft[: self.question.reply[0]] if has_reply else []
+        reply = self._reply(soon())
+        return draft[:reply] if isinstance(reply, int) else []
 
     def begin_mask(self):
         """Have the mask of the next position computed, unless it was begun."""
@@ -365,13 +346,13 @@ class Grammar:
 
     def wait_for_mask(self, deadline: float) -> bool:
         """Wait for a mask that was begun. Returns whether it is there."""
-        if self.wants_mask and self.mask is None and self._wait(deadline):
-            reply = self.question.reply
-            if reply.startswith(b"+"):
-                self.mask = np.frombuffer(reply[1:], np.int32)
-            else:
+        if self.wants_mask and self.mask is None:
+            reply = self._reply(deadline)
+            if isinstance(reply, bytes):
+                self.mask = np.frombuffer(reply, np.int32)
+            elif reply is not None:
                 self.mask = np.zeros_like(self.compiled.mask)
-                self.reason = reply[1:].decode() or NOTHING_ALLOWED if reply else TOO_SLOW
+                self.reason = reply or NOTHING_ALLOWED
         return self.mask is not None
 
     def failure(self) -> str:
@@ -382,12 +363,12 @@ class Grammar:
         self.question = self.compiled.ask(self.id, kind, self.accepted, tokens)
         self.accepted = []
 
-    def _wait(self, deadline: float) -> bool:
-        """Wait for the reply to the last question. Returns whether it is there."""
+    def _reply(self, deadline: float) -> int | bytes | str | None:
+        """Wait for the reply to the last question. None: it is late."""
         return self.compiled.wait_for(self.question, deadline)
 
     def __del__(self):
-        self.compiled.end(self.id)
+        self.compiled.ask(self.id, END, [], [])
 
 
 def soon() -> float:

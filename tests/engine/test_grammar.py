@@ -28,7 +28,7 @@ from tokenizer_kinds import save
 from engine import grammar as grammar_module
 from engine.drafts import GrowingText, Speculator
 from engine.engine import Engine
-from engine.grammar import Compiler, Grammar, Grammars, Question, receive, soon
+from engine.grammar import Compiled, Compiler, Grammar, Grammars, soon
 from engine.process import handle_message, queue_output
 from model import GPT, GPTConfig
 from ops import cpu
@@ -118,10 +118,11 @@ def make_late(monkeypatch):
     """Half of all verdicts and masks take longer than a step waits for them."""
     choose = random.Random(0)
 
-    def receive_late(sock, seconds):
-        return receive(sock, seconds) if choose.random() < 0.5 else None
+    def receive_late(self, seconds: float) -> bool:
+        return choose.random() < 0.5 and receive(self, seconds)
 
-    monkeypatch.setattr(grammar_module, "receive", receive_late)
+    receive = Compiled._receive
+    monkeypatch.setattr(Compiled, "_receive", receive_late)
 
 
 @pytest.fixture(scope="module")
@@ -475,12 +476,12 @@ class SlowLibrary:
         self.begun = []
         self.done = set()
 
-    def begin(self, kind: str, text: str):
+    def begin(self, kind: str, text: str) -> str:
         self.begun.append(text)
-        return SimpleNamespace(text=text, wait=lambda deadline: text in self.done)
+        return text
 
-    def finish(self, compiled) -> str:
-        return compiled.text
+    def finish(self, text: str) -> str | None:
+        return text if text in self.done else None
 
 
 def test_messages_go_by_one_whose_grammar_is_compiled():
@@ -638,18 +639,14 @@ class FakeGrammar(Grammar):
     def _ask(self, kind: int, asked: list[int]):
         self.tokens += self.accepted
         self.accepted = []
-        self.question = Question()
         bits = allowed_after(self.tokens)
         if asked and bits >> asked[0] & 1:
-            self.reply = b"\1"
+            self.reply = 1
         else:
-            self.reply = b"+" + np.array([bits], np.int32).tobytes()
+            self.reply = np.array([bits], np.int32).tobytes()
 
-    def _wait(self, deadline: float) -> bool:
-        if self.choose.random() < 0.3:
-            return False
-        self.question.reply = self.reply
-        return True
+    def _reply(self, deadline: float) -> int | bytes | None:
+        return None if self.choose.random() < 0.3 else self.reply
 
 
 def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_free: bool):

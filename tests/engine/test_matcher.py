@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -23,7 +23,7 @@ from test_grammar import mask_of, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, Grammars
+from engine.grammar import KEPT_MIB, PROCESS_MIB, Compiled, Grammars
 from tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -103,11 +103,11 @@ CODES = ["<", "panic", "NoExtension", "backtrace"]
 def fate(grammars: Grammars, kind: str, text: str) -> str:
     """Why it is refused, or why an answer of 60 random tokens cannot go on. "": it can."""
     compiled = grammars.begin(kind, text)
-    assert compiled.wait(time.monotonic() + 10), "it is still being compiled"
     try:
-        grammar = grammars.finish(compiled)
+        grammar = grammars.finish(compiled, time.monotonic() + 10)
     except ValueError as error:
         return str(error)
+    assert grammar, "it is still being compiled"
     return "" if len(walk(grammar, random.Random(0), 60)) == 60 else grammar.failure()
 
 
@@ -138,7 +138,7 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
     server = grammars.process.pid
     grammars.compile("regex", "a")
     compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
-    assert not compiled.wait(time.monotonic() + 0.5)
+    assert not grammars.finish(compiled, time.monotonic() + 0.5)
     num_busy = len(children(server))
     del compiled
     hung_up = time.monotonic()
@@ -155,13 +155,17 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     grammars.finish(compiled_of("small 0", 2**20))
     grammars.finish(compiled_of("large", (KEPT_MIB - 1) * 2**20))
     assert [*grammars.kept] == ["small 0", "large"]
+    refused = compiled_of("refused", 0)
+    refused.report.reply = "why not"
     with pytest.raises(ValueError, match="why not"):
-        grammars.finish(compiled_of("refused", 0, mask=None))
+        grammars.finish(refused)
     assert "refused" not in grammars.kept
 
 
-def compiled_of(key: str, size: int, mask=1) -> Mock:
-    return Mock(key=key, size=size, mask=mask, reason="why not", ids=count())
+def compiled_of(key: str, size: int) -> Compiled:
+    compiled = Compiled(key, Mock(), [])
+    compiled.report.reply = (size - PROCESS_MIB * 2**20, b"")
+    return compiled
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
