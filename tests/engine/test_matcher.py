@@ -204,6 +204,56 @@ def test_what_was_killed_starts_anew(grammars):
         assert len(walk(grammars.compile("regex", text), random.Random(0), 9)) == 9
 
 
+def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
+    """Would catch: an answer that waits for ever, or one of another grammar that ends, too."""
+    kind, text, reason = QUICK["trap"]
+    beside = grammars.compile("regex", "[a-u]+")
+    first = grammars.compile(kind, text)
+    others = [first.copy() for _ in range(3)]
+    assert all(len(walk(answer, random.Random(0), 3)) == 3 for answer in [*others, beside])
+    assert len(walk(first, random.Random(0), 60)) < 60
+    assert not any(mask_of(answer).any() for answer in others)
+    assert all(reason in answer.failure() for answer in [first, *others])
+    assert len(walk(grammars.compile(kind, text), random.Random(0), 3)) == 3
+    assert len(walk(beside, random.Random(0), 9)) == 9
+
+
+def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
+    """Would catch a message an answer, which costs 30 us."""
+    answers = [grammars.compile("regex", f"[a-{end}]+").copy() for end in "rst" for _ in range(9)]
+    tokens = [walk(answer, random.Random(0), 1)[0] for answer in answers]
+    messages = []
+    send = Compiled._send
+    monkeypatch.setattr(Compiled, "_send", lambda self: messages.append(self) or send(self))
+    for answer, token in zip(answers, tokens, strict=True):
+        answer.offer(token)
+    assert all(answer.accept(token) for answer, token in zip(answers, tokens, strict=True))
+    assert messages and len(messages) == len({*messages}) == 3
+
+
+def test_the_memory_of_answers_is_freed(grammars):
+    """Each takes 3 MB. Would catch a process that ends, for want of memory, after twenty."""
+    first = grammars.compile("regex", "a{1000000}")
+    for _ in range(60):
+        answer = first.copy()
+        walk(answer, random.Random(0), 2)
+        assert "too many expressions" in answer.failure()
+
+
+def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
+    """A megabyte of them. Would catch a message that no socket takes."""
+    tokenizer = load_tokenizer(save("gpt2", tmp_path))
+    ends = tuple(tokenizer.control.values())
+    config = SimpleNamespace(vocab_size=2**18, eos_token_ids=ends)
+    first = Grammars(tmp_path, config).compile("regex", "[a-z]+")
+    answers = [first.copy() for _ in range(30)]
+    [letter] = tokenizer.encode("a")
+    assert all(answer.accept(letter) for answer in answers)
+    for answer in answers:
+        answer.begin_mask()
+    assert all(mask_of(answer).any() for answer in answers)
+
+
 @pytest.mark.slow
 def test_a_server_with_little_memory_serves_on(tmp_path):
     """
