@@ -24,7 +24,7 @@ from tqdm import tqdm
 from common import plural
 from engine.drafts import MOST_ROWS, MOST_ROWS_ON_GPU, Speculator, with_drafts
 from engine.events import Recorder
-from engine.grammar import soon, wait_for_any
+from engine.grammar import soon
 from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from kernels import Batch
@@ -432,8 +432,7 @@ class Engine:
         for r in refused:
             r.grammar.begin_mask()
         if refused and not self.overlap:
-            deadline = soon()
-            in_time = {r: i for r, i in refused.items() if r.grammar.wait_for_mask(deadline)}
+            in_time = {r: i for r, i in refused.items() if r.grammar.has_mask}
             if in_time:
                 self.runner.sample_again(flight, result, in_time)
             for r, i in in_time.items():
@@ -451,13 +450,13 @@ class Engine:
 
     def _release_held(self):
         """
-        Let the requests go on whose masks are there. Waits for one where there is nothing else to
-        do.
+        Let the requests go on whose masks are there. Waits for the first where there is nothing
+        else to do.
         """
         known = [r for r in self.scheduler.held if not r.num_to_come]
         ready = [r for r in known if not r.grammar.wants_mask or r.grammar.has_mask]
         if not ready and len(known) == len(self.requests):
-            wait_for_any(r.grammar for r in known)
+            known[0].grammar.wait_for_mask(soon())
             ready = [r for r in known if r.grammar.has_mask]
         for r in ready:
             self.scheduler.release(r)

@@ -12,33 +12,44 @@ vocabulary 10 to 500. Only where the grammar refuses a token is the mask compute
 sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a mask leaves:
 with them, the next position's mask is begun as soon as a token is known.
 
-llguidance reads the grammars, in processes of its own (matcher.py says why). A `Compiler` stands
-before the server's loop, and has the grammars of its messages compiled, by turns of their clients.
+llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
+answers of a grammar gather until the first of them waits, and are sent together. A `Compiler`
+stands before the server's loop, and has the grammars of its messages compiled, by turns of their
+clients.
 """
 
 import importlib
-import json
+import marshal
 import os
 import socket
 import subprocess
 import sys
 import time
-from array import array
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import cache
-from multiprocessing import connection
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
-from engine.matcher import COMPILE_MIB, COMPILE_SECONDS, COUNT, MASK, OFFER, STEP_MIB, STEP_SECONDS
+from engine.matcher import (
+    COMPILE_MIB,
+    COMPILE_SECONDS,
+    COUNT,
+    END,
+    MASK,
+    MOST_BYTES,
+    OFFER,
+    STEP_MIB,
+    STEP_SECONDS,
+)
 from model import GPTConfig
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts, then for masks; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
-PROCESS_MIB = 4  # of a kept grammar: two processes have as much beside it
-MOST_BYTES = 2**18  # of a reply: the mask of two million tokens
+PROCESS_MIB = 2  # of a kept grammar: its process has as much beside it
 
 STUCK = "the answer cannot go on: "  # begins messages of errors that are not the server's fault
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
@@ -56,11 +67,13 @@ class Grammars:
         model = [os.path.abspath(directory), config.vocab_size, *config.eos_token_ids]
         self.command = [sys.executable, "-m", "engine.matcher", *map(str, model)]
         self.kept: dict[tuple, Compiled] = {}  # by kind and text, the least recently used first
+        self.unsent: list[Compiled] = []  # those that have something to send
         self.start()
 
     def start(self):
         """Start the fork server, which ends when its socket is closed."""
         self.sock, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         with theirs:
             self.process = subprocess.Popen(
                 self.command,
@@ -77,23 +90,40 @@ class Grammars:
         beginning, and is kept to be copied. Raises ValueError with the library's reason.
         """
         compiled = self.begin(kind, text)
-        compiled.wait(None)
-        return self.finish(compiled)
+        while not (grammar := self.finish(compiled, soon())):
+            pass
+        return grammar
 
     def begin(self, kind: str, text: str) -> "Compiled":
-        """Begin to compile a grammar, unless it is kept. Raises OSError: no files, no processes."""
+        """
+        Begin to compile a grammar, unless it is kept. Raises OSError: no files, no processes, or a
+        text of 400 KB.
+        """
         key = kind, text
-        if key in self.kept and not self.kept[key].has_ended:
-            return self.kept[key]
+        kept = self.kept.get(key)
+        if kept and not kept.is_gone():
+            return kept
         if self.process.poll() is not None:
             self.sock.close()
             self.start()
-        return Compiled(key, self.sock)
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        compiled = Compiled(key, ours, self.unsent)
+        self.sock.settimeout(1)  # it has been sent more than it could take
+        with theirs:
+            socket.send_fds(self.sock, [marshal.dumps(key)], [theirs.fileno()])
+        return compiled
 
-    def finish(self, compiled: "Compiled") -> "Grammar":
-        """Keep what was compiled, and return it. Raises ValueError if it was refused."""
-        if compiled.mask is None:
-            raise ValueError(f"this grammar cannot be served: {compiled.reason:.500}")
+    def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
+        """
+        Keep what was compiled, and return it; None: not by this time. Raises ValueError if it was
+        refused.
+        """
+        report = compiled.wait_for(compiled.report, deadline)
+        if report is None:
+            return None
+        if isinstance(report, str):
+            raise ValueError(f"this grammar cannot be served: {report:.500}")
+        compiled.set_report(*report)
         self.kept.pop(compiled.key, None)
         self.kept[compiled.key] = compiled
         while sum(one.size for one in self.kept.values()) > KEPT_MIB * 2**20:
@@ -105,66 +135,83 @@ class Grammars:
         self.process.wait()
 
 
-def connect(parent: socket.socket, *fds: int) -> socket.socket:
-    """Have the process behind `parent` fork one that gets these files. Returns the link to it."""
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    parent.settimeout(1)  # it has been sent more than it could take
-    with theirs:
-        socket.send_fds(parent, [b"+"], [theirs.fileno(), *fds])
-    return ours
+class Question:
+    """`reply`: None until it comes. It is text if the process has ended: why."""
 
-
-def receive(sock: socket.socket, seconds: float | None) -> bytes | None:
-    """Return the next message: b"" where the process has ended, None if none comes in time."""
-    sock.settimeout(seconds)
-    try:
-        return sock.recv(MOST_BYTES)
-    except (BlockingIOError, TimeoutError):
-        return None
-    except OSError:
-        return b""
+    reply: int | bytes | str | tuple | None = None
 
 
 class Compiled:
     """
-    A grammar in a process, which compiles it, and then forks a process for each answer. It ends
-    when nothing refers to this object.
+    A grammar in a process, which compiles it, and then answers questions about all answers that are
+    held to it. It ends when nothing refers to this object.
 
-    mask      of the first position, [V / 32] int32; None while it is not compiled, or was refused
-    reason    why it was refused
-    size      bytes that it takes
+    mask    of the first position, [V / 32] int32
+    size    bytes that it takes
     """
 
-    def __init__(self, key: tuple[str, str], server: socket.socket):
+    def __init__(self, key: tuple[str, str], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
-        self.is_done = False
-        self.mask: np.ndarray | None = None
-        self.reason = TOO_LARGE
-        self.size = 0
-        with open(os.memfd_create("grammar"), "w+") as file:
-            json.dump(dict(zip(("kind", "text"), key, strict=True)), file)
-            file.seek(0)
-            self.sock = connect(server, file.fileno())
+        self.sock = sock
+        self.unsent = unsent  # shared with other grammars
+        self.outbox: list[tuple] = []
+        self.report = Question()
+        self.asked = deque([self.report])  # replies come in this order
+        self.ids = count()  # of answers
+        self.limit = TOO_LARGE  # why it has ended then
 
-    def wait(self, seconds: float | None) -> bool:
-        """Wait for at most so long. Returns whether it is done: compiled or refused."""
-        if not self.is_done and (report := receive(self.sock, seconds)) is not None:
-            self.is_done = True
-            if report.startswith(b"+"):
-                self.size = int.from_bytes(report[1:9], "little") + PROCESS_MIB * 2**20
-                self.mask = np.frombuffer(report[9:], np.int32)
-            elif report:
-                self.reason = report[1:].decode(errors="replace")
-        return self.is_done
+    def set_report(self, size: int, mask: bytes):
+        self.size = size + PROCESS_MIB * 2**20
+        self.mask = np.frombuffer(mask, np.int32)
+        self.limit = TOO_SLOW
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether its process was killed since, for want of memory."""
-        return receive(self.sock, 0) == b""
+    def ask(self, id: int, kind: int, came: list[int], asked: list[int]) -> Question:
+        """Ask about an answer (see matcher.py), with the next message."""
+        if not self.outbox:
+            self.unsent.append(self)
+        self.outbox.append((id, kind, came, asked))
+        self.asked.append(Question())
+        return self.asked[-1]
+
+    def wait_for(self, question: Question, deadline: float):
+        """Have all grammars send their messages. Returns the reply, None if it is late."""
+        while self.unsent:
+            self.unsent.pop()._send()
+        while question.reply is None and self._receive(max(0, deadline - time.monotonic())):
+            pass
+        return question.reply
+
+    def _send(self):
+        message = marshal.dumps(self.outbox)
+        self.outbox = []
+        try:
+            self.sock.settimeout(0)
+            self.sock.send(message)
+        except OSError:  # it has ended, or reads no more
+            self.sock.close()
+
+    def _receive(self, seconds: float) -> bool:
+        """Take a message of replies. Returns whether one came in time, or none will ever come."""
+        try:
+            self.sock.settimeout(seconds)
+            message = self.sock.recv(MOST_BYTES)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError:
+            message = b""
+        if not message:
+            self.sock.close()
+        for reply in marshal.loads(message) if message else [self.limit] * len(self.asked):
+            self.asked.popleft().reply = reply
+        return True
+
+    def is_gone(self) -> bool:
+        """Whether its process has ended since: it exceeded its limits, or was killed."""
+        self._receive(0)
+        return self.sock.fileno() < 0
 
     def __del__(self):
-        if hasattr(self, "sock"):
-            self.sock.close()
+        self.sock.close()
 
 
 class Compiler:
@@ -175,10 +222,8 @@ class Compiler:
 
     def __init__(self, open_grammars: Callable[[], Grammars]):
         self.open_grammars = cache(open_grammars)
-        self.waiting: dict[str, dict] = {}  # messages by id
-        self.turns: dict[str, list[str]] = {}  # ids that wait by owner, in the order of turns
-        self.owner = ""  # whose turn it was last
-        self.id = ""  # of the message whose grammar is being compiled
+        # messages by owner, in the order of turns: the first of the first is being compiled
+        self.waiting: dict[str, list[dict]] = {}
         self.compiled: Compiled | None = None
 
     def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
@@ -188,68 +233,53 @@ class Compiler:
         """
         for message in arrived:
             if message.get("grammar"):
-                self.waiting[message["id"]] = message
-                self.turns.setdefault(message["owner"], []).append(message["id"])
+                self.waiting.setdefault(message["owner"], []).append(message)
                 continue
             if message["op"] == "abort":
-                self.forget(message["id"])
+                self._forget(message["id"])
             yield message
         while self.waiting:
-            self.id = self.id or self._next_id()
-            message = self.waiting[self.id]
-            outcome = self._outcome_of(message["grammar"])
-            if not outcome:
+            message = next(iter(self.waiting.values()))[0]
+            if message["grammar"] and not self._compile(message):
                 return
-            del self.waiting[self.id]
-            self.id = ""
-            message["grammar"] = outcome
-            yield message
+            self._end_turn()
+            if message["grammar"]:
+                yield message
 
-    def _next_id(self) -> str:
-        """Have the owner whose turn it was last stand behind all who came meanwhile."""
-        if self.owner in self.turns:
-            self.turns[self.owner] = self.turns.pop(self.owner)
-        self.owner, (id, *others) = next(iter(self.turns.items()))
-        self._set_ids(self.owner, others)
-        return id
-
-    def _set_ids(self, owner: str, ids: list[str]):
-        if ids:
-            self.turns[owner] = ids
-        else:
-            del self.turns[owner]
-
-    def _outcome_of(self, grammar: dict) -> Future | None:
-        """Begin to compile a grammar, or go on. Returns the Grammar or the error, None: not yet."""
+    def _compile(self, message: dict) -> bool:
+        """Begin to compile a message's grammar, or go on. Returns whether this is done."""
         outcome = Future()
         try:
             grammars = self.open_grammars()
-            self.compiled = self.compiled or grammars.begin(**grammar)
-            if not self.compiled.wait(0):
-                return None
-            outcome.set_result(grammars.finish(self.compiled))
+            self.compiled = self.compiled or grammars.begin(**message["grammar"])
+            grammar = grammars.finish(self.compiled)
+            if not grammar:
+                return False
+            outcome.set_result(grammar)
         except (ValueError, ImportError, OSError) as error:
             outcome.set_exception(ValueError(str(error)))
-        self.compiled = None
-        return outcome
+        message["grammar"] = outcome
+        return True
 
-    def forget(self, id: str):
-        """A request was aborted. A process that compiles its grammar ends at once."""
-        message = self.waiting.pop(id, None)
-        if not message:
-            return
-        if id == self.id:
-            self.id = ""
-            self.compiled = None
-        else:
-            owner = message["owner"]
-            self._set_ids(owner, [other for other in self.turns[owner] if other != id])
+    def _end_turn(self):
+        """The owner whose turn it was goes to the end, after all who came meanwhile."""
+        self.compiled = None  # a process that still compiles ends at once
+        owner = next(iter(self.waiting))
+        _, *others = self.waiting.pop(owner)
+        if others:
+            self.waiting[owner] = others
+
+    def _forget(self, id: str):
+        """A request was aborted: its turn is short."""
+        for message in chain(*self.waiting.values()):
+            if message["id"] == id:
+                message["grammar"] = None
 
 
 class Grammar:
     """
-    The parser state of one answer, after all its known tokens. It is in a process of its own, which
-    is asked with messages; only the reply to the last of them counts.
+    The parser state of one answer, after all its known tokens. The matcher is in the grammar's
+    process, which is asked with messages; only the reply to the last question counts.
 
     mask          of the next position, [V / 32] int32; None: not computed
     wants_mask    the mask was begun: no token counts without it
@@ -257,13 +287,12 @@ class Grammar:
 
     def __init__(self, compiled: Compiled):
         self.compiled = compiled
+        self.id = next(compiled.ids)
         self.mask = compiled.mask
         self.wants_mask = True
-        self.sock: socket.socket | None = None  # its process starts with the first question
         self.accepted: list[int] = []  # tokens that the process does not know yet
         self.offered: int | None = None  # the token that was asked about
-        self.num_owed = 0  # replies
-        self.reply = b""
+        self.question: Question | None = None  # the last
         self.reason = NOTHING_ALLOWED  # why no token may come next
 
     def copy(self) -> "Grammar":
@@ -287,9 +316,9 @@ class Grammar:
         else:
             if self.offered != token:
                 self.offer(token)
-            has_reply = self._wait(deadline or soon())
-            is_allowed = has_reply and self.reply == b"\1"
-            self.wants_mask = has_reply and not is_allowed
+            reply = self._reply(deadline or soon())
+            is_allowed = reply == 1
+            self.wants_mask = reply is not None and not is_allowed
             self.offered = None
         if is_allowed:
             self.accepted.append(token)
@@ -302,7 +331,8 @@ class Grammar:
         if self.wants_mask:
             return []
         self._ask(COUNT, draft)
-        return draft[: self.reply[0]] if self._wait(soon()) and self.reply else []
+        reply = self._reply(soon())
+        return draft[:reply] if isinstance(reply, int) else []
 
     def begin_mask(self):
         """Have the mask of the next position computed, unless it was begun."""
@@ -316,12 +346,13 @@ class Grammar:
 
     def wait_for_mask(self, deadline: float) -> bool:
         """Wait for a mask that was begun. Returns whether it is there."""
-        if self.wants_mask and self.mask is None and self._wait(deadline):
-            if self.reply.startswith(b"+"):
-                self.mask = np.frombuffer(self.reply[1:], np.int32)
-            else:
+        if self.wants_mask and self.mask is None:
+            reply = self._reply(deadline)
+            if isinstance(reply, bytes):
+                self.mask = np.frombuffer(reply, np.int32)
+            elif reply is not None:
                 self.mask = np.zeros_like(self.compiled.mask)
-                self.reason = self.reply[1:].decode() or self.reason
+                self.reason = reply or NOTHING_ALLOWED
         return self.mask is not None
 
     def failure(self) -> str:
@@ -329,45 +360,17 @@ class Grammar:
         return STUCK + self.reason
 
     def _ask(self, kind: int, tokens: list[int]):
-        self.reply = b""
-        message = array("i", [kind, len(self.accepted), *self.accepted, *tokens])
+        self.question = self.compiled.ask(self.id, kind, self.accepted, tokens)
         self.accepted = []
-        try:
-            self.sock = self.sock or connect(self.compiled.sock)
-            self.sock.send(message)
-            self.num_owed += 1
-        except OSError:
-            self._end()
 
-    def _wait(self, deadline: float) -> bool:
-        """Wait for the reply to the last question. Returns whether it is there."""
-        while self.num_owed:
-            reply = receive(self.sock, max(0, deadline - time.monotonic()))
-            if reply is None:
-                return False
-            if not reply:
-                self._end()
-                return True
-            self.num_owed -= 1
-            self.reply = reply
-        return True
-
-    def _end(self):
-        """The process has ended: no token may come."""
-        self.num_owed = 0
-        self.reply = b""
-        self.reason = TOO_SLOW
+    def _reply(self, deadline: float) -> int | bytes | str | None:
+        """Wait for the reply to the last question. None: it is late."""
+        return self.compiled.wait_for(self.question, deadline)
 
     def __del__(self):
-        if self.sock:
-            self.sock.close()
+        self.compiled.ask(self.id, END, [], [])
 
 
 def soon() -> float:
     """The time until which a step waits."""
     return time.monotonic() + MASK_SECONDS
-
-
-def wait_for_any(grammars: Iterable[Grammar]):
-    """Wait until one of these has the mask that was begun. Each has a process."""
-    connection.wait([grammar.sock for grammar in grammars])

@@ -1,52 +1,55 @@
 """
 The processes in which grammars are compiled, and answers are held to them.
 
-    engine -- fork server -- a process for each grammar -- a process for each of its answers
+    engine -- fork server -- a process for each grammar, with the matchers of all its answers
 
 A client's text can make the library take any time and all memory, when it is compiled or a hundred
 tokens later, and a failed allocation ends the library's process. So the library never runs in the
 engine. The kernel ends a process that exceeds its limits, and the engine sees that its socket is
-closed. A fork takes a millisecond, and shares the memory of the compiled grammar.
+closed. Then all answers of this grammar end: each could have met the same trap.
 
 Not run by itself: engine/grammar.py starts the fork server and is the other end of the sockets,
 which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
 
-    to the fork server          a socket for the grammar's process, a file with {"kind", "text"}
-    from a grammar's process    "+", its size (8 bytes), the first mask; or "-" and the reason
-    to a grammar's process      a socket for an answer's process
-    to an answer's process      int32: a kind, n, the n tokens that came since, perhaps more tokens
-    from an answer's process    kind COUNT: how many of these may come (a byte)
-                                kind OFFER: 1 if this one may come, else as for MASK
-                                kind MASK: "+" and the mask, or "-" and why no token may come
+    to the fork server          a socket for the grammar's process, and (kind, text)
+    from a grammar's process    a report: (its size, the first mask), or why it is refused
+    to a grammar's process      a list of questions about its answers, once a step
+    from a grammar's process    lists of replies, in the order of the questions
+
+All is written by `marshal`, which is the fastest for lists of numbers. A question is (the answer's
+id, a kind, the tokens that came since, more tokens); a new id begins a new answer. Replies:
+
+    COUNT    how many of these tokens may come
+    OFFER    1 if this one may come, else as for MASK
+    MASK     the mask (bytes), or why no token may come (text)
+    END      0: the answer is gone
 """
 
 import fcntl
 import gc
-import json
+import marshal
 import os
 import re
 import resource
 import signal
 import socket
 import sys
-from array import array
-from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from tokenizer import Tokenizer, load_tokenizer
 
 COMPILE_SECONDS = 2
 COMPILE_MIB = 256
-STEP_SECONDS = 0.05  # of CPU time, for a mask or for a question about tokens
-STEP_MIB = 64  # that an answer's process may add to its grammar's
-MOST_BYTES = 2**16  # of a message
+STEP_SECONDS = 0.05  # of CPU time, for a question
+STEP_MIB = 64  # that all answers may add to their grammar
+MOST_BYTES = 2**19  # of a message: more than a socket takes
+REPLY_BYTES = 2**17  # of a message with replies
 # llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
 STACK = 128 * 2**20
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
-OFFER, COUNT, MASK = range(3)
+OFFER, COUNT, MASK, END = range(4)
 # of the library, which refuses in its own words
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 
@@ -95,10 +98,10 @@ def unescaped(text: str) -> str:
     return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
 
 
-def mask_of(matcher, otherwise: str = "") -> bytes:
+def mask_of(matcher, otherwise: str = "") -> bytes | str:
     """
-    Compute the mask of the next position: "+" and a bit for each token. Where no token may come:
-    "-" and the reason; `otherwise` where the library has no words for it.
+    Compute the mask of the next position, a bit for each token. Where no token may come: the
+    reason; `otherwise` where the library has no words for it.
     """
     mask = matcher.compute_bitmask()
     bits = int.from_bytes(mask, "little")
@@ -107,11 +110,11 @@ def mask_of(matcher, otherwise: str = "") -> bytes:
     # what comes after that byte.
     is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
     if is_right and not matcher.is_error():
-        return b"+" + mask
-    return b"-" + plain(matcher.get_error(), otherwise).encode()
+        return mask
+    return plain(matcher.get_error(), otherwise)
 
 
-def plain(error: str, otherwise: str) -> str:
+def plain(error: str, otherwise: str = "") -> str:
     """Return the library's reason without its codes, backtraces and panics."""
     if error.startswith("panic"):
         return "the grammar library fails at it"
@@ -133,101 +136,98 @@ def main(directory: str, V: str, *eos: str):
     set_limit(resource.RLIMIT_STACK, STACK)
     library = Library(load_tokenizer(directory), int(V), [*map(int, eos)])
     gc.disable()  # it would write to memory that forks share
-    serve_forks(socket.socket(fileno=0), partial(run_grammar, library))
-
-
-def serve_forks(sock: socket.socket, run: Callable):
-    """
-    For each message run `run(*its files)` in a process of its own, until the other end is closed.
-    Each is forked before its message comes. Raises OSError: too many processes.
-    """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave nothing to wait for
-    is_open = True
-    while is_open:
-        done, end = os.pipe()
+    serve_forks(socket.socket(fileno=0), library)
+
+
+def serve_forks(sock: socket.socket, library: Library):
+    """
+    Fork a process for each grammar that comes, until the engine closes its end. Raises OSError: too
+    many processes.
+    """
+    while True:
+        message, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
+        if not message:
+            return
+        [fd] = fds
         if os.fork() == 0:
-            message, fds, _, _ = socket.recv_fds(sock, 1, 2)
+            sock.close()
             try:
-                if not message:
-                    os.write(end, b"-")
-                os.close(end)  # now the next one is forked
-                sock.close()
-                if message:
-                    run(*fds)
+                run_grammar(library, socket.socket(fileno=fd), *marshal.loads(message))
             finally:
                 os._exit(0)
-        os.close(end)
-        is_open = not os.read(done, 1)
-        os.close(done)
+        os.close(fd)
 
 
-def run_grammar(library: Library, fd: int, text: int):
-    """Compile the grammar in the file `text`, report, then fork its answers' processes."""
+def run_grammar(library: Library, sock: socket.socket, kind: str, text: str):
+    """Compile the grammar, report, then answer questions."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
-    sock = socket.socket(fileno=fd)
-    flags = fcntl.fcntl(sock, fcntl.F_GETFL)
     # until the report the engine sends nothing; if it hangs up, SIGIO ends this process
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(sock, fcntl.F_SETFL, flags | os.O_ASYNC)
+    fcntl.fcntl(sock, fcntl.F_SETFL, os.O_ASYNC)
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
     let_grow(COMPILE_MIB)
-    before = memory_in_use()
+    before = address_space()
     try:
-        with open(text, encoding="utf-8") as file:
-            matcher = library.compile(**json.load(file))
+        matcher = library.compile(kind, text)
         mask = mask_of(matcher, "no text fits it")
     except MemoryError:
         return
     except Exception as error:
-        mask = b"-" + str(error).encode()
+        mask = str(error)
     except BaseException:  # a panic of the library's Rust
-        mask = b"-" + plain("panic", "").encode()
+        mask = plain("panic")
     signal.setitimer(signal.ITIMER_REAL, 0)
-    fcntl.fcntl(sock, fcntl.F_SETFL, flags)
-    if mask.startswith(b"-"):
-        sock.send(mask)
-    else:
-        size = memory_in_use() - before
-        sock.send(b"+" + size.to_bytes(8, "little") + mask[1:])
-        serve_forks(sock, partial(run_answer, matcher, library.eos))
+    signal.signal(signal.SIGIO, signal.SIG_IGN)
+    is_compiled = isinstance(mask, bytes)
+    report = (address_space() - before, mask) if is_compiled else mask
+    sock.send(marshal.dumps([report]))
+    if is_compiled:
+        let_grow(STEP_MIB)
+        serve_answers(sock, matcher, library.eos, max(1, REPLY_BYTES // len(mask)))
 
 
-def run_answer(matcher, eos: list[int], fd: int):
-    """Answer the questions about one answer. See `Grammar`."""
-    sock = socket.socket(fileno=fd)
-    let_grow(STEP_MIB)
+def serve_answers(sock: socket.socket, first, eos: list[int], most: int):
+    """
+    Reply to questions until the engine closes its end, at most so many in a message. `first`: the
+    matcher at the beginning.
+    """
+    matchers = {}
     while message := sock.recv(MOST_BYTES):
-        signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)
-        reply = reply_to(matcher, eos, [*array("i", message)])
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sock.send(reply)
+        questions = marshal.loads(message)
+        for i in range(0, len(questions), most):
+            replies = [reply_to(matchers, first, eos, *q) for q in questions[i : i + most]]
+            sock.send(marshal.dumps(replies))
 
 
-def reply_to(matcher, eos: list[int], message: list[int]) -> bytes:
+def reply_to(
+    matchers: dict, first, eos: list[int], id: int, kind: int, came: list[int], asked: list[int]
+) -> int | bytes | str:
     """Take the tokens that came, and return the reply about the others: see above."""
-    kind, n, *tokens = message
-    if n:
-        matcher.consume_tokens(tokens[:n])
+    signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # the next question begins it anew
+    matcher = matchers.pop(id, None) or first.deep_copy()
+    if kind == END:
+        return 0
+    matchers[id] = matcher
+    if came:
+        matcher.consume_tokens(came)
     if kind == MASK:
         return mask_of(matcher)
-    asked = tokens[n:]
     if matcher.is_stopped():
-        count = not matcher.is_error() and asked[0] in eos
+        count = int(not matcher.is_error() and asked[0] in eos)
     else:
         count = matcher.validate_tokens(asked)
-    return bytes([count]) if count or kind == COUNT else mask_of(matcher)
+    return count if count or kind == COUNT else mask_of(matcher)
 
 
 def let_grow(mib: int):
     """Have the kernel refuse this process more address space than so much beyond what it has."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    set_limit(resource.RLIMIT_AS, pages * resource.getpagesize() + mib * 2**20)
+    set_limit(resource.RLIMIT_AS, address_space() + mib * 2**20)
 
 
-def memory_in_use() -> int:
-    """Bytes in memory of this process, without files such as the library's code."""
-    resident, of_files = map(int, Path("/proc/self/statm").read_text().split()[1:3])
-    return (resident - of_files) * resource.getpagesize()
+def address_space() -> int:
+    """Return the bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def set_limit(kind: int, limit: int):

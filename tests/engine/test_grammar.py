@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -27,7 +28,7 @@ from tokenizer_kinds import save
 from engine import grammar as grammar_module
 from engine.drafts import GrowingText, Speculator
 from engine.engine import Engine
-from engine.grammar import Compiler, Grammar, Grammars, receive, soon
+from engine.grammar import Compiled, Compiler, Grammar, Grammars, soon
 from engine.process import handle_message, queue_output
 from model import GPT, GPTConfig
 from ops import cpu
@@ -109,14 +110,19 @@ def patience(monkeypatch):
 
 
 @pytest.fixture
-def late_replies(monkeypatch, patience):
+def late_replies(monkeypatch):
+    make_late(monkeypatch)
+
+
+def make_late(monkeypatch):
     """Half of all verdicts and masks take longer than a step waits for them."""
     choose = random.Random(0)
 
-    def receive_late(sock, seconds):
-        return receive(sock, seconds) if seconds is None or choose.random() < 0.5 else None
+    def receive_late(self, seconds: float) -> bool:
+        return choose.random() < 0.5 and receive(self, seconds)
 
-    monkeypatch.setattr(grammar_module, "receive", receive_late)
+    receive = Compiled._receive
+    monkeypatch.setattr(Compiled, "_receive", receive_late)
 
 
 @pytest.fixture(scope="module")
@@ -273,19 +279,18 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
 
 @needs_cpu_c
 @pytest.mark.parametrize(
-    ("mask_seconds", "overlap"),
-    [(60, False), (0, False), (60, True)],
+    ("is_late", "overlap"),
+    [(False, False), (True, False), (False, True)],
     ids=["in time", "late", "overlap"],
 )
-def test_drafts_are_checked_by_the_grammar_first(
-    model, grammars, mask_seconds, overlap, monkeypatch
-):
+def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overlap, monkeypatch):
     """
     Answers are those without drafts. Would catch: a draft that the grammar forbids and that is
     kept, a grammar that does not follow a draft, a mask of another row than the refused token's, a
     draft that is lost with the token behind it.
     """
-    monkeypatch.setattr(grammar_module, "MASK_SECONDS", mask_seconds)
+    if is_late:
+        make_late(monkeypatch)
     choose = random.Random(0)
     V = model.config.vocab_size
     kinds = [None, GRAMMARS[0], ("regex", "[^e]*"), ("regex", "[^a-m]*")]
@@ -471,12 +476,12 @@ class SlowLibrary:
         self.begun = []
         self.done = set()
 
-    def begin(self, kind: str, text: str):
+    def begin(self, kind: str, text: str) -> str:
         self.begun.append(text)
-        return SimpleNamespace(text=text, wait=lambda seconds: text in self.done)
+        return text
 
-    def finish(self, compiled) -> str:
-        return compiled.text
+    def finish(self, text: str) -> str | None:
+        return text if text in self.done else None
 
 
 def test_messages_go_by_one_whose_grammar_is_compiled():
@@ -623,10 +628,9 @@ class FakeGrammar(Grammar):
     """One whose process is played: its replies take their time."""
 
     def __init__(self, choose: random.Random):
-        super().__init__(Mock(mask=None))
+        super().__init__(Mock(mask=None, ids=count()))
         self.choose = choose
         self.tokens = []  # that came
-        self.replies = []
         self.wants_mask = False
 
     def copy(self) -> Grammar:
@@ -637,17 +641,12 @@ class FakeGrammar(Grammar):
         self.accepted = []
         bits = allowed_after(self.tokens)
         if asked and bits >> asked[0] & 1:
-            self.replies.append(b"\1")
+            self.reply = 1
         else:
-            self.replies.append(b"+" + np.array([bits], np.int32).tobytes())
+            self.reply = np.array([bits], np.int32).tobytes()
 
-    def _wait(self, deadline: float) -> bool:
-        if self.choose.random() < 0.3:
-            return False
-        if self.replies:
-            self.reply = self.replies[-1]
-            self.replies.clear()
-        return True
+    def _reply(self, deadline: float) -> int | bytes | None:
+        return None if self.choose.random() < 0.3 else self.reply
 
 
 def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_free: bool):
@@ -662,7 +661,7 @@ def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_simulated_lives(seed, monkeypatch):
+def test_simulated_lives(seed):
     """
     With preemptions, forks, aborts, windows, padding, late masks, overlap and filters. Would catch:
     a slot, a block or a row that keeps what was refused; a step under way that counts for a request
@@ -674,7 +673,6 @@ def test_simulated_lives(seed, monkeypatch):
     build = partial(SimulatedRunner, padded=choose.random() < 0.5)
     sizes = {"num_blocks": 12, "max_num_seqs": 4, "overlap": overlap}
     engine = simulated_engine((0,), 40, build, window, **sizes)
-    monkeypatch.setattr("engine.engine.wait_for_any", list)
     replies = random.Random(seed)
     answers = {}
     wanted = {}

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -22,7 +23,7 @@ from test_grammar import mask_of, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, Grammars
+from engine.grammar import KEPT_MIB, PROCESS_MIB, Compiled, Grammars
 from tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -102,11 +103,11 @@ CODES = ["<", "panic", "NoExtension", "backtrace"]
 def fate(grammars: Grammars, kind: str, text: str) -> str:
     """Why it is refused, or why an answer of 60 random tokens cannot go on. "": it can."""
     compiled = grammars.begin(kind, text)
-    assert compiled.wait(10), "it is still being compiled"
     try:
-        grammar = grammars.finish(compiled)
+        grammar = grammars.finish(compiled, time.monotonic() + 10)
     except ValueError as error:
         return str(error)
+    assert grammar, "it is still being compiled"
     return "" if len(walk(grammar, random.Random(0), 60)) == 60 else grammar.failure()
 
 
@@ -137,7 +138,7 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
     server = grammars.process.pid
     grammars.compile("regex", "a")
     compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
-    assert not compiled.wait(0.5)
+    assert not grammars.finish(compiled, time.monotonic() + 0.5)
     num_busy = len(children(server))
     del compiled
     hung_up = time.monotonic()
@@ -154,13 +155,17 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     grammars.finish(compiled_of("small 0", 2**20))
     grammars.finish(compiled_of("large", (KEPT_MIB - 1) * 2**20))
     assert [*grammars.kept] == ["small 0", "large"]
+    refused = compiled_of("refused", 0)
+    refused.report.reply = "why not"
     with pytest.raises(ValueError, match="why not"):
-        grammars.finish(compiled_of("refused", 0, mask=None))
+        grammars.finish(refused)
     assert "refused" not in grammars.kept
 
 
-def compiled_of(key: str, size: int, mask=1) -> SimpleNamespace:
-    return SimpleNamespace(key=key, size=size, mask=mask, reason="why not")
+def compiled_of(key: str, size: int) -> Compiled:
+    compiled = Compiled(key, Mock(), [])
+    compiled.report.reply = (size - PROCESS_MIB * 2**20, b"")
+    return compiled
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
@@ -197,6 +202,56 @@ def test_what_was_killed_starts_anew(grammars):
     grammars.process.wait()
     for text in ("[a-w]{99}", "[a-v]+"):  # the first one was kept
         assert len(walk(grammars.compile("regex", text), random.Random(0), 9)) == 9
+
+
+def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
+    """Would catch: an answer that waits for ever, or one of another grammar that ends, too."""
+    kind, text, reason = QUICK["trap"]
+    beside = grammars.compile("regex", "[a-u]+")
+    first = grammars.compile(kind, text)
+    others = [first.copy() for _ in range(3)]
+    assert all(len(walk(answer, random.Random(0), 3)) == 3 for answer in [*others, beside])
+    assert len(walk(first, random.Random(0), 60)) < 60
+    assert not any(mask_of(answer).any() for answer in others)
+    assert all(reason in answer.failure() for answer in [first, *others])
+    assert len(walk(grammars.compile(kind, text), random.Random(0), 3)) == 3
+    assert len(walk(beside, random.Random(0), 9)) == 9
+
+
+def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
+    """Would catch a message an answer, which costs 30 us."""
+    answers = [grammars.compile("regex", f"[a-{end}]+").copy() for end in "rst" for _ in range(9)]
+    tokens = [walk(answer, random.Random(0), 1)[0] for answer in answers]
+    messages = []
+    send = Compiled._send
+    monkeypatch.setattr(Compiled, "_send", lambda self: messages.append(self) or send(self))
+    for answer, token in zip(answers, tokens, strict=True):
+        answer.offer(token)
+    assert all(answer.accept(token) for answer, token in zip(answers, tokens, strict=True))
+    assert messages and len(messages) == len({*messages}) == 3
+
+
+def test_the_memory_of_answers_is_freed(grammars):
+    """Each takes 3 MB. Would catch a process that ends, for want of memory, after twenty."""
+    first = grammars.compile("regex", "a{1000000}")
+    for _ in range(60):
+        answer = first.copy()
+        walk(answer, random.Random(0), 2)
+        assert "too many expressions" in answer.failure()
+
+
+def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
+    """A megabyte of them. Would catch a message that no socket takes."""
+    tokenizer = load_tokenizer(save("gpt2", tmp_path))
+    ends = tuple(tokenizer.control.values())
+    config = SimpleNamespace(vocab_size=2**18, eos_token_ids=ends)
+    first = Grammars(tmp_path, config).compile("regex", "[a-z]+")
+    answers = [first.copy() for _ in range(30)]
+    [letter] = tokenizer.encode("a")
+    assert all(answer.accept(letter) for answer in answers)
+    for answer in answers:
+        answer.begin_mask()
+    assert all(mask_of(answer).any() for answer in answers)
 
 
 @pytest.mark.slow
