@@ -85,7 +85,7 @@ SLOW = {
         json.dumps({"patternProperties": {f".*a.{{{i}}}b": {} for i in range(20)}}),
         "",
     ),
-    "a million": ("regex", "(a{1000}){1000}", TOO_LARGE),
+    "a million": ("regex", "(a{1000}){1000}", ""),
     "nested quantifiers": ("regex", "((a+)+b?)+(.{0,300}x){0,300}", ""),
     "determinised": ("regex", "(.*a.{25})+", ""),
     "Lark's rules": ("grammar", chain(5000, False), ""),
