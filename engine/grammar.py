@@ -47,7 +47,7 @@ from engine.matcher import (
 )
 from model import GPTConfig
 
-MASK_SECONDS = 0.002  # how long a step waits for verdicts, then for masks; the late sit out
+MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
 PROCESS_MIB = 2  # of a kept grammar: its process has as much beside it
 
