@@ -7,10 +7,10 @@ Answers held to a grammar: a JSON schema, a regular expression, a choice, or rul
 
 Check first, mask on a miss. A token is sampled as the argmax of scores plus noise, where the noise
 is a function of the request's seed and the position. So if the grammar allows the winner among all
-tokens, it is the winner among the allowed ones, too, bit for bit. To ask costs 20 us, a mask of the
-vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, and the position
-sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a mask leaves:
-with them, the next position's mask is begun as soon as a token is known.
+tokens, it is the winner among the allowed ones, too, bit for bit. To ask costs 4 to 10 us, a mask
+of the vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, and the
+position sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a mask
+leaves: with them, the next position's mask is begun as soon as a token is known.
 
 llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
 answers of a grammar gather until the first of them waits, and are sent together. A `Compiler`
@@ -47,7 +47,7 @@ from engine.matcher import (
 )
 from model import GPTConfig
 
-MASK_SECONDS = 0.002  # how long a step waits for verdicts, then for masks; the late sit out
+MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
 PROCESS_MIB = 2  # of a kept grammar: its process has as much beside it
 

@@ -85,7 +85,7 @@ SLOW = {
         json.dumps({"patternProperties": {f".*a.{{{i}}}b": {} for i in range(20)}}),
         "",
     ),
-    "a million": ("regex", "(a{1000}){1000}", TOO_LARGE),
+    "a million": ("regex", "(a{1000}){1000}", ""),
     "nested quantifiers": ("regex", "((a+)+b?)+(.{0,300}x){0,300}", ""),
     "determinised": ("regex", "(.*a.{25})+", ""),
     "Lark's rules": ("grammar", chain(5000, False), ""),
@@ -232,12 +232,10 @@ def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
 
 
 def test_the_memory_of_answers_is_freed(grammars):
-    """Each takes 3 MB. Would catch a process that ends, for want of memory, after twenty."""
-    first = grammars.compile("regex", "a{1000000}")
-    for _ in range(60):
-        answer = first.copy()
-        walk(answer, random.Random(0), 2)
-        assert "too many expressions" in answer.failure()
+    """Would catch a process that ends, for want of memory, after 500 answers."""
+    first = grammars.compile("choice", json.dumps([f"w{i}" for i in range(5000)]))
+    for _ in range(1200):
+        assert len(walk(first.copy(), random.Random(0), 2)) == 2
 
 
 def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
