@@ -262,7 +262,10 @@ def test_a_server_with_little_memory_serves_on(tmp_path):
     (tmp_path / "keys").write_text("a\nb\n")
     with Process(tmp_path / "model", "--api-key-file", str(tmp_path / "keys")) as server:
         engine = server.engine_pid
-        resource.prlimit(engine, resource.RLIMIT_AS, (1_800_000 * 1024,) * 2)
+        # of torch built for CUDA the code alone takes more than `ulimit -v 1800000` allows
+        pages = int(Path(f"/proc/{engine}/statm").read_text().split()[0])
+        limit = max(1_800_000 * 1024, pages * resource.getpagesize() + 2**29)
+        resource.prlimit(engine, resource.RLIMIT_AS, (limit, limit))
 
         def post(key: str, schema: dict) -> httpx.Response:
             form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
