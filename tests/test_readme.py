@@ -172,7 +172,7 @@ PROMISED = {
     "forked (`n` answers to one prompt)": {"forked"},
     "with overlap; with `--speculate`": {"overlapping", "with_drafts"},
     "with CUDA graphs": {"without_graphs"},
-    "with threads": {"with_threads"},
+    "with any threads, C compiler and CPU": {"with_threads"},
 }
 
 
@@ -182,6 +182,8 @@ def test_each_promise_of_equal_bits_is_tested():
     rows = re.findall(r"^\| (.*) \| (equal|) *\| (equal|) *\|$", section, re.MULTILINE)
     assert [row for row, *_ in rows] == list(PROMISED)
     source = (ROOT / "tests/engine/test_bits.py").read_text()
+    digests = (ROOT / "tests/engine/test_digest.py").read_text()
+    assert "\ndef test_one_digest_by_any_compiler(" in digests
 
     def tested(where: str) -> set[str]:
         names = re.findall(rf"^(?:SITUATIONS|{where}) \+?= \((.*)\)$", source, re.MULTILINE)
