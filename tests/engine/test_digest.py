@@ -203,6 +203,14 @@ def test_one_digest_whatever_torch_uses(capability):
     assert run.returncode == 0, run.stdout
 
 
+def test_frequencies_are_the_same_everywhere():
+    """Would catch torch's powers: on CPUs with AVX2 one of these has another last digit."""
+    sha = hashlib.sha256()
+    for theta in (1e4, 5e5, 1e6):
+        sha.update(Rope(theta).frequencies(128).numpy().tobytes())
+    assert sha.hexdigest() == "06a02e933312c0dc55531b8e49e07aaa113de3df8c4dcfdcc43790a877961072"
+
+
 # --------------------------------------------------------------------------------------------------
 # What has no instruction
 
