@@ -47,14 +47,14 @@ MODELS = {
 FMA_BITS = (128, 256, 512)
 FORMATS = ("none", "int8")
 DIGESTS = {
-    ("gpt2", "none"): "6d98af4ab1c404959415c2fc263e32167070976506a1ce35f92b8c5e27e69234",
-    ("gpt2", "int8"): "26395e12be86fe672e556fcd64259874380db2c9cb054add1efa1390d6736f69",
-    ("gelu", "none"): "ef6a463a53a7b8ae23d38d0d5cab1002e9d87eebccbdc3ce9965ec96c806a5ba",
-    ("gelu", "int8"): "fd3fd923b48cec3302524933df740863c16fffe55c5a2ef5109a87c68e1eaf13",
-    ("llama", "none"): "8b15f35f220bf84a641648fb95aff512478927c27f51ab37f9bc38dda1e02371",
-    ("llama", "int8"): "b5c0cc0755c242a9ef14ce3099b236ba585524c078c5ceac0b69a8a70cc96574",
-    ("gemma", "none"): "7baceb481eb2474d628a016d01bd6274fd800757263366c8f38c08cc521cf80a",
-    ("gemma", "int8"): "011e4a53e31ff315e8b1901ef7285f6b8a2cc6459f08a4b4591b08b56011d153",
+    ("gpt2", "none"): "c6ded030a3ba9254135c93ac81cfd2743753c8197433603203b38044127c6b32",
+    ("gpt2", "int8"): "fd4be2af5b1d1c5afe02cc8ae40319ec162b21b60c2c120f5a70dcc4d15b6061",
+    ("gelu", "none"): "700fec24c58c41fed2af7eadd0823db19b6c7e4888101e145561153944d90b39",
+    ("gelu", "int8"): "ca46378d7641af99b2e6d3d16288aadbabf224005af00321831c1eda090bf91c",
+    ("llama", "none"): "8c7b2f2e02128f5a7d68f7ba73717eefdc8868811ab91428db6c07c200c67fb7",
+    ("llama", "int8"): "c48b02e308a1395de84d5f8aaceb41e0b2a3333aef1d0fde60df53a4644b3c1b",
+    ("gemma", "none"): "e387616bd61ffc5f790d32b695168498140c08cbaab73d8e8f57ee2797a17e62",
+    ("gemma", "int8"): "511e7d9e178595ae30c7b79351e3bc9de724a29cd7fb04ab9083a1d5a48e706d",
 }
 
 
@@ -81,8 +81,8 @@ def model_of(name: str) -> GPT:
 
 def digest(name: str, kind: str, threads: int = 1) -> str:
     """
-    Of each request alone: all that its client is sent, and the logits and the bounds of the filters
-    of each step.
+    Of each request alone: all that its client is sent; of each step the logits, the bounds of the
+    filters, and the exponentials that these take.
     """
     with patch.object(torch, "get_num_threads", lambda: threads):
         settings = {"num_blocks": 60, "max_num_seqs": 1, "prefix_cache": False, "block_size": 4}
@@ -95,9 +95,10 @@ def digest(name: str, kind: str, threads: int = 1) -> str:
         sha.update(flight.logits.numpy().tobytes())
         return flight
 
-    def hashed_threshold(*args) -> Tensor:
-        lowest = threshold(*args)
-        sha.update(lowest.numpy().tobytes())
+    def hashed_threshold(scores, *filters) -> Tensor:
+        exp = filters[-1]
+        lowest = threshold(scores, *filters)
+        sha.update(lowest.numpy().tobytes() + exp(scores).numpy().tobytes())
         return lowest
 
     engine.runner.launch = hashed_launch
