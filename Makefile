@@ -60,4 +60,4 @@ $(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf .venv* out data/*/*.bin data/*/*.json
+	rm -rf $(VENV) .venv .venv-clients .venv-ordinary out data/*/*.bin data/*/*.json

@@ -17,7 +17,6 @@ import difflib
 import gc
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -114,6 +113,8 @@ def last_words(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         return not_installed(error)
     if isinstance(error, MemoryError) or "allocate memory" in words:
+        import resource  # not on every system
+
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
         available = "what this machine has"
         if limit != resource.RLIM_INFINITY:

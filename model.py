@@ -286,10 +286,14 @@ class Rope(NamedTuple):
         between in part.
         """
         pairs = torch.arange(0, D, 2, device="cpu").float() / D
-        # torch's powers differ from CPU to CPU in the last digit, decimal's do not
-        log = Decimal(self.theta).ln()
-        powers = [float((log * Decimal(pair)).exp()) for pair in pairs.tolist()]
-        frequencies = 1.0 / torch.tensor(powers, device="cpu")
+        # theta^pairs is (e^x)^1024. torch's own powers differ from CPU to CPU in the last digit.
+        x = pairs.double() * (float(Decimal(self.theta).ln()) / 1024)
+        power = torch.ones_like(x)
+        for n in range(9, 0, -1):  # the series of e^x, each term from the one after it
+            power = 1 + power * x / n
+        for _ in range(10):
+            power = power * power
+        frequencies = 1.0 / power.float()
         if self.llama3 is None:
             return frequencies / self.factor
         low, high, length = self.llama3

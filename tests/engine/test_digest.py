@@ -125,7 +125,8 @@ def threads_share_all(monkeypatch):
 # Compilers and CPUs
 
 ZIG = [sys.executable, "-m", "ziglang", "cc"]  # a newer clang, of the package ziglang
-COMPILERS = {"default": [], "clang": ["clang-16"], "zig": ZIG}
+CLANG = "clang-16" if shutil.which("clang-16") else "clang"
+COMPILERS = {"default": [], "clang": [CLANG], "zig": ZIG}
 COMPILERS |= {f"gcc-{bits}": ["gcc", f"--param=avoid-fma-max-bits={bits}"] for bits in FMA_BITS}
 HOSTILE = "gcc-512"  # what gcc 13 does by itself on CPUs with AMX
 # a CPU, and the macro that says that this one can do all that it can

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +20,14 @@ import httpx
 import pytest
 from callers import save_caller
 from processes import Process, python, wait_until
+from simulated_runner import simulated_engine
 from test_grammar import mask_of, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
 from engine.grammar import KEPT_MIB, PROCESS_MIB, Compiled, Grammars
+from engine.link import Link, to_line
+from engine.process import serve
 from tokenizer import load_tokenizer
 
 pytest.importorskip("llguidance")
@@ -137,13 +141,43 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
     """Would catch one that goes on for two seconds: a client may hang up and come again."""
     server = grammars.process.pid
     grammars.compile("regex", "a")
-    compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
-    assert not grammars.finish(compiled, time.monotonic() + 0.5)
-    num_busy = len(children(server))
-    del compiled
-    hung_up = time.monotonic()
-    wait_until(lambda: len(children(server)) < num_busy)
-    assert time.monotonic() - hung_up < 1
+    times = []
+    for _ in range(3):  # the machine may be busy
+        compiled = grammars.begin("json", json.dumps({"allOf": patterns(25)}))
+        assert not grammars.finish(compiled, time.monotonic() + 0.1)
+        num_busy = len(children(server))
+        del compiled
+        hung_up = time.monotonic()
+        wait_until(lambda: len(children(server)) < num_busy)
+        times.append(time.monotonic() - hung_up)
+    assert min(times) < 1
+
+
+def test_a_compiler_ends_when_the_http_process_is_gone(grammars):
+    """Would catch an engine that stays until grammars are compiled that nobody wants."""
+    server = grammars.process.pid
+    grammars.compile("regex", "a")
+    before = {*children(server)}
+    asked = [
+        {"op": "add", "id": str(i), "prompt": [1], "params": {}, "owner": ""}
+        | {"grammar": {"kind": "json", "text": json.dumps({"allOf": patterns(25 + i)})}}
+        for i in range(10)
+    ]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(b"".join(map(to_line, asked)))
+        theirs.shutdown(socket.SHUT_WR)
+        began = time.monotonic()
+        serve(simulated_engine(), Link(ours), lambda: grammars)
+    wait_until(lambda: {*children(server)} <= before)
+    assert time.monotonic() - began < 10  # each would take two seconds
+
+
+def test_usual_multiples_are_served(grammars):
+    """Would catch fields that are multiplied with each other."""
+    price = {"type": "number", "multipleOf": 0.01}
+    each = {f"price{i}": price for i in range(9)} | {"weight": {"multipleOf": 100}}
+    grammars.compile("json", json.dumps({"type": "object", "properties": each}))
 
 
 def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):

@@ -12,8 +12,9 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, read_log, same, stop_after
+from runs import MACHINE, ROOT, read_log, same, stop_after
 from test_crashes import Disk, lay_out
+from test_torchrun import torchrun
 
 import train
 from checkpoint import PREFIX, hub_parts, load_checkpoint
@@ -209,6 +210,16 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
     finetune(out, corpus, again, "--steps=1 --vector_lr=0")
     assert same(weights(out), weights(again))
     assert read_json(out / "config.json") == read_json(again / "config.json")
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(base, corpus, out, tmp_path):
+    """All begin with the same weights, which nothing sends."""
+    one = tmp_path / "one"
+    finetune(base, corpus, one)
+    torchrun(ROOT / "train.py", *argv(base, corpus, out))
+    for alone, together in zip(read_log(one), read_log(out), strict=True):
+        assert together == pytest.approx(alone, abs=2e-4)
 
 
 @pytest.mark.slow
