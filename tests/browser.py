@@ -39,12 +39,24 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 
 @pytest.fixture(scope="module")
 def chromium():
+    """
+    chromium(color_scheme="dark", ..) is a context of the browser with these options: one for all
+    pages that have them, as each costs as much as its pages, and the live page keeps nothing there.
+    """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
+        contexts = {}
+
+        def context(**options):
+            key = json.dumps(options)
+            if key not in contexts:
+                contexts[key] = browser.new_context(**options)
+            return contexts[key]
+
+        yield context
         browser.close()
 
 
@@ -73,14 +85,13 @@ def open_page(chromium):
     open_page(url, ..) is a new page there. Afterwards none of them may have complained, nor asked
     another origin.
     """
-    contexts = []
+    pages = []
     complaints = []
 
     def open_page(url=ORIGIN, told=None, inside="", wait="tape.at >= 0", size=(1440, 900), **more):
         width, height = size
-        context = chromium.new_context(viewport={"width": width, "height": height}, **more)
-        contexts.append(context)
-        page = Page(context.new_page())
+        page = Page(chromium(viewport={"width": width, "height": height}, **more).new_page())
+        pages.append(page)
         page.on("pageerror", lambda error: complaints.append((page, f"error: {error}")))
         page.on(
             "console",
@@ -100,8 +111,8 @@ def open_page(chromium):
         return page
 
     yield open_page
-    for context in contexts:
-        context.close()
+    for page in pages:
+        page.close()
     bad = [text for page, text in complaints if not re.search(page.expected, text)]
     assert not bad, bad
 
