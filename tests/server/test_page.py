@@ -1041,7 +1041,7 @@ BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textar
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-@pytest.mark.quick("(1440, 900)-light", "(390, 844)-dark")
+@pytest.mark.quick("(1440, 900)-light")
 def test_one_screen_whatever_happens(open_page, scheme, size):
     """
     Nothing scrolls, nothing is cut off, each control has a name and can be hit; on a phone in each
@@ -1127,6 +1127,7 @@ def test_tab_goes_through_all_and_out(open_page):
 # The server comes, ends and comes again
 
 
+@pytest.mark.slow
 def test_a_normal_start_has_no_red_line(open_page):
     """Loading, then live; when the server is gone, what is tried, in plain words."""
     answers = {"v1/models": 503, "events": 503}
@@ -1231,6 +1232,7 @@ def set_length(page, max_tokens: int):
     page(f"document.querySelector('[name=max_tokens]').value = {max_tokens}")
 
 
+@pytest.mark.slow
 def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
     set_length(live, 5)
     send(live, "something to remember")
@@ -1250,6 +1252,7 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
     assert live("state.step") == step
 
 
+@pytest.mark.slow
 def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
     """At once, over what is frozen; the next engine has rows of its own."""
     with Process(checkpoint, "--kv-blocks", "24") as server:

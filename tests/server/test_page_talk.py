@@ -166,6 +166,7 @@ def test_how_far_an_answer_is_and_stop(stepped):
     assert stepped.locator("#answers .error").count() == 0
 
 
+@pytest.mark.slow
 def test_the_oldest_is_first_and_the_newest_in_view(live):
     """It scrolls inside, also while one has scrolled back to read: then it stays where it is."""
     for text in ("one", "two", "three", "four", "five"):
@@ -242,6 +243,7 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     assert live(border) != colour  # a hue is another's when its request has ended
 
 
+@pytest.mark.slow
 def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
     """Of the prompt and of the answer, as far as they are filled."""
     set_knob(live, "max_tokens", "40")
@@ -364,6 +366,7 @@ def test_a_chat_has_one_answer_at_a_time(stepped):
     assert stepped.is_enabled("#send")
 
 
+@pytest.mark.slow
 def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):
     page = open_page(small_server.url, wait="state.num_blocks")
     assert page.is_disabled("[value=chat]")
@@ -384,6 +387,7 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     assert prompt(live) == "too much"
 
 
+@pytest.mark.slow
 def test_a_server_that_does_not_answer(open_page, tmp_path):
     """
     Before an answer and in its middle, in words, not the browser's "Failed to fetch". The model's
@@ -495,6 +499,7 @@ def test_four_answers_to_one_prompt(demo_page):
     assert demo_page.locator(".answer:visible").count() == 4
 
 
+@pytest.mark.slow
 def test_more_than_the_pool_can_hold(demo_page):
     """It stops at a preemption, in the pool that such a model has by default."""
     line, said = moment(demo_page, "flood")
@@ -506,6 +511,7 @@ def test_more_than_the_pool_can_hold(demo_page):
     assert demo_page.locator("#answers .error").count() == 0
 
 
+@pytest.mark.slow
 def test_demos_in_another_pool(live):
     """A smaller one, of a longer context."""
     for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
