@@ -176,7 +176,3 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Have Python not look for garbage among what was imported, again and again."""
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    gc.unfreeze()
