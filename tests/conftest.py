@@ -4,6 +4,7 @@ which must be set before it is imported. One torch thread: tests run in two proc
 tensors are small; on a busy machine a second thread makes them ten times slower, not faster.
 """
 
+import atexit
 import dataclasses
 import fnmatch
 import functools
@@ -176,3 +177,4 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     """Have Python not look for garbage among what was imported, again and again."""
     gc.freeze()
+    atexit.register(gc.unfreeze)

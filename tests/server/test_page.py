@@ -228,7 +228,7 @@ STATE = """(() => {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.quick("random", "tight", "snapshots", "drafts and overlap")
+@pytest.mark.quick("random", "tight", "drafts and overlap")
 def test_the_state_is_what_the_lines_say(open_record, name):
     """After each line, as a snapshot taken then says it; and backwards as it was."""
     told = RECORDS[name]()
@@ -264,6 +264,7 @@ def check(state: dict, snapshot: dict, line: dict):
             assert shown[q["r"]][name] == q[name], (name, line)
 
 
+@pytest.mark.slow
 def test_a_snapshot_in_mid_stream_changes_nothing(open_record):
     """It is a keyframe: same rows, same colours, and nothing flashes."""
     told = RECORDS["snapshots"]()
@@ -533,6 +534,7 @@ def show(page, place: int):
     wait_for(page, f"grid && view.at === {place} && state.touched?.size === 0 && view.told")
 
 
+@pytest.mark.slow
 def test_columns_are_a_power_of_two(open_record):
     for num_blocks in (12, 24, 400, 3072):
         page = open_record(random_record(1, 20, num_blocks=num_blocks))

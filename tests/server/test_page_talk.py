@@ -115,6 +115,7 @@ def test_keys_work_in_the_form(live):
 
 
 @pytest.mark.parametrize("way", ["Control+Enter", "Enter on Send", "Space on Send", "mouse"])
+@pytest.mark.quick("Control+Enter", "mouse")
 def test_sending(live, way):
     """The box is empty then, and the settings, which are folded, are those that were chosen."""
     assert not live.is_visible("[name=max_tokens]")
