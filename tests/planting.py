@@ -52,6 +52,7 @@ class Forks:
             name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
         }
         environment["TRAINED_MODELS"] = str(models)
+        environment["PAGE_SECONDS"] = "30"  # for which a page waits in vain
         # a GPU does not outlive a fork, and the bugs in kernels are found by the interpreter
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
