@@ -74,7 +74,8 @@ def flex_call(batch: Batch, requests: slice, kv: Tensor, window: int) -> FlexCal
     is_own = numbers * S < lens[:, None]  # [b, M]: behind its end a table may name any block
     columns = torch.where(is_own, tables, all_blocks)  # the last one means nothing
     logical = numbers.new_full((b, all_blocks + 1), NO_LIMIT)  # not its own: never seen
-    logical.scatter_(1, columns, numbers.expand(b, M))
+    # a block that left the window may have come back as a later one: that counts
+    logical.scatter_reduce_(1, columns, numbers.expand(b, M), "amax", include_self=False)
     reach = window or NO_LIMIT
     # the compiler would take numbers for sizes that change, so these are tensors
     heads, block_size, limit = torch.tensor([Hk, S, reach], device=kv.device)
