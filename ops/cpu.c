@@ -105,6 +105,15 @@ INLINE float fused(float a, float b, float c)
 #endif
 }
 
+// A polynomial in x, its highest power first, with a rounding for each.
+INLINE float polynomial(float x, int count, const float *factors)
+{
+    float y = factors[0];
+    for (int i = 1; i < count; i++)
+        y = fused(y, x, factors[i]);
+    return y;
+}
+
 // e^x = 2^n e^left, |left| < ln(2) / 2, to 2 units of the last place: *power is 2^n, returned is
 // e^left - 1, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
 INLINE float exp_parts(float x, float *power)
@@ -115,13 +124,11 @@ INLINE float exp_parts(float x, float *power)
     Number scale = {.bits = (rounded.bits - 0x4b400000 + 127) << 23};
     *power = scale.number;
     float n = rounded.number - whole;
-    float left = fused(n, 2.12194440e-4f, fused(n, -0.693359375f, x));
-    float y = 1.9875691500e-4f;
-    y = fused(y, left, 1.3981999507e-3f);
-    y = fused(y, left, 8.3334519073e-3f);
-    y = fused(y, left, 4.1665795894e-2f);
-    y = fused(y, left, 1.6666665459e-1f);
-    y = fused(y, left, 5.0000001201e-1f);
+    float left = fused(n, 0.000212194440f, fused(n, -0.693359375f, x));
+    const float factors[] = {
+        0.00019875691500f, 0.0013981999507f, 0.0083334519073f, 0.041665795894f, 0.16666665459f,
+        0.50000001201f};
+    float y = polynomial(left, 6, factors);
     return fused(y * left, left, left);
 }
 
@@ -147,16 +154,11 @@ INLINE float minus_log(float x)
     Number part = {x}; // x = 2^n part, from sqrt(1/2) to sqrt(2)
     int32_t n = (part.bits - 0x3f3504f3) >> 23;
     part.bits -= n * (1 << 23);
-    float z = part.number - 1.0f, y = 7.0376836292e-2f;
-    y = fused(y, z, -1.1514610310e-1f);
-    y = fused(y, z, 1.1676998740e-1f);
-    y = fused(y, z, -1.2420140846e-1f);
-    y = fused(y, z, 1.4249322787e-1f);
-    y = fused(y, z, -1.6668057665e-1f);
-    y = fused(y, z, 2.0000714765e-1f);
-    y = fused(y, z, -2.4999993993e-1f);
-    y = fused(y, z, 3.3333331174e-1f);
-    y = y * z * z * z - n * 2.12194440e-4f - 0.5f * z * z;
+    const float factors[] = {
+        0.070376836292f, -0.11514610310f, 0.11676998740f, -0.12420140846f, 0.14249322787f,
+        -0.16668057665f, 0.20000714765f, -0.24999993993f, 0.33333331174f};
+    float z = part.number - 1.0f, y = polynomial(z, 9, factors);
+    y = y * z * z * z - n * 0.000212194440f - 0.5f * z * z;
     return -(z + y) - n * 0.693359375f;
 }
 
@@ -165,16 +167,10 @@ INLINE float minus_log(float x)
 INLINE float normal_share(float x)
 {
     float t = 1.0f / (1.0f + 0.34f * fabsf(x));
-    float y = -2.61207458e-2f;
-    y = fused(y, t, 1.39500702e-1f);
-    y = fused(y, t, -2.73135010e-1f);
-    y = fused(y, t, 2.02184987e-1f);
-    y = fused(y, t, -4.47198564e-2f);
-    y = fused(y, t, 1.15359679e-1f);
-    y = fused(y, t, 1.15197547e-1f);
-    y = fused(y, t, 1.36112210e-1f);
-    y = fused(y, t, 1.35620503e-1f);
-    float beyond = exponential(-0.5f * x * x) * t * y;
+    const float factors[] = {
+        -0.0261207458f, 0.139500702f, -0.273135010f, 0.202184987f, -0.0447198564f,
+        0.115359679f, 0.115197547f, 0.136112210f, 0.135620503f};
+    float beyond = exponential(-0.5f * x * x) * t * polynomial(t, 9, factors);
     return x < 0 ? beyond : 1.0f - beyond;
 }
 

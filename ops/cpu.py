@@ -105,10 +105,7 @@ def library(compiler: list[str]) -> Path:
 # The operators
 
 # as in cpu.c
-KINDS = (
-    *("embed", "rotation", "add_norm", "quantize", "heads"),
-    *("exponentials", "log_softmax", "choose", "attend", "linear"),
-)
+KINDS = "embed rotation add_norm quantize heads exponentials log_softmax choose attend linear"
 POINTERS = (
     "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
     "positions slots requests tables"
@@ -128,7 +125,7 @@ class Op(ctypes.Structure):
     ]
 
     def __init__(self, kind: str):
-        super().__init__(KINDS.index(kind))
+        super().__init__(KINDS.split().index(kind))
         self.tensors = []
 
     def __setattr__(self, name: str, value):
@@ -319,6 +316,7 @@ class CpuKernels:
         return self.of_numbers("log_softmax", x)
 
     def of_numbers(self, kind: str, x: Tensor) -> Tensor:
+        """Compute an operator of this kind for x [R, K]. Returns [R, K]."""
         op = Op(kind)
         _, op.K = x.shape
         op.N = 32  # as in `choose`
