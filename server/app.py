@@ -166,8 +166,7 @@ class Service(Site):
             prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         salt = f"{http.scope['salt']}:{body.cache_salt or ''}"
-        owner = http.scope["salt"] or (http.client.host if http.client else "")
-        job = Job(self, body, prompts, salt, http.scope["request_id"], owner)
+        job = Job(self, body, prompts, salt, http.scope["request_id"], owner_of(http))
         http.scope["logged"]["seed"] = job.seed  # sent with it, a call gets this answer again
         if self.args.log_requests:
             # with the model's own defaults; without the salt, a secret
@@ -240,7 +239,7 @@ class Service(Site):
         self.check_ready()
         if http.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return self.listeners.join(http.scope["salt"], http.client.host)
+        return self.listeners.join(http.scope["salt"], owner_of(http))
 
     async def show_readiness(self, http):
         self.check_ready()
@@ -338,6 +337,11 @@ class Service(Site):
         self.listeners.end()
         # uvicorn closes its sockets and waits until the last answers are out
         self.server.should_exit = True
+
+
+def owner_of(http) -> str:
+    """Return the key of a call; without keys its client's address, "" if it is gone already."""
+    return http.scope["salt"] or (http.client.host if http.client else "")
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ events.
     Response(page(), headers=page_headers(page()))
 
     listeners = Listeners(client, tokens=False)
-    app = listeners.join("key 0", "::1")    # an ASGI application: the answer to one call
+    app = listeners.join("key 0", "key 0")    # an ASGI application: the answer to one call
 
 Not run by itself: app.py has the path. events.py publishes lines at most ten times a second; an
 event is a list of them. The last lines are kept, so that a page that is loaded again, or whose
@@ -51,9 +51,11 @@ class Listeners:
         self.lines: list[str] = []  # the last ones, of which the first is a snapshot
         client.on_events = self.publish
 
-    def join(self, key: str, address: str) -> "Listener":
-        """A new listener, which may read all that belongs to this key. Raises ApiError (429)."""
-        owner = key or address
+    def join(self, key: str, owner: str) -> "Listener":
+        """
+        A new listener, which may read all that belongs to this key; `owner` is counted: the key or
+        an address. Raises ApiError (429).
+        """
         own = sum(listener.owner == owner for listener in self.all)
         if len(self.all) >= MAX_LISTENERS or own >= MAX_OF_ONE:
             listening = f"{len(self.all)} clients listen already, {own} of them yours"
