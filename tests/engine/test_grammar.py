@@ -125,10 +125,20 @@ def make_late(monkeypatch):
     monkeypatch.setattr(Compiled, "_receive", receive_late)
 
 
+def open_grammars(directory: Path, rows: int = 0) -> Grammars:
+    """
+    Those of a model with more rows than its tokenizer has tokens. Each control token ends an
+    answer.
+    """
+    tokenizer = load_tokenizer(directory)
+    ends = tokenizer.control.values()
+    V = tokenizer.vocab_size + rows
+    return Grammars(directory, SimpleNamespace(vocab_size=V, eos_token_ids=ends))
+
+
 @pytest.fixture(scope="module")
-def grammars(directory, tokenizer) -> Grammars:
-    ends = tuple(tokenizer.control.values())
-    return Grammars(directory, random_model(tokenizer.vocab_size + 5, ends).config)
+def grammars(directory) -> Grammars:
+    return open_grammars(directory, rows=5)
 
 
 def step(engine: Engine, answers: dict):
@@ -402,6 +412,11 @@ HOSTILE = {
         f"start: %json {CHECKS_OFF}".replace("x-", r"\u0078\u002D"),
         "x-guidance",
     ),
+    "options, a letter spelled": (
+        "grammar",
+        'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}',
+        "x-guidance",
+    ),
     "not in Lark": ("grammar", LARK_NOT, '"not"'),
 }
 
@@ -419,8 +434,9 @@ def allowed_tokens(grammar: Grammar) -> list[int]:
     return np.unpackbits(bits, bitorder="little").nonzero()[0].tolist()
 
 
-def walk(grammar: Grammar, choose: random.Random, count: int) -> list[int]:
-    """So many random tokens that the grammar allows, or up to where no more is allowed."""
+def walk(grammar: Grammar, count: int) -> list[int]:
+    """Draw this number of tokens that the grammar allows, fewer if no more is allowed."""
+    choose = random.Random(0)
     tokens = []
     while len(tokens) < count and (allowed := allowed_tokens(grammar)):
         tokens.append(choose.choice(allowed))
@@ -449,7 +465,7 @@ def test_hostile_grammars_are_served_or_refused(grammars, name):
         assert len(str(refusal.value)) < 600
     else:
         grammar = grammars.compile(kind, text).copy()
-        assert walk(grammar, random.Random(0), 20)
+        assert walk(grammar, 20)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -704,13 +720,6 @@ def test_simulated_lives(seed):
 
 # --------------------------------------------------------------------------------------------------
 # What attackers have found
-
-
-def test_options_spelled_with_escapes_are_refused(grammars):
-    """Would catch a grammar that switches checks off by a name that only a JSON parser can read."""
-    text = 'start: %json {"\\u0078-guidance": {"lenient": true}, "uniqueItems": true}'
-    with pytest.raises(ValueError, match="x-guidance"):
-        grammars.compile("grammar", text)
 
 
 def test_an_answer_that_cannot_go_on_is_the_clients_to_change(model, grammars):

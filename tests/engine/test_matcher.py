@@ -4,7 +4,6 @@ What a client's grammar may cost: each attack ends alone, within its limits, and
 
 import json
 import os
-import random
 import resource
 import signal
 import socket
@@ -13,7 +12,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import httpx
@@ -21,7 +19,7 @@ import pytest
 from callers import save_caller
 from processes import Process, python, wait_until
 from simulated_runner import simulated_engine
-from test_grammar import mask_of, walk
+from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
@@ -35,10 +33,7 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def grammars(tmp_path_factory) -> Grammars:
-    folder = save("gpt2", tmp_path_factory.mktemp("tokenizer"))
-    tokenizer = load_tokenizer(folder)
-    ends = tuple(tokenizer.control.values())
-    return Grammars(folder, SimpleNamespace(vocab_size=tokenizer.vocab_size, eos_token_ids=ends))
+    return open_grammars(save("gpt2", tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +107,7 @@ def fate(grammars: Grammars, kind: str, text: str) -> str:
     except ValueError as error:
         return str(error)
     assert grammar, "it is still being compiled"
-    return "" if len(walk(grammar, random.Random(0), 60)) == 60 else grammar.failure()
+    return "" if len(walk(grammar, 60)) == 60 else grammar.failure()
 
 
 @pytest.mark.parametrize(
@@ -129,7 +124,7 @@ def test_an_attack_ends_alone(grammars, name):
     said = fate(grammars, kind, text)
     assert reason in said
     assert not any(code in said for code in CODES if code not in text)
-    assert walk(beside, random.Random(0), 9)
+    assert walk(beside, 9)
     assert grammars.compile("choice", json.dumps([name])).mask.any()
 
 
@@ -217,7 +212,7 @@ def test_processes_are_refused_memory():
 def test_the_engine_gets_no_threads(grammars):
     """Would catch threads of a library, and a default size of stacks that others then have."""
     before = threading.enumerate(), threading.stack_size()
-    assert walk(grammars.compile("regex", "[a-x]+"), random.Random(0), 9)
+    assert walk(grammars.compile("regex", "[a-x]+"), 9)
     assert (threading.enumerate(), threading.stack_size()) == before
 
 
@@ -228,14 +223,14 @@ def descendants(pid: int) -> list[int]:
 def test_what_was_killed_starts_anew(grammars):
     """As by the system where memory is lacking. Would catch: no grammars from then on."""
     grammar = grammars.compile("regex", "[a-w]{99}")
-    assert walk(grammar, random.Random(0), 9)
+    assert walk(grammar, 9)
     for pid in descendants(grammars.process.pid):
         os.kill(pid, signal.SIGKILL)
     assert not mask_of(grammar).any()
     assert "the answer cannot go on: its grammar takes more than" in grammar.failure()
     grammars.process.wait()
     for text in ("[a-w]{99}", "[a-v]+"):  # the first one was kept
-        assert len(walk(grammars.compile("regex", text), random.Random(0), 9)) == 9
+        assert len(walk(grammars.compile("regex", text), 9)) == 9
 
 
 def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
@@ -244,18 +239,18 @@ def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
     beside = grammars.compile("regex", "[a-u]+")
     first = grammars.compile(kind, text)
     others = [first.copy() for _ in range(3)]
-    assert all(len(walk(answer, random.Random(0), 3)) == 3 for answer in [*others, beside])
-    assert len(walk(first, random.Random(0), 60)) < 60
+    assert all(len(walk(answer, 3)) == 3 for answer in [*others, beside])
+    assert len(walk(first, 60)) < 60
     assert not any(mask_of(answer).any() for answer in others)
     assert all(reason in answer.failure() for answer in [first, *others])
-    assert len(walk(grammars.compile(kind, text), random.Random(0), 3)) == 3
-    assert len(walk(beside, random.Random(0), 9)) == 9
+    assert len(walk(grammars.compile(kind, text), 3)) == 3
+    assert len(walk(beside, 9)) == 9
 
 
 def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
     """Would catch a message an answer, which costs 30 us."""
     answers = [grammars.compile("regex", f"[a-{end}]+").copy() for end in "rst" for _ in range(9)]
-    tokens = [walk(answer, random.Random(0), 1)[0] for answer in answers]
+    tokens = [walk(answer, 1)[0] for answer in answers]
     messages = []
     send = Compiled._send
     monkeypatch.setattr(Compiled, "_send", lambda self: messages.append(self) or send(self))
@@ -269,17 +264,14 @@ def test_the_memory_of_answers_is_freed(grammars):
     """Would catch a process that ends, for want of memory, after 500 answers."""
     first = grammars.compile("choice", json.dumps([f"w{i}" for i in range(5000)]))
     for _ in range(1200):
-        assert len(walk(first.copy(), random.Random(0), 2)) == 2
+        assert len(walk(first.copy(), 2)) == 2
 
 
 def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
     """A megabyte of them. Would catch a message that no socket takes."""
-    tokenizer = load_tokenizer(save("gpt2", tmp_path))
-    ends = tuple(tokenizer.control.values())
-    config = SimpleNamespace(vocab_size=2**18, eos_token_ids=ends)
-    first = Grammars(tmp_path, config).compile("regex", "[a-z]+")
+    first = open_grammars(save("gpt2", tmp_path), rows=2**18).compile("regex", "[a-z]+")
     answers = [first.copy() for _ in range(30)]
-    [letter] = tokenizer.encode("a")
+    [letter] = load_tokenizer(tmp_path).encode("a")
     assert all(answer.accept(letter) for answer in answers)
     for answer in answers:
         answer.begin_mask()
