@@ -46,16 +46,16 @@ MODELS = {
 }
 FMA_BITS = (128, 256, 512)
 FORMATS = ("none", "int8")
-DIGESTS = {
-    ("gpt2", "none"): "c6ded030a3ba9254135c93ac81cfd2743753c8197433603203b38044127c6b32",
-    ("gpt2", "int8"): "fd4be2af5b1d1c5afe02cc8ae40319ec162b21b60c2c120f5a70dcc4d15b6061",
-    ("gelu", "none"): "700fec24c58c41fed2af7eadd0823db19b6c7e4888101e145561153944d90b39",
-    ("gelu", "int8"): "ca46378d7641af99b2e6d3d16288aadbabf224005af00321831c1eda090bf91c",
-    ("llama", "none"): "8c7b2f2e02128f5a7d68f7ba73717eefdc8868811ab91428db6c07c200c67fb7",
-    ("llama", "int8"): "c48b02e308a1395de84d5f8aaceb41e0b2a3333aef1d0fde60df53a4644b3c1b",
-    ("gemma", "none"): "e387616bd61ffc5f790d32b695168498140c08cbaab73d8e8f57ee2797a17e62",
-    ("gemma", "int8"): "511e7d9e178595ae30c7b79351e3bc9de724a29cd7fb04ab9083a1d5a48e706d",
-}
+DIGESTS = """\
+gpt2 none c6ded030a3ba9254135c93ac81cfd2743753c8197433603203b38044127c6b32
+gpt2 int8 fd4be2af5b1d1c5afe02cc8ae40319ec162b21b60c2c120f5a70dcc4d15b6061
+gelu none 700fec24c58c41fed2af7eadd0823db19b6c7e4888101e145561153944d90b39
+gelu int8 ca46378d7641af99b2e6d3d16288aadbabf224005af00321831c1eda090bf91c
+llama none 8c7b2f2e02128f5a7d68f7ba73717eefdc8868811ab91428db6c07c200c67fb7
+llama int8 c48b02e308a1395de84d5f8aaceb41e0b2a3333aef1d0fde60df53a4644b3c1b
+gemma none e387616bd61ffc5f790d32b695168498140c08cbaab73d8e8f57ee2797a17e62
+gemma int8 511e7d9e178595ae30c7b79351e3bc9de724a29cd7fb04ab9083a1d5a48e706d
+""".splitlines()
 
 
 def hashed_numbers(count: int, key: int) -> Tensor:
@@ -110,9 +110,9 @@ def digest(name: str, kind: str, threads: int = 1) -> str:
     return sha.hexdigest()
 
 
-def digests(threads: int = 1) -> dict:
-    """Of every case, as this machine and the compiler in CC make them."""
-    return {case: digest(*case, threads) for case in product(MODELS, FORMATS)}
+def digests(threads: int = 1) -> list[str]:
+    """Return a line for each case, as this machine and the compiler in CC make them."""
+    return [f"{n} {kind} {digest(n, kind, threads)}" for n, kind in product(MODELS, FORMATS)]
 
 
 @pytest.fixture(autouse=True)

@@ -59,6 +59,7 @@ PERSON = {
     "additionalProperties": False,
 }
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+each_overlap = pytest.mark.parametrize("overlap", [False, True])
 needs_cpu_c = pytest.mark.skipif(not cpu.c_compiler() or DEVICE == "cuda", reason="needs a CPU")
 GRAMMARS = [
     ("json", json.dumps(PERSON)),
@@ -228,7 +229,7 @@ def play(model: GPT, grammars: Grammars, seed: int, **settings) -> Engine:
 
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
-@pytest.mark.parametrize("overlap", [False, True])
+@each_overlap
 def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention):
     """
     With preemptions, prefix hits, forks, aborts, filters, penalties, stops and free requests.
@@ -278,7 +279,7 @@ def test_a_refused_token_is_sampled_again_from_its_own_logits(model, grammars, m
 
 
 @pytest.mark.parametrize("window", [0, 12])
-@pytest.mark.parametrize("overlap", [False, True])
+@each_overlap
 def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, late_replies):
     """
     Would catch: a step that waits for a mask; a late verdict that counts as the next one; a request
@@ -561,7 +562,7 @@ def test_a_refused_grammar_is_the_clients_to_change(model):
 # What an answer is, and what stands beside it
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@each_overlap
 def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap):
     """Would catch: the score of the token that was refused, or of what a mask has left."""
     engine = new_engine(model, overlap=overlap)
@@ -582,7 +583,7 @@ def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap)
     assert len(text) == 14 and outputs[-1].finish_reason == "length"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@each_overlap
 def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     """
     Beside a free request, which gets what it gets alone. Would catch: a dead end that ends a step,

@@ -109,19 +109,18 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path, count):
     with_control_tokens(*RESERVED).save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | trim }}")
     chats = Encoder(tmp_path)
-    message = {"role": "user", "content": "<|reserved" * 2**15 * count + RESERVED[5]}
+    names = "<|reserved" * 2**15 * count + RESERVED[5]
 
     async def work():
         return await asyncio.gather(
             encoder.encode([blanks], True),
             *(encoder.encode([RARE], True) for _ in range(count)),
-            chats.encode_chat([message]),
+            chats.encode_chat(say(names)),
         )
 
     gap, (*encoded, chat) = asyncio.run(longest_gap(work()))
     assert gap < 1
-    texts = [blanks, *[RARE] * count, message["content"]]
-    for ids, text in zip([*encoded, [chat]], texts, strict=True):
+    for ids, text in zip([*encoded, [chat]], [blanks, *[RARE] * count, names], strict=True):
         assert ids == [[*text.encode()]]
     chats.close()
 
@@ -162,8 +161,7 @@ def test_results(encoder, fill):
     assert ids == [[97, 256, *rest], [], [98, *b"?", *rest]]
     ids = [*b"a", 256, 0xC3, 98, 300, *rest]
     assert asyncio.run(encoder.decode(ids)) == f"a{END}\ufffdb{fill}"
-    message = {"role": "user", "content": f"{END}{fill}"}
-    ids = asyncio.run(encoder.encode_chat([message]))
+    ids = asyncio.run(encoder.encode_chat(say(f"{END}{fill}")))
     assert ids == [*f"user: {END}{fill}".encode(), 256, *b"."]
 
 
@@ -538,10 +536,12 @@ You are a helpful AI assistant<|end|>
 ' }}{% endif %}"""
 HUB = {"llama3": LLAMA3, "qwen2": QWEN3, "gemma": GEMMA, "mistral": MISTRAL, "smollm2": SMOLLM2}
 HUB |= {"llama2": MISTRAL, "deepseek": CHATML}
-TALK = [{"role": "system", "content": "Be brief. 12 < 34"}]
-TALK.append({"role": "user", "content": "  Hello, wörld 😀! <b>&amp;</b> "})
-TALK.append({"role": "assistant", "content": "<think>\nhm\n</think>\n\n yes\n"})
-TALK.append({"role": "user", "content": "def f(): ▁ 語 \ud83d"[:-1]})
+TALK = [
+    {"role": "system", "content": "Be brief. 12 < 34"},
+    {"role": "user", "content": "  Hello, wörld 😀! <b>&amp;</b> "},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\n yes\n"},
+    {"role": "user", "content": "def f(): ▁ 語 \ud83d"[:-1]},
+]
 
 
 @pytest.mark.parametrize(("kind", "template"), [*HUB.items(), *(("qwen2", one) for one in REAL)])
