@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_checkpoint import LLAMA, SHAPE, random_model, same
+from test_cpu import FORMATS
 
 import checkpoint
 import serve
@@ -132,7 +133,6 @@ def test_integers_count_once(tmp_path, monkeypatch):
 
 
 KINDS = {"gpt2": {}, "untied": LLAMA, "tied": LLAMA | {"tied": True, "mlp_bias": True}}
-FORMATS = [("fp32", "none"), ("bf16", "none"), ("fp32", "int8"), ("bf16", "int8")]
 
 
 @pytest.mark.parametrize("attention", ["auto", "packed", "unpacked", "torch"])

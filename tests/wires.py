@@ -59,6 +59,19 @@ class Answer(NamedTuple):
         is_json = self.headers.get("content-type") == "application/json" and self.body
         return json.loads(self.body) if is_json else None
 
+    @property
+    def error(self) -> dict:
+        """The error, after a check that it has OpenAI's shape and nothing else."""
+        assert list(self.json) == ["error"]
+        assert list(self.json["error"]) == ["message", "type", "param", "code"]
+        return self.json["error"]
+
+    @property
+    def refusal(self) -> tuple:
+        """Status, code and message of a refusal, which says when to try again if that may help."""
+        assert ("retry-after" in self.headers) == (self.status in (429, 503))
+        return self.status, self.error["code"], self.error["message"]
+
 
 def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
     """The answers that a server has sent, up to where they break off."""

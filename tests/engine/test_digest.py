@@ -25,6 +25,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from test_bits import ASKS, Service, message, name_of, needs_compiler
+from test_cpu import macros
 from torch import Tensor
 
 from engine.process import add_request
@@ -145,13 +146,6 @@ def compiler(name: str) -> list[str]:
 def accepts(command: tuple[str, ...]) -> bool:
     run = subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True)
     return run.returncode == 0
-
-
-@cache
-def macros() -> str:
-    """Those of this CPU."""
-    command = [*cpu.c_compiler(), "-march=native", "-dM", "-E", "-x", "c", os.devnull]
-    return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):

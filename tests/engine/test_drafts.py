@@ -299,6 +299,17 @@ def guesses_of(monkeypatch):
     return begin_to_guess
 
 
+def answers_alone(work: list[tuple], quantize: str = "none") -> list[list[int]]:
+    """Of an engine without drafts, to one prompt after the other."""
+    plain = new_engine(trained_model(), quantize=quantize, attention="cpu", max_num_seqs=1)
+    return [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
+
+
+def by_prompt(work: list[tuple], answers: list[list[int]]) -> dict[tuple, list[int]]:
+    """By prompt and seed, for `guesses_of`."""
+    return {(tuple(p), q.seed): answer for (p, q), answer in zip(work, answers, strict=True)}
+
+
 @needs_compiler
 @pytest.mark.parametrize("quantize", ["none", "int8"])
 @pytest.mark.parametrize(
@@ -316,10 +327,8 @@ def guesses_of(monkeypatch):
 def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
     """Whatever is guessed, in any batch."""
     work = asks(28)
-    plain = new_engine(trained_model(), quantize=quantize, attention="cpu", max_num_seqs=1)
-    expected = [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
-    known = {(tuple(p), q.seed): answer for (p, q), answer in zip(work, expected, strict=True)}
-    guesses_of(known)
+    expected = answers_alone(work, quantize)
+    guesses_of(by_prompt(work, expected))
     engine = speculating(quantize=quantize, check=True, **settings)
     prompts, params = zip(*work, strict=True)
     assert engine.generate(prompts, list(params), progress=False) == expected
@@ -338,10 +347,8 @@ def test_answers_are_those_without_drafts(quantize, settings, guesses_of):
 def test_random_lives(guesses_of):
     """Requests come, fork and hang up at any time, in tiny pools: those that end are right."""
     work = asks(28)
-    plain = new_engine(trained_model(), attention="cpu", max_num_seqs=1)
-    expected = [plain.generate([prompt], params, progress=False)[0] for prompt, params in work]
-    known = {(tuple(p), q.seed): answer for (p, q), answer in zip(work, expected, strict=True)}
-    guesses_of(known)
+    expected = answers_alone(work)
+    guesses_of(by_prompt(work, expected))
     num_right = num_preemptions = num_aborts = num_copies = 0
     for seed in range(12):
         rng = random.Random(seed)

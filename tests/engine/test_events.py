@@ -400,7 +400,7 @@ class Audience:
             self.callers |= {str(i): house.call("GET", "/events") for i in range(int(words[0]))}
         elif command == "refused":
             answer = house.get("/events")
-            assert (answer.status, answer.json["error"]["code"]) == (429, "too_many_listeners")
+            assert (answer.status, answer.error["code"]) == (429, "too_many_listeners")
         elif command == "hang":
             self.callers[words[0]].hang_up()
         elif command == "say":

@@ -65,6 +65,7 @@ BUILDS |= {"x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": "__S
 
 @cache
 def macros() -> str:
+    """Those of this CPU."""
     command = [*COMPILER, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     return subprocess.run(command, capture_output=True, text=True).stdout
 

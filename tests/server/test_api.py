@@ -30,9 +30,7 @@ def house():
 
 def refusal_of(caller) -> tuple:
     """Status, code and message."""
-    answer = caller.answer()
-    assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
-    return answer.status, answer.json["error"]["code"], answer.json["error"]["message"]
+    return caller.answer().refusal
 
 
 def texts(events) -> dict[int, str]:

@@ -110,10 +110,10 @@ def test_variables_of_the_template(folder):
 
 def test_chats_are_refused_with_reasons(chat):
     with House() as plain:
-        error = call(plain, messages=HELLO).answer().json["error"]
+        error = call(plain, messages=HELLO).answer().error
     assert "fake has no chat template" in error["message"]
     assert error["param"] == "messages"
-    error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().json["error"]
+    error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().error
     assert (error["message"], error["param"]) == ("no system message", "messages")
 
 
@@ -132,7 +132,7 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
         for tokenizer in tokenizers:
             monkeypatch.setattr(tokenizer, "encode", None)
         answer = call(house, **fields).answer()
-    error = answer.json["error"]
+    error = answer.error
     assert (answer.status, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == next(iter(fields))
     limit = "this model's maximum context length is 1000 tokens"

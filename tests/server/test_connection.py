@@ -379,7 +379,7 @@ def test_a_connection_too_many_is_refused():
         one_more = house.connect()
         answer = one_more.answer()
         assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json["error"]["code"] == "too_many_connections"
+        assert answer.error["code"] == "too_many_connections"
         assert one_more.closed == ("close", 0)
         assert idle.closed == OPEN
         idle.hang_up()

@@ -17,14 +17,6 @@ def house():
         yield house
 
 
-def refusal_of(answer) -> tuple:
-    """Status, code and message of a refusal, after a check that it has OpenAI's shape alone."""
-    assert list(answer.json) == ["error"]
-    assert list(answer.json["error"]) == ["message", "type", "param", "code"]
-    assert ("retry-after" in answer.headers) == (answer.status in (429, 503))
-    return answer.status, answer.json["error"]["code"], answer.json["error"]["message"]
-
-
 # --------------------------------------------------------------------------------------------------
 # Refusals
 
@@ -79,10 +71,10 @@ def test_calls_that_are_refused(house, row):
         body = [text.replace(word, long) for text in body]
         path = path.replace(word, long)
     answer = house.call(method, path, "".join(body).encode("latin-1")).answer()
-    status, code, message = refusal_of(answer)
-    param = answer.json["error"]["param"]
+    status, code, message = answer.refusal
+    param = answer.error["param"]
     assert len(answer.body) < 1000
-    assert answer.json["error"]["type"] == "invalid_request_error"
+    assert answer.error["type"] == "invalid_request_error"
     shown = f"{status} {param or '-'} {code or '-'} {message}"
     assert shown == expected or (
         expected.endswith("...") and shown.startswith(expected.removesuffix("..."))
@@ -96,7 +88,7 @@ def test_a_body_needs_the_type_of_json(house, kind):
     message = "the body must be JSON, sent with the header Content-Type: application/json"
     body = {"tokens": [97, 256]}
     answer = house.call("POST", "/detokenize", body, Content_Type=kind).answer()
-    assert refusal_of(answer) == (400, None, message)
+    assert answer.refusal == (400, None, message)
     taken = house.call("POST", "/detokenize", body, Content_Type="Application/JSON; charset=utf-8")
     assert taken.answer().json == {"prompt": "a<end>"}
 
@@ -111,7 +103,7 @@ def test_so_many_tokens_are_named(house):
         body = {"prompt": "a" * length, "return_token_strs": True}
         answer = house.call("POST", "/tokenize", body).answer()
         assert answer.status == status
-    assert refusal_of(answer)[2].endswith("not 16385: leave it out")
+    assert answer.refusal[2].endswith("not 16385: leave it out")
 
 
 def test_tokenize_and_detokenize_are_vllms(house):

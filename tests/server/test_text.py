@@ -309,7 +309,7 @@ def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
         busy = house.call("POST", path, body).answer()
     assert busy.status == 429
     assert busy.headers["retry-after"]
-    assert busy.json["error"]["code"] == "encoder_busy"
+    assert busy.error["code"] == "encoder_busy"
 
 
 # --------------------------------------------------------------------------------------------------

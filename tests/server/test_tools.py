@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
 from processes import Process
+from test_api import VALUES
 from wires import House
 
 from server.protocol import ChatRequest
@@ -143,7 +144,7 @@ def test_none_is_like_no_tools(house):
 def test_auto_needs_a_template_with_tags(tmp_path):
     """Else "required" or a function holds the answer all the same, a call a line."""
     with house_with("{{ messages[0].content }}", tmp_path) as house:
-        error = call(house).answer().json["error"]
+        error = call(house).answer().error
         assert error["param"] == "tool_choice"
         assert error["message"].startswith('tool_choice is "auto", but this model\'s chat template')
         assert error["message"].endswith('send "required", "none" or a function')
@@ -167,7 +168,7 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
         house.engine.say(refusal)
         answer = caller.answer()
         assert answer.status == 400
-        assert (answer.json["error"]["message"], answer.json["error"]["param"]) == ("no", name)
+        assert (answer.error["message"], answer.error["param"]) == ("no", name)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -466,11 +467,6 @@ def test_each_choice_has_calls_of_its_own(house):
 # --------------------------------------------------------------------------------------------------
 # What clients send
 
-SCALARS = st.none() | st.booleans() | st.floats() | st.text(max_size=5) | st.just(10**4299)
-VALUES = st.recursive(
-    SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=2)
-)
-
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
@@ -479,15 +475,19 @@ def patient(tmp_path_factory):
         yield house
 
 
-def ask_patient(house, fields: dict) -> int:
-    """The status of the answer to a chat with these fields."""
-    body = {"messages": HELLO, "max_tokens": 5} | fields
-    caller = house.call("POST", "/v1/chat/completions", json.dumps(body).encode())
+def status_of(house, body: str) -> int:
+    """The status of the answer to a chat."""
+    caller = house.call("POST", "/v1/chat/completions", body.encode())
     house.engine.step(dict.fromkeys(house.choices, b"x"), "length")
     caller.hang_up()
     answer = caller.answer()
     assert answer.status in (200, 400), answer.body
     return answer.status
+
+
+def ask_patient(house, fields: dict) -> int:
+    """With these fields."""
+    return status_of(house, json.dumps({"messages": HELLO, "max_tokens": 5} | fields))
 
 
 @settings(max_examples=150, deadline=None)
@@ -526,10 +526,7 @@ def test_nesting_is_served_or_refused(patient, depth):
     for body in bodies:
         start = json.dumps({"messages": HELLO, "max_tokens": 5})[:-1]
         body = f"{start}, {body[1:]}".replace("DEEP", deep)
-        caller = patient.call("POST", "/v1/chat/completions", body.encode())
-        patient.engine.step(dict.fromkeys(patient.choices, b"x"), "length")
-        caller.hang_up()
-        statuses.append(caller.answer().status)
+        statuses.append(status_of(patient, body))
     assert statuses[:4] == [200 if depth < 200 else 400] * 4
     assert statuses[4] == (200 if depth < 10_000 else 400)  # as text it is the engine's to read
 
