@@ -26,6 +26,7 @@ import multiprocessing
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count
@@ -553,22 +554,25 @@ class World:
             for i in range(request.num_filled_slots // self.S, len(request.block_table)):
                 self.writers[request.block_table[i]] = text.writer(i)
 
+    def urgencies(self, requests: Iterable[Request]) -> list:
+        return [self.urgency(self.live[r.id]) for r in requests]
+
     def check_preempted(self, plan: Plan):
         """Preempted requests are behind all that stay."""
         self.counts["tiny pool"] += len(plan.preempted)
         for request in plan.preempted:
             self.live[request.id].runs = False
-        stay = [self.urgency(self.live[r.id]) for r in self.engine.scheduler.running]
-        away = [self.urgency(self.live[r.id]) for r in plan.preempted]
+        stay = self.urgencies(self.engine.scheduler.running)
+        away = self.urgencies(plan.preempted)
         assert not stay or max(stay) < min(away), f"preempted: {away}, while {stay} stay"
 
     def check_queue(self, plan: Plan):
         """
         First come the most urgent, and none of those who were admitted came after one who waits.
         """
-        order = [self.urgency(self.live[r.id]) for r in self.engine.scheduler.waiting]
+        order = self.urgencies(self.engine.scheduler.waiting)
         assert order == sorted(order), f"the queue is out of order: {order}"
-        admitted = [self.urgency(self.live[r.id]) for r in plan.admitted]
+        admitted = self.urgencies(plan.admitted)
         assert not admitted or max(admitted) < order[0], (
             f"{admitted} were admitted before {order[0]}"
         )

@@ -11,6 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine, tokens_of
+from test_bits import needs_compiler
 
 from engine import grammar as grammar_module
 from engine.drafts import LONGEST_PAUSE, MOST_ROWS, GrowingText, Speculator, num_right
@@ -18,15 +19,11 @@ from engine.engine import Engine
 from engine.events import Recorder
 from engine.grammar import Grammars
 from model import GPTConfig
-from ops import cpu
 from ops.inputs import StepShape, pack
 from paged import TO_COME, Plan, Request, Scheduler, SchedulerSettings
 from params import NO_TOKEN, SamplingParams
 from test_paged import assert_idle, new_engine, trained_model
 from training.corpus import bpe_tokenizer
-
-needs_compiler = pytest.mark.skipif(not cpu.c_compiler(), reason="needs a C compiler")
-
 
 # --------------------------------------------------------------------------------------------------
 # What is guessed
@@ -424,9 +421,7 @@ def test_an_answer_comes_in_pieces_of_several_tokens():
     engine = speculating()
     params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
     request = engine.add_request("a", [5, 6, 7, 8] * 5, params)
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = finish(engine)
     assert [t for o in outputs for t in o.tokens] == request.generated_tokens
     assert len(outputs) < 40 and max(len(o.tokens) for o in outputs) > 2
     assert [o.finish_reason for o in outputs] == [None] * (len(outputs) - 1) + ["length"]
@@ -441,9 +436,7 @@ def test_a_step_with_drafts_that_fails_leaves_no_block_behind(guesses_of):
     while not engine.speculator.num_guessed:
         engine.step()
     engine.runner.wait_for = Mock(side_effect=RuntimeError("broken"))
-    outputs = []
-    while engine.has_work:
-        outputs += engine.step()
+    outputs = finish(engine)
     assert [o.error for o in outputs] == ["RuntimeError: broken"]
     del engine.runner.wait_for
     assert_idle(engine)

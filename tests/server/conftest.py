@@ -1,7 +1,7 @@
 """
 What tests of programs that others wrote share: their environment, and a model to serve. Those of
 tests/clients.txt are installed into .venv-clients, once: 3 minutes. If they cannot be installed (no
-network, say), every test of them is skipped with the reason.
+network, say), every test of them is skipped with the reason. And a server without sockets, `house`.
 """
 
 import os
@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from filelock import FileLock
+from wires import House
 
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
@@ -79,3 +80,9 @@ def checkpoint(tmp_path_factory):
                 weight *= 8
     save_checkpoint(model, folder)
     return folder
+
+
+@pytest.fixture
+def house():
+    with House() as house:
+        yield house

@@ -22,12 +22,6 @@ GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STREAMED = pytest.mark.parametrize("stream", [False, True])
 
 
-@pytest.fixture
-def house():
-    with House() as house:
-        yield house
-
-
 def refusal_of(caller) -> tuple:
     """Status, code and message."""
     return caller.answer().refusal

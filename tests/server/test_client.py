@@ -11,12 +11,6 @@ from server.client import IDLE
 
 
 @pytest.fixture
-def house():
-    with House() as house:
-        yield house
-
-
-@pytest.fixture
 def client(house):
     return house.service.client
 

@@ -22,12 +22,6 @@ KEY = b"Authorization: Bearer sesame\r\n"
 
 
 @pytest.fixture
-def house():
-    with House() as house:
-        yield house
-
-
-@pytest.fixture
 def locked():
     """A server with a key, and 1000 bytes for a body."""
     with House("--max-body-mib", str(1000 / 2**20), keys=["sesame"]) as house:

@@ -54,12 +54,6 @@ class Watched:
 
 
 @pytest.fixture
-def house():
-    with House() as house:
-        yield house
-
-
-@pytest.fixture
 def watched(house):
     return Watched(house)
 
