@@ -7,7 +7,7 @@ Answers held to a grammar: a JSON schema, a regular expression, a choice, or rul
 
 Check first, mask on a miss. A token is sampled as the argmax of scores plus noise, where the noise
 is a function of the request's seed and the position. So if the grammar allows the winner among all
-tokens, it is the winner among the allowed ones, too, bit for bit. To ask costs 4 to 10 us, a mask
+tokens, it is also the winner among the allowed ones, bit for bit. To ask costs 4 to 10 us, a mask
 of the vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, and the
 position sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a mask
 leaves: with them, the next position's mask is begun as soon as a token is known.
@@ -115,8 +115,8 @@ class Grammars:
 
     def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
         """
-        Keep what was compiled, and return it; None: not by this time. Raises ValueError if it was
-        refused.
+        Keep what was compiled and return it, or None if it is not compiled by the deadline. Raises
+        ValueError if it was refused.
         """
         report = compiled.wait_for(compiled.report, deadline)
         if report is None:
@@ -143,8 +143,8 @@ class Question:
 
 class Compiled:
     """
-    A grammar in a process, which compiles it, and then answers questions about all answers that are
-    held to it. It ends when nothing refers to this object.
+    A grammar in a process. The process compiles it, then replies to questions about all answers
+    that follow it, and ends when nothing refers to this object.
 
     mask    of the first position, [V / 32] int32
     size    bytes that it takes
@@ -158,7 +158,7 @@ class Compiled:
         self.report = Question()
         self.asked = deque([self.report])  # replies come in this order
         self.ids = count()  # of answers
-        self.limit = TOO_LARGE  # why it has ended then
+        self.limit = TOO_LARGE  # the reason if its process ends
 
     def set_report(self, size: int, mask: bytes):
         self.size = size + PROCESS_MIB * 2**20
@@ -174,7 +174,7 @@ class Compiled:
         return self.asked[-1]
 
     def wait_for(self, question: Question, deadline: float):
-        """Have all grammars send their messages. Returns the reply, None if it is late."""
+        """Have all grammars send their messages. Return the reply, or None if it is late."""
         while self.unsent:
             self.unsent.pop()._send()
         while question.reply is None and self._receive(max(0, deadline - time.monotonic())):
@@ -228,8 +228,8 @@ class Compiler:
 
     def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
         """
-        The messages that can be handled now. A grammar in one, {"kind", "text"}, has become a
-        Future that is done.
+        Yield the messages that can be handled now. The grammar of a message, {"kind", "text"}, is
+        replaced by a Future that is done.
         """
         for message in arrived:
             if message.get("grammar"):
@@ -262,7 +262,7 @@ class Compiler:
         return True
 
     def _end_turn(self):
-        """The owner whose turn it was goes to the end, after all who came meanwhile."""
+        """Move the owner whose turn it was to the end, after all who came meanwhile."""
         self.compiled = None  # a process that still compiles ends at once
         owner = next(iter(self.waiting))
         _, *others = self.waiting.pop(owner)
@@ -270,7 +270,7 @@ class Compiler:
             self.waiting[owner] = others
 
     def _forget(self, id: str):
-        """A request was aborted: its turn is short."""
+        """Drop the grammar of an aborted request, so that its turn takes no time."""
         for message in chain(*self.waiting.values()):
             if message["id"] == id:
                 message["grammar"] = None
@@ -296,7 +296,7 @@ class Grammar:
         self.reason = NOTHING_ALLOWED  # why no token may come next
 
     def copy(self) -> "Grammar":
-        """Another answer, at the beginning."""
+        """Return the state of another answer, at its beginning."""
         return Grammar(self.compiled)
 
     def offer(self, token: int):
@@ -307,9 +307,9 @@ class Grammar:
 
     def accept(self, token: int, deadline: float | None = None) -> bool:
         """
-        Go on behind this token if it is allowed. With a refusal comes the mask. A verdict that is
-        late (default: MASK_SECONDS from now) counts as a refusal without one, after which a mask
-        must be begun, or the token offered again.
+        Append this token if it is allowed. A refusal brings the mask. A verdict that is late
+        (default: MASK_SECONDS from now) counts as a refusal without a mask: after it a mask must be
+        begun, or the token offered again.
         """
         if self.wants_mask:
             is_allowed = self.has_mask and bool(self.mask[token >> 5] >> (token & 31) & 1)
@@ -327,7 +327,7 @@ class Grammar:
         return is_allowed
 
     def allowed_part(self, draft: list[int]) -> list[int]:
-        """The first tokens of a draft that it allows; none where a mask was begun."""
+        """Return the first tokens of a draft, up to one that is refused; [] after begin_mask."""
         if self.wants_mask:
             return []
         self._ask(COUNT, draft)
@@ -345,7 +345,7 @@ class Grammar:
         return self.wait_for_mask(0)
 
     def wait_for_mask(self, deadline: float) -> bool:
-        """Wait for a mask that was begun. Returns whether it is there."""
+        """Wait for a mask that was begun. Return whether it is there."""
         if self.wants_mask and self.mask is None:
             reply = self._reply(deadline)
             if isinstance(reply, bytes):
@@ -356,7 +356,7 @@ class Grammar:
         return self.mask is not None
 
     def failure(self) -> str:
-        """Why no token may come next."""
+        """Return why no token may come next."""
         return STUCK + self.reason
 
     def _ask(self, kind: int, tokens: list[int]):
@@ -372,5 +372,5 @@ class Grammar:
 
 
 def soon() -> float:
-    """The time until which a step waits."""
+    """Return the time until which a step waits for verdicts and masks."""
     return time.monotonic() + MASK_SECONDS

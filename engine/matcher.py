@@ -50,12 +50,12 @@ STACK = 128 * 2**20
 # JSON with no more than a blank between its parts: a small model can write newlines for ever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
 OFFER, COUNT, MASK, END = range(4)
-# of the library, which refuses in its own words
+# the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 
 
 class Vocabulary:
-    """A tokenizer as llguidance asks for one. `V`: the model's vocabulary, which may have more."""
+    """A tokenizer as llguidance wants it. `V`: rows of the model, at least one for each token."""
 
     bos_token_id = None
 
@@ -82,7 +82,7 @@ class Library:
         self.limits = llguidance.LLParserLimits(**LIMITS)
 
     def compile(self, kind: str, text: str):
-        """`Grammars.compile`, here. Returns the library's matcher. Raises ValueError."""
+        """Compile, as Grammars.compile says. Returns the library's matcher. Raises ValueError."""
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -100,8 +100,8 @@ def unescaped(text: str) -> str:
 
 def mask_of(matcher, otherwise: str = "") -> bytes | str:
     """
-    Compute the mask of the next position, a bit for each token. Where no token may come: the
-    reason; `otherwise` where the library has no words for it.
+    Compute the mask of the next position, a bit for each token. If no token may come, return the
+    reason, or `otherwise` if the library gives none.
     """
     mask = matcher.compute_bitmask()
     bits = int.from_bytes(mask, "little")
@@ -189,8 +189,8 @@ def run_grammar(library: Library, sock: socket.socket, kind: str, text: str):
 
 def serve_answers(sock: socket.socket, first, eos: list[int], most: int):
     """
-    Reply to questions until the engine closes its end, at most so many in a message. `first`: the
-    matcher at the beginning.
+    Reply to questions until the engine closes its end, with at most `most` replies in a message.
+    `first` is the matcher at the beginning of an answer.
     """
     matchers = {}
     while message := sock.recv(MOST_BYTES):
@@ -203,8 +203,8 @@ def serve_answers(sock: socket.socket, first, eos: list[int], most: int):
 def reply_to(
     matchers: dict, first, eos: list[int], id: int, kind: int, came: list[int], asked: list[int]
 ) -> int | bytes | str:
-    """Take the tokens that came, and return the reply about the others: see above."""
-    signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # the next question begins it anew
+    """Take the tokens that came. Returns the reply about those asked (see the file's top)."""
+    signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts it
     matcher = matchers.pop(id, None) or first.deep_copy()
     if kind == END:
         return 0
@@ -221,7 +221,7 @@ def reply_to(
 
 
 def let_grow(mib: int):
-    """Have the kernel refuse this process more address space than so much beyond what it has."""
+    """Limit this process to `mib` MiB of address space more than it has now."""
     set_limit(resource.RLIMIT_AS, address_space() + mib * 2**20)
 
 

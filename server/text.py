@@ -60,8 +60,8 @@ class TooLong(TokenizerError):
 
 class Lane:
     """
-    A thread that does one piece of work at a time. Whenever it is free it takes the smallest that
-    waits, so that a flood of longer texts holds up a short one by a single text.
+    A thread that does one piece of work at a time. Whenever it is free it takes the smallest piece
+    that waits. So a flood of longer texts delays a short one by at most one of them.
     """
 
     def __init__(self, directory: str | Path, variables: dict | None = None):
@@ -126,23 +126,23 @@ class Encoder:
         return await self._run(work, sum(len(text) + 16 for text in texts))
 
     async def decode(self, ids: list[int]) -> str:
-        """The text of tokens, control tokens by their names."""
+        """Return the text of tokens, with control tokens by their names."""
         return await self._run(lambda lane: lane.tokenizer.decode(ids, False), len(ids))
 
     async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
-        """Token ids of a conversation; see Chat.encode, whose arguments these are."""
+        """Return the token ids of a conversation. The arguments are those of Chat.encode."""
 
         def work(lane) -> list[int]:
             return lane.chat.encode(messages, *limits, **options)
 
-        # templates show options, too: a tool's description may be longer than all messages
+        # templates also show options: a tool's description may be longer than all messages
         size = len(str([messages, options]))
         return await self.lanes[size > LONG].run(work, size)
 
     async def _run(self, work: Callable, size: int):
         """
-        `work(lane)`, in place if it takes at most 2 ms. A regular expression that the checkpoint
-        brings may take longer. Raises EncoderBusy if too much waits already.
+        Return `work(lane)`: done in place if it takes at most 2 ms, which a regular expression of
+        the checkpoint may not. Raises EncoderBusy if too much waits already.
         """
         if size <= SHORT and self.tokenizer.has_known_pattern:
             return work(self)
@@ -155,7 +155,7 @@ class Encoder:
 
 
 def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
-    """Raises TooLong for a text that certainly has more tokens, whatever they are."""
+    """Raise TooLong for a text that certainly has more tokens, without encoding it."""
     least = tokenizer.least_tokens(text)
     if least > most_tokens:
         # client libraries look for the first words
