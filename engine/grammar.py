@@ -49,7 +49,7 @@ from model import GPTConfig
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
-PROCESS_MIB = 2  # of a kept grammar: its process has as much beside it
+PROCESS_MIB = 4  # of a kept grammar: its process has as much beside it
 
 STUCK = "the answer cannot go on: "  # begins messages of errors that are not the server's fault
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
@@ -126,6 +126,8 @@ class Grammars:
         compiled.set_report(*report)
         self.kept.pop(compiled.key, None)
         self.kept[compiled.key] = compiled
+        for one in self.kept.values():
+            one.receive_all()
         while sum(one.size for one in self.kept.values()) > KEPT_MIB * 2**20:
             del self.kept[next(iter(self.kept))]
         return Grammar(compiled)
@@ -138,7 +140,9 @@ class Grammars:
 class Question:
     """`reply`: None until it comes. It is text if the process has ended: why."""
 
-    reply: int | bytes | str | tuple | None = None
+    def __init__(self, kind: int | None = None):
+        self.kind = kind
+        self.reply: int | bytes | str | tuple | None = None
 
 
 class Compiled:
@@ -147,7 +151,7 @@ class Compiled:
     that follow it, and ends when nothing refers to this object.
 
     mask    of the first position, [V / 32] int32
-    size    bytes that it takes
+    size    bytes that it takes with all that its answers left, told when one of them ends
     """
 
     def __init__(self, key: tuple[str, str], sock: socket.socket, unsent: list["Compiled"]):
@@ -160,8 +164,9 @@ class Compiled:
         self.ids = count()  # of answers
         self.limit = TOO_LARGE  # the reason if its process ends
 
-    def set_report(self, size: int, mask: bytes):
-        self.size = size + PROCESS_MIB * 2**20
+    def set_report(self, before: int, now: int, mask: bytes):
+        self.before = before - PROCESS_MIB * 2**20
+        self.size = now - self.before
         self.mask = np.frombuffer(mask, np.int32)
         self.limit = TOO_SLOW
 
@@ -170,7 +175,7 @@ class Compiled:
         if not self.outbox:
             self.unsent.append(self)
         self.outbox.append((id, kind, came, asked))
-        self.asked.append(Question())
+        self.asked.append(Question(kind))
         return self.asked[-1]
 
     def wait_for(self, question: Question, deadline: float):
@@ -202,12 +207,24 @@ class Compiled:
         if not message:
             self.sock.close()
         for reply in marshal.loads(message) if message else [self.limit] * len(self.asked):
-            self.asked.popleft().reply = reply
+            question = self.asked.popleft()
+            question.reply = reply
+            if question.kind == END and isinstance(reply, int):
+                self.size = reply - self.before
         return True
+
+    def receive_all(self):
+        """Take all messages that have come."""
+        while not self.is_closed and self._receive(0):
+            pass
 
     def is_gone(self) -> bool:
         """Whether its process has ended since: it exceeded its limits, or was killed."""
-        self._receive(0)
+        self.receive_all()
+        return self.is_closed
+
+    @property
+    def is_closed(self) -> bool:
         return self.sock.fileno() < 0
 
     def __del__(self):

@@ -12,7 +12,8 @@ Not run by itself: engine/grammar.py starts the fork server and is the other end
 which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
 
     to the fork server          a socket for the grammar's process, and (kind, text)
-    from a grammar's process    a report: (its size, the first mask), or why it is refused
+    from a grammar's process    a report: (bytes of its address space before and with the
+                                grammar, the first mask), or why it is refused
     to a grammar's process      a list of questions about its answers, once a step
     from a grammar's process    lists of replies, in the order of the questions
 
@@ -22,7 +23,7 @@ id, a kind, the tokens that came since, more tokens); a new id begins a new answ
     COUNT    how many of these tokens may come
     OFFER    1 if this one may come, else as for MASK
     MASK     the mask (bytes), or why no token may come (text)
-    END      0: the answer is gone
+    END      bytes of the process's address space: the answer is gone
 """
 
 import fcntl
@@ -31,6 +32,7 @@ import marshal
 import os
 import re
 import resource
+import select
 import signal
 import socket
 import sys
@@ -115,10 +117,10 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
 
 
 def plain(error: str, otherwise: str = "") -> str:
-    """Return the library's reason without its codes, backtraces and panics."""
+    """Return the library's reason without its codes, its own notation, backtraces and panics."""
     if error.startswith("panic"):
         return "the grammar library fails at it"
-    reason = error.partition("\n<")[0].strip()
+    reason = error.partition("\n<")[0].partition(":  (")[0].strip()
     return reason if " " in reason else otherwise
 
 
@@ -142,29 +144,44 @@ def main(directory: str, V: str, *eos: str):
 
 def serve_forks(sock: socket.socket, library: Library):
     """
-    Fork a process for each grammar that comes, until the engine closes its end. Raises OSError: too
-    many processes.
+    Fork a process for each grammar that comes, until the engine closes its end. One compiles at a
+    time: the next is begun when the one before has reported or ended. Raises OSError: too many
+    processes.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
         if not message:
             return
-        [fd] = fds
-        if os.fork() == 0:
-            sock.close()
-            try:
-                run_grammar(library, socket.socket(fileno=fd), *marshal.loads(message))
-            finally:
-                os._exit(0)
-        os.close(fd)
+        with socket.socket(fileno=fds[0]) as theirs:
+            if has_hung_up(theirs):
+                continue
+            end, compiles = os.pipe()  # `compiles` is open until it has reported or ended
+            if os.fork() == 0:
+                sock.close()
+                try:
+                    run_grammar(library, theirs, compiles, *marshal.loads(message))
+                finally:
+                    os._exit(0)
+        os.close(compiles)
+        os.read(end, 1)
+        os.close(end)
 
 
-def run_grammar(library: Library, sock: socket.socket, kind: str, text: str):
-    """Compile the grammar, report, then answer questions."""
+def has_hung_up(sock: socket.socket) -> bool:
+    """Whether the engine has closed its end. Until the report it sends nothing."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str, text: str):
+    """Compile the grammar, report, close the file `compiles`, then answer questions."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
-    # until the report the engine sends nothing; if it hangs up, SIGIO ends this process
+    # if the engine hangs up from here on, SIGIO ends this process
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, os.O_ASYNC)
+    if has_hung_up(sock):
+        return
     signal.setitimer(signal.ITIMER_REAL, COMPILE_SECONDS)
     let_grow(COMPILE_MIB)
     before = address_space()
@@ -174,14 +191,15 @@ def run_grammar(library: Library, sock: socket.socket, kind: str, text: str):
     except MemoryError:
         return
     except Exception as error:
-        mask = str(error)
+        mask = plain(str(error), "the grammar library refuses it")
     except BaseException:  # a panic of the library's Rust
         mask = plain("panic")
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
     is_compiled = isinstance(mask, bytes)
-    report = (address_space() - before, mask) if is_compiled else mask
+    report = (before, address_space(), mask) if is_compiled else mask
     sock.send(marshal.dumps([report]))
+    os.close(compiles)
     if is_compiled:
         let_grow(STEP_MIB)
         serve_answers(sock, matcher, library.eos, max(1, REPLY_BYTES // len(mask)))
@@ -207,7 +225,7 @@ def reply_to(
     signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts it
     matcher = matchers.pop(id, None) or first.deep_copy()
     if kind == END:
-        return 0
+        return address_space()
     matchers[id] = matcher
     if came:
         matcher.consume_tokens(came)
