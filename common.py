@@ -34,8 +34,12 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
     the old file or the new one, never half of one, whenever the process dies.
     """
     temporary = path.with_name(path.name + ".tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.touch()
+    mode = temporary.stat().st_mode  # by the umask; safetensors leaves files to their owner alone
     try:
         write(temporary)
+        temporary.chmod(mode)
         with open(temporary, "rb") as f:
             os.fsync(f.fileno())
         os.replace(temporary, path)

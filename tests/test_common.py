@@ -37,6 +37,15 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch, error):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_file_is_for_those_who_may_read_a_new_one(tmp_path):
+    """A model was its trainer's alone: safetensors makes files that nobody else may read."""
+    new = tmp_path / "new"
+    new.touch()
+    path = tmp_path / "file"
+    common.write_atomically(path, lambda temporary: temporary.touch() or temporary.chmod(0o600))
+    assert path.stat().st_mode == new.stat().st_mode
+
+
 def test_a_missing_model_gets_the_commands_that_make_one():
     """vLLM fetches a model of the hub; here `--model Qwen/Qwen3-0.6B` was advised to train it."""
     message = common.missing_file(Path("Qwen/Qwen3-0.6B/config.json"))
