@@ -280,6 +280,28 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
         play(model, grammars, seed, overlap=overlap)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
+    model, grammars, overlap, monkeypatch
+):
+    """Would catch: all requests that wait for one whose grammar is slow."""
+    waits = []
+    monkeypatch.setattr(Grammar, "has_mask", False)
+    monkeypatch.setattr(Grammar, "wait_for_mask", lambda grammar, _: waits.append(grammar))
+    engine = new_engine(model, overlap=overlap)
+    params = SamplingParams(max_tokens=9, temperature=0)
+    held = replace(params, grammar=grammars.compile("regex", "(yes|no)+"))
+    engine.add_request("held", [5, 6, 7], held)
+    engine.add_request("free", [5, 6, 7], params)
+    answers = {}
+    while "free" in engine.requests:
+        assert not waits
+        step(engine, answers)
+    assert engine.scheduler.held
+    step(engine, answers)
+    assert waits
+
+
 @needs_cpu_c
 @pytest.mark.parametrize(
     ("is_late", "overlap"),
