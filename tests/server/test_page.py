@@ -1235,7 +1235,7 @@ def test_what_was_dropped_is_not_taken_again(open_page):
     page = live_page(open_page)
     page(
         """(lines) => {
-            const idle = Array.from({ length: 50_000 }, (_, i) => ({ event: "idle", time: 100 + i }))
+            const idle = Array(50_000).fill().map((_, i) => ({ event: "idle", time: 100 + i }))
             const last = [{ ...lines[0], time: 1e6 }, { event: "idle", time: 1e6 + 1 }]
             window.told = [...lines, ...idle, ...last]
         }""",
