@@ -268,3 +268,22 @@ def test_a_block_that_no_token_sees_any_more_is_given_back_and_the_sink_takes_it
     assert [tables[p] for p in range(12, 16)] == 4 * [[sink, 1, 2, 3]]
     assert [tables[p] for p in range(16, 18)] == 2 * [[sink, sink, 2, 3, 4]]
     assert list(scheduler.block_allocator.idle) == [0, 1, 3, 2]
+
+
+def test_a_refused_token_whose_window_has_lost_a_block_is_computed_anew():
+    """
+    Its request goes back by a token while a later step, under way, has left the block that the
+    token sees: as if it were preempted. Would catch: a hole in the window of what comes next.
+    """
+    r = Request("r", [*range(7)], 9)
+    scheduler = Scheduler("fcfs", 16, 8, 4, settings=SchedulerSettings(window=5))
+    scheduler.add_request(r)
+    plans = []
+    for _ in range(3):  # the prompt, and the tokens at positions 7 and 8, which sees 4 to 8
+        plans.append(scheduler.plan())
+        scheduler.advance(plans[-1])
+    scheduler.resolve(plans[0], [70])
+    assert r.block_table[0] == scheduler.block_allocator.sink
+    scheduler.go_back(r, *plans[1:])
+    assert r.status == "waiting"
+    scheduler.check()

@@ -6,6 +6,7 @@ The oracle recomputes every position alone: the dense model's logits, a mask of 
 own, and the sampling rules of oracle.py. The model is random, so that most tokens are refused.
 """
 
+import gc
 import json
 import random
 import sys
@@ -28,6 +29,7 @@ from tokenizer_kinds import save
 from engine import grammar as grammar_module
 from engine.drafts import GrowingText, Speculator
 from engine.engine import Engine
+from engine.events import Recorder
 from engine.grammar import Compiled, Compiler, Grammar, Grammars, soon
 from engine.process import handle_message, queue_output
 from model import GPT, GPTConfig
@@ -289,6 +291,28 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
         play(model, grammars, seed, overlap=overlap)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
+    model, grammars, overlap, monkeypatch
+):
+    """Would catch: all requests that wait for one whose grammar is slow."""
+    waits = []
+    monkeypatch.setattr(Grammar, "has_mask", False)
+    monkeypatch.setattr(Grammar, "wait_for_mask", lambda grammar, _: waits.append(grammar))
+    engine = new_engine(model, overlap=overlap)
+    params = SamplingParams(max_tokens=9, temperature=0)
+    held = replace(params, grammar=grammars.compile("regex", "(yes|no)+"))
+    engine.add_request("held", [5, 6, 7], held)
+    engine.add_request("free", [5, 6, 7], params)
+    answers = {}
+    while "free" in engine.requests:
+        assert not waits
+        step(engine, answers)
+    assert engine.scheduler.held
+    step(engine, answers)
+    assert waits
+
+
 @needs_cpu_c
 @pytest.mark.parametrize(
     ("is_late", "overlap"),
@@ -340,6 +364,30 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overl
         assert answers == expected
     assert min(num_right.values()) > 30 and len(num_right) == 2, num_right
     assert engine.num_refused > 50
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_no_request_is_kept_that_has_ended(model, grammars, overlap):
+    """
+    Whatever asks for it: a grammar, drafts, scores, choices, a record. Each that comes may keep
+    itself until the next one does. Would catch a book of requests that nobody closes.
+    """
+    engine = new_engine(model, speculate=not overlap, overlap=overlap)
+    engine.recorder = Recorder(engine)
+
+    def serve(name: str):
+        grammar = grammars.compile("regex", "[ab]*")
+        for i, params in enumerate([{}, {"grammar": grammar}, {"logprobs": 2}, {"n": 3}] * 2):
+            more = {"n": params.pop("n", 1), "prompt_logprobs": i if "logprobs" in params else None}
+            params = SamplingParams(seed=i, max_tokens=9, temperature=0, **params)
+            engine.add_request(f"{name} {i}", [5, 6, 7] * 4, params, **more)
+        finish(engine, {})
+
+    serve("first")
+    serve("then")
+    gc.collect()
+    kept = [x.id for x in gc.get_objects() if type(x) is Request and str(x.id).startswith("first")]
+    assert not kept
 
 
 def test_a_right_draft_counts_only_as_far_as_its_grammar_follows(tokenizer, grammars):

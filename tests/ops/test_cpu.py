@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import oracle
@@ -626,6 +627,30 @@ def test_a_fork_computes_alone():
             os._exit(0 if torch.equal(first, second) and torch.equal(first, expected) else 1)
         _, status = os.waitpid(child, 0)
         assert status == 0
+
+
+class Pool(ctypes.Structure):
+    """The beginning of cpu.c's, to its count of the runs that threads were woken for."""
+
+    _fields_ = [
+        *(("threads", ctypes.c_int), ("process", ctypes.c_int), ("ops", ctypes.c_void_p)),
+        *(("count", ctypes.c_int64), ("R", ctypes.c_int64), ("counts", ctypes.c_void_p)),
+        *(("state", ctypes.c_int), ("runs", ctypes.c_int)),
+    ]
+
+
+@needs_compiler
+@pytest.mark.parametrize(("R", "num_shared"), [(1, 0), (8, 1)])
+def test_threads_share_a_run_for_all_of_its_products(R, num_shared):
+    """A large layer and a norm. Would catch: all prompts computed by one core."""
+    kernels = cpu.CpuKernels(COMPILER, 2)
+    kernels.recorded, kernels.buffers = [], {}
+    layer = SimpleNamespace(N=512, weight=torch.ones(16, 512, 32), bias=None)
+    y = kernels.linear(torch.ones(R, 512), layer)
+    kernels.add_norm(y, None, torch.nn.LayerNorm(512))
+    program = (cpu.Op * 2)(*kernels.recorded)
+    kernels.library.run(kernels.pool, program, 2, R)
+    assert Pool.from_address(kernels.pool).runs == num_shared
 
 
 @needs_compiler

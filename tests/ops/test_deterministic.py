@@ -65,10 +65,12 @@ class Text:
         self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
         self.ops = ops or choose_ops("triton", DEVICE, deterministic=True)[0]
 
-    def attend(self, decodes: list[int], chunks: list[tuple[int, int]] = ()) -> list[Tensor]:
+    def attend(
+        self, decodes: list[int], chunks: list[tuple[int, int]] = (), layers: int = 1
+    ) -> list[Tensor]:
         """
         Of one step, which decodes with so many tokens before and with it, and has chunks (new
-        tokens, tokens after them): the outputs [n, H, D] of each.
+        tokens, tokens after them): the outputs [n, H, D] of each, in the last of several layers.
         """
         plan = Plan()
         pieces = [(1, context) for context in decodes] + list(chunks)
@@ -83,7 +85,8 @@ class Text:
         H, kv = self.q.shape[1], self.pool.kv[0]
         batch.prepared = {self.attn.window: self.ops.prepare(batch, H, kv, self.attn.window)}
         q = torch.cat([self.q[context - n : context] for n, context in pieces])
-        out = self.ops.attend(q, kv, self.attn, batch)
+        for _ in range(layers):
+            out = self.ops.attend(q, kv, self.attn, batch)
         return out.split([n for n, _ in pieces])
 
     def whole(self) -> Tensor:
@@ -141,6 +144,14 @@ def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
     monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
     monkeypatch.setattr(deterministic, "SPLIT_KEYS", tiles * kernels.TILE)
     assert differences(Text(**kind)) == 0
+
+
+def test_each_layer_finds_what_the_first_one_found(short_splits):
+    """Would catch: counters that a layer leaves behind, so that the next adds up no splits."""
+    text = Text(G=2)
+    steps = {"decodes": [1, 130, 333], "chunks": [(40, 300)]}
+    outputs = zip(text.attend(**steps), text.attend(**steps, layers=3), strict=True)
+    assert all(torch.equal(first, last) for first, last in outputs)
 
 
 def test_these_comparisons_can_fail(short_splits):

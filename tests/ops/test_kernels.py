@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import quick_on_a_cpu
+from processes import python
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -892,6 +893,34 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         layer = nn.Linear(N, N, bias=False, dtype=dtype, device="meta")
         x = torch.empty(R, N, dtype=dtype, device="meta")
         assert linear.head(x, layer) == way, case
+
+
+AT_THE_END_OF_MEMORY = """
+import ctypes, mmap, torch
+from itertools import product
+from types import SimpleNamespace
+from ops.linear import launch_linear
+
+for R, N, K, is_head in product((1, 8, 40), (97, 100), (64, 90), (False, True)):
+    size = -(-4 * N * K // mmap.PAGESIZE) * mmap.PAGESIZE
+    room = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0)
+    weight = torch.frombuffer(room, dtype=torch.float32, count=N * K, offset=size - 4 * N * K)
+    weight[:] = 1
+    layer = SimpleNamespace(weight=weight.view(N, K), bias=None)
+    assert (launch_linear(torch.ones(R, K), layer, is_head=is_head) == K).all()
+"""
+
+
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
+def test_nothing_is_read_behind_the_weights():
+    """
+    Of a layer whose outputs or inputs are no multiple of a tile, as GPT-2's 50,257 words, where
+    memory ends behind it. Would catch: an illegal access on a GPU; here such a read is a crash.
+    """
+    run = python(AT_THE_END_OF_MEMORY)
+    assert run.returncode == 0, run.stderr
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():

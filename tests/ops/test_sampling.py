@@ -271,6 +271,19 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
         assert (surely | maybe | ~stays | row.isinf()).all(), (p, row)
 
 
+@both_thresholds
+def test_top_k_counts_tokens_that_are_allowed(threshold):
+    """
+    Twelve tokens in three of sixteen lanes of the kernel. Would catch: a bound by the best scores
+    of lanes of which most have none.
+    """
+    allowed = torch.arange(64) % 16 < 3
+    scores = torch.where(allowed, torch.arange(64.0), -torch.inf)[None].to(DEVICE)
+    for k in range(1, 13):
+        least = threshold(scores, tensor([k]), tensor([1.0]), tensor([0.0]))
+        assert int((scores >= least[:, None]).sum()) == k
+
+
 # what tokens weigh | top_k, top_p, min_p -> those that stay
 EDGES = """
 1 2 2 1 | 1 1 0     -> 1 2

@@ -406,6 +406,15 @@ def test_texts_are_logged_when_asked_for(logged):
     assert line == asked | {"event": "request", "id": "cmpl-r", "seed": seed}
 
 
+@pytest.mark.parametrize(("flags", "tokens"), [([], False), (["--log-requests"], True)])
+def test_listeners_read_texts_where_the_log_has_them(flags, tokens):
+    """No other flag of the log tells them tokens, which are texts."""
+    with House(*flags) as house:
+        house.args.access_log = True
+        house.call("GET", "/events")
+        assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": tokens}]
+
+
 @pytest.mark.parametrize("text", ["a", "x" * 128, "!~", "x" * 129, "", "a b", "caf\xe9"])
 def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, text):
     caller = house.connect()

@@ -1230,6 +1230,22 @@ def test_what_the_tape_has_is_not_taken_again(open_page):
     assert take(later) == [*marks, ["snapshot", 1e4], ["idle", 1e4 + 1]]
 
 
+def test_what_was_dropped_is_not_taken_again(open_page):
+    """A page that has dropped its oldest lines, at a reconnect."""
+    page = live_page(open_page)
+    page(
+        """(lines) => {
+            const idle = Array(50_000).fill().map((_, i) => ({ event: "idle", time: 100 + i }))
+            const last = [{ ...lines[0], time: 1e6 }, { event: "idle", time: 1e6 + 1 }]
+            window.told = [...lines, ...idle, ...last]
+        }""",
+        lines_of(small_record())[:25],
+    )
+    for part in ("told", "told.slice(0, 30)"):
+        page(f"takeIn({part})")
+        assert page("tape.lines.map(({ event }) => event)") == ["snapshot", "idle"]
+
+
 def set_length(page, max_tokens: int):
     page(f"document.querySelector('[name=max_tokens]').value = {max_tokens}")
 
