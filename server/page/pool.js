@@ -6,7 +6,7 @@ const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and
 const dark = matchMedia("(prefers-color-scheme: dark)")
 const still = matchMedia("(prefers-reduced-motion: reduce)")
 const theme = {}
-const view = { at: -1, isNews: true, told: 0 } // what has been drawn
+const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
 let palette = []
 let grid // where the cells are; null: to be laid out again
 let ages // the shade in which each cached block was drawn, 0 to 5
@@ -30,7 +30,7 @@ function mixColours() {
 
 function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
   grid = null
-  view.told = 0
+  view.told = -Infinity
   $("effects").replaceChildren()
 }
 

@@ -208,7 +208,7 @@ function playOn() {
   if (!player.until?.(tape.lines[tape.at], events)) return
   player.until = null
   player.isPaused = true
-  view.told = 0 // paused at once, so that its arrow stays in sight
+  view.told = -Infinity // paused at once, so that its arrow stays in sight
 }
 
 function seek(place, isPaused = true) {
