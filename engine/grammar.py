@@ -165,8 +165,8 @@ class Compiled:
         self.limit = TOO_LARGE  # the reason if its process ends
 
     def set_report(self, before: int, now: int, mask: bytes):
-        self.before = before - PROCESS_MIB * 2**20
-        self.size = now - self.before
+        self.not_counted = before - PROCESS_MIB * 2**20  # of the address space
+        self.size = now - self.not_counted
         self.mask = np.frombuffer(mask, np.int32)
         self.limit = TOO_SLOW
 
@@ -210,7 +210,7 @@ class Compiled:
             question = self.asked.popleft()
             question.reply = reply
             if question.kind == END and isinstance(reply, int):
-                self.size = reply - self.before
+                self.size = reply - self.not_counted
         return True
 
     def receive_all(self):
@@ -219,7 +219,7 @@ class Compiled:
             pass
 
     def is_gone(self) -> bool:
-        """Whether its process has ended since: it exceeded its limits, or was killed."""
+        """Return whether its process has ended: it exceeded its limits, or was killed."""
         self.receive_all()
         return self.is_closed
 

@@ -168,7 +168,7 @@ def serve_forks(sock: socket.socket, library: Library):
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Whether the engine has closed its end. Until the report it sends nothing."""
+    """Return whether the engine has closed its end. It sends nothing before the report."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))

@@ -175,6 +175,26 @@ def test_one_compiles_at_a_time_and_none_whose_client_has_gone(grammars):
     assert len({*children(server)} - before) == 1  # the last one's
 
 
+GONE = """
+import os, socket
+from unittest.mock import Mock
+from engine.matcher import run_grammar
+
+ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+ours.close()
+library = Mock()
+try:
+    run_grammar(library, theirs, os.dup(1), "regex", "a")
+finally:
+    print(library.compile.called)
+"""
+
+
+def test_none_is_compiled_whose_client_went_while_its_process_began():
+    """The signal of a hang-up is asked for after the fork: one before it sends none."""
+    assert python(GONE).stdout == "False\n"
+
+
 def test_a_compiler_ends_when_the_http_process_is_gone(grammars):
     """Would catch an engine that stays until grammars are compiled that nobody wants."""
     server = grammars.process.pid
