@@ -124,7 +124,7 @@ new: waiting
 new: active"""
 
 
-@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(400), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(150), marks=pytest.mark.slow)])
 def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds, monkeypatch):
     """
     After each step; see RecordedWorld. All that a line can tell happens in these lives: overlap,

@@ -3,6 +3,7 @@ What a client's grammar may cost: each attack ends alone, within its limits, and
 """
 
 import json
+import marshal
 import os
 import resource
 import signal
@@ -23,7 +24,7 @@ from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, PROCESS_MIB, Compiled, Grammars
+from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammars
 from engine.link import Link, to_line
 from engine.process import serve
 from tokenizer import load_tokenizer
@@ -317,6 +318,20 @@ def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
     assert all(reason in answer.failure() for answer in [first, *others])
     assert len(walk(grammars.compile(kind, text), 3)) == 3
     assert len(walk(beside, 9)) == 9
+
+
+@pytest.mark.parametrize("replies", [0, 1, 4])
+def test_all_who_wait_are_told_that_a_process_has_ended(replies):
+    """Also if nobody waits any more. Would catch: one of them that is told, the others later."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with theirs:
+        compiled = Compiled(("regex", "a"), ours, [])
+        questions = [compiled.report, *(compiled.ask(id, MASK, [], []) for id in range(3))]
+        if replies:
+            theirs.send(marshal.dumps(["a reply"] * replies))
+    assert compiled.is_gone()
+    told = [question.reply for question in questions]
+    assert told == ["a reply"] * replies + [compiled.limit] * (4 - replies)
 
 
 def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
