@@ -5,20 +5,18 @@ tensors are small; on a busy machine a second thread makes them ten times slower
 """
 
 import atexit
-import dataclasses
 import fnmatch
 import functools
 import gc
-import inspect
 import os
 import signal
 import ssl
 import sys
 from collections import Counter
 from importlib.util import find_spec
-from operator import index
 from pathlib import Path
 
+import interpreting
 import pytest
 import torch
 from filelock import FileLock
@@ -41,75 +39,9 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def quicken_the_interpreter():
-    """
-    Half of its time Triton's interpreter finds out what is always the same: what is built into
-    Triton's language, whenever one device function calls another, to replace it once more; and what
-    follows from the shape and dtype of a tensor, for each tensor. Find it once.
-    """
-    from triton.runtime import interpreter
-
-    core = interpreter.tl.core
-
-    @functools.cache
-    def builtins(owner) -> list[tuple]:
-        return [(name, x) for name, x in inspect.getmembers(owner) if core.is_builtin(x)]
-
-    def patch_builtin(owner, builder, scope):
-        for name, member in builtins(owner):
-            if getattr(owner, name) is member:  # not replaced yet
-                interpreter._patch_attr(owner, name, member, builder, scope)
-
-    def quicken(kind, key_of):
-        """Objects of this class with the same key are given the attributes of the first one."""
-        slow_init = kind.__init__
-        cache = {}
-
-        def init(self, *args):
-            key = key_of(*args)
-            if key not in cache:
-                slow_init(self, *args)
-                cache[key] = dict(vars(self))
-            vars(self).update(cache[key])
-            if kind is core.tensor:
-                self.handle = args[0]
-
-        kind.__init__ = init
-
-    interpreter._patch_builtin = patch_builtin
-    quicken(core.block_type, lambda dtype, shape: (dtype.name, *map(index, shape)))
-    quicken(core.tensor, lambda handle, type: type.name)
-    # sums of integers are computed once more in 64 bits, for an assertion that it does not make
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    slow_dtype, dtypes = interpreter._get_np_dtype, {}
-
-    def np_dtype(dtype):
-        name = dtype.scalar.name  # some dtypes have no hash
-        if name not in dtypes:
-            dtypes[name] = slow_dtype(dtype.scalar)
-        return dtypes[name]
-
-    interpreter._get_np_dtype = np_dtype
-    slow_patch, slow_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
-    patched = set()
-
-    def patch_lang(fn):
-        """Once a launch for the functions of a module: they have one set of globals."""
-        if fn.__module__ not in patched:
-            patched.add(fn.__module__)
-            return slow_patch(fn)
-
-    def launch(self, *args, **named):
-        patched.clear()
-        slow_launch(self, *args, **named)
-
-    interpreter._patch_lang = patch_lang
-    interpreter.GridExecutor.__call__ = launch
-
-
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    quicken_the_interpreter()
+    interpreting.quicken_the_interpreter()
+    interpreting.watch_the_memory()
 
 
 @pytest.hookimpl(trylast=True)

@@ -11,9 +11,11 @@ attention in the same dtype, or what rounding explains. A new backend is one mor
 import doctest
 import math
 import multiprocessing
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -23,7 +25,6 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import quick_on_a_cpu
-from processes import python
 from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -895,32 +896,33 @@ def test_which_products_are_ours_on_a_gpu(monkeypatch):
         assert linear.head(x, layer) == way, case
 
 
-AT_THE_END_OF_MEMORY = """
-import ctypes, mmap, torch
-from itertools import product
-from types import SimpleNamespace
-from ops.linear import launch_linear
+@pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
+@pytest.mark.parametrize("is_head", [False, True])
+@pytest.mark.parametrize("R", [1, 8, 40])
+def test_nothing_is_read_behind_the_weights(R, is_head):
+    """
+    Outputs or inputs that are no multiple of a tile, as GPT-2's 50,257 words. interpreting.Memory
+    holds the kernels to it. Would catch: an illegal access on a GPU.
+    """
+    for N, K in product((97, 100), (64, 90)):
+        layer = SimpleNamespace(weight=torch.ones(N, K), bias=None)
+        out = linear.launch_linear(torch.ones(R, K), layer, is_head=is_head)
+        assert (out == K).all()
 
-for R, N, K, is_head in product((1, 8, 40), (97, 100), (64, 90), (False, True)):
-    size = -(-4 * N * K // mmap.PAGESIZE) * mmap.PAGESIZE
-    room = mmap.mmap(-1, size + mmap.PAGESIZE)
-    start = ctypes.addressof(ctypes.c_char.from_buffer(room))
-    assert not ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0)
-    weight = torch.frombuffer(room, dtype=torch.float32, count=N * K, offset=size - 4 * N * K)
-    weight[:] = 1
-    layer = SimpleNamespace(weight=weight.view(N, K), bias=None)
-    assert (launch_linear(torch.ones(R, K), layer, is_head=is_head) == K).all()
-"""
+
+@kernels.jit
+def copy_one(numbers, out, at):
+    kernels.tl.store(out, kernels.tl.load(numbers + at))
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
-def test_nothing_is_read_behind_the_weights():
-    """
-    Of a layer whose outputs or inputs are no multiple of a tile, as GPT-2's 50,257 words, where
-    memory ends behind it. Would catch: an illegal access on a GPU; here such a read is a crash.
-    """
-    run = python(AT_THE_END_OF_MEMORY)
-    assert run.returncode == 0, run.stderr
+@pytest.mark.parametrize("read", [-1, 0, 4, 5])
+def test_an_access_outside_the_tensors_is_an_error(read):
+    """Would catch: an interpreter that reads what lies beside a tensor."""
+    numbers = torch.arange(12.0)[4:9]
+    ends = pytest.raises(Exception, match="outside") if read in (-1, 5) else nullcontext()
+    with ends:
+        copy_one[(1,)](numbers, torch.zeros(1), read)
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():
