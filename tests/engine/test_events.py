@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from callers import save_caller
 from wires import House
 
 import serve
@@ -764,3 +765,16 @@ def test_serve_replay_refuses_before_it_listens(flags, says):
         assert server.returncode == 1
         assert printed.count("\n") == 1
         assert says in printed
+
+
+@pytest.mark.parametrize(("flags", "has_texts"), [([], False), (["--log-requests"], True)])
+def test_a_record_has_texts_where_the_log_has_them(tmp_path, flags, has_texts):
+    """Would catch: token ids, which are texts, in a file for which nobody asked to have them."""
+    save_caller(tmp_path / "model")
+    path = tmp_path / "run.jsonl"
+    named = ["--model", str(tmp_path / "model"), "--record", str(path), "--device", "cpu"]
+    engine = serve.build_engine(serve.parse_args([*named, *flags]))
+    engine.add_request("a", [1, 2, 3], greedy(4))
+    finish(engine)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert any("tokens" in line for line in lines) == has_texts

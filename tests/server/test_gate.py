@@ -415,6 +415,14 @@ def test_listeners_read_texts_where_the_log_has_them(flags, tokens):
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": tokens}]
 
 
+def test_no_access_log_logs_no_access(logged):
+    """Neither calls that are answered nor those that are refused."""
+    with House() as house:  # it has the flag
+        for path in "/v1/models", "/nowhere":
+            house.call("GET", path)
+    assert logged() == []
+
+
 @pytest.mark.parametrize("text", ["a", "x" * 128, "!~", "x" * 129, "", "a b", "caf\xe9"])
 def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, text):
     caller = house.connect()
