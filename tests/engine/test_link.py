@@ -8,13 +8,14 @@ import math
 import selectors
 import socket
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 
 from engine.events import Publisher
 from engine.grammar import Compiler
 from engine.link import Link, to_line
-from engine.process import serve_step
+from engine.process import COMPILE_POLL, serve_step
 from tests.simulated_runner import finish, greedy, simulated_engine, tokens_of
 
 STATS = {"running": 0}
@@ -126,3 +127,24 @@ def test_values_cross_a_link(value, received):
     line = to_line({"value": value})
     assert line.count(b"\n") == 1
     assert json.loads(line) == {"value": received}
+
+
+@pytest.mark.parametrize(
+    ("has_work", "due_in", "compiles", "expected"),
+    [
+        (True, 0.05, True, 0),  # seconds
+        (True, None, False, 0),
+        (False, None, False, None),
+        (False, 0.05, False, 0.05),
+        (False, None, True, COMPILE_POLL),
+        (False, 0.05, True, COMPILE_POLL),
+    ],
+)
+def test_how_long_an_engine_sleeps(has_work, due_in, compiles, expected):
+    """Would catch a grammar that waits until lines are due which somebody listens to."""
+    engine, link, publisher, compiler = (Mock() for _ in range(4))
+    engine.configure_mock(has_work=has_work, **{"step.return_value": []})
+    publisher.due_in.return_value = due_in
+    compiler.configure_mock(waiting=compiles, **{"pass_on.return_value": []})
+    serve_step(engine, link, publisher, compiler)
+    link.receive.assert_called_once_with(expected)

@@ -2,6 +2,7 @@
 What a client's grammar may cost: each attack ends alone, within its limits, and in plain words.
 """
 
+import gc
 import json
 import marshal
 import os
@@ -259,7 +260,10 @@ def test_what_answers_leave_is_counted(grammars):
     """
     grammar = grammars.compile("regex", r"[\p{L} ]{1990}")
     compiled, before = grammar.compiled, grammar.compiled.size
-    assert len(walk(grammar, 60)) == 60
+    tokens = walk(grammar, 60)
+    other = grammar.copy()
+    assert all(other.accept(token) for token in tokens)
+    assert len(tokens) == 60
     assert compiled.size == before > 0
     del grammar
     grammars.compile("regex", "abc")
@@ -356,6 +360,31 @@ def test_the_memory_of_answers_is_freed(grammars):
     first = grammars.compile("choice", json.dumps([f"w{i}" for i in range(5000)]))
     for _ in range(1200):
         assert len(walk(first.copy(), 2)) == 2
+
+
+def test_grammars_that_are_gone_leave_nothing(tmp_path, monkeypatch):
+    """Would catch files or processes that end a server after a thousand grammars."""
+    monkeypatch.setattr(grammar_module, "KEPT_MIB", 0)
+    grammars = open_grammars(save("gpt2", tmp_path))
+    server = grammars.process.pid
+
+    def books() -> list[int]:
+        files = (len(os.listdir(f"/proc/{pid}/fd")) for pid in (os.getpid(), server))
+        return [*files, len(children(server))]
+
+    before = []
+    for i in range(12):
+        assert len(walk(grammars.compile("regex", f"a{{{i + 9}}}"), 3)) == 3
+        before = before or books()
+    gc.collect()
+    wait_until(lambda: all(now <= then for now, then in zip(books(), before, strict=True)))
+
+
+def test_ctrl_c_at_a_terminal_is_the_engines(grammars):
+    """Would catch answers that fail while a server drains: a terminal signals a whole group."""
+    grammars.compile("regex", "a")
+    server = grammars.process.pid
+    assert {os.getpgid(pid) for pid in (server, *children(server))} == {server}
 
 
 def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
