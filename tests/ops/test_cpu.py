@@ -640,17 +640,21 @@ class Pool(ctypes.Structure):
 
 
 @needs_compiler
-@pytest.mark.parametrize(("R", "num_shared"), [(1, 0), (8, 1)])
-def test_threads_share_a_run_for_all_of_its_products(R, num_shared):
-    """A large layer and a norm. Would catch: all prompts computed by one core."""
+@pytest.mark.parametrize(("R", "before", "after"), [(1, 0, 0), (8, 0, 1), (8, 2**31 - 1, 1)])
+def test_threads_share_a_run_for_all_of_its_products(R, before, after):
+    """
+    A large layer and a norm. Would catch: all prompts computed by one core; a count of runs that
+    overflows to a negative number, which ends the threads, after some weeks.
+    """
     kernels = cpu.CpuKernels(COMPILER, 2)
+    Pool.from_address(kernels.pool).runs = before
     kernels.recorded, kernels.buffers = [], {}
     layer = SimpleNamespace(N=512, weight=torch.ones(16, 512, 32), bias=None)
     y = kernels.linear(torch.ones(R, 512), layer)
     kernels.add_norm(y, None, torch.nn.LayerNorm(512))
     program = (cpu.Op * 2)(*kernels.recorded)
     kernels.library.run(kernels.pool, program, 2, R)
-    assert Pool.from_address(kernels.pool).runs == num_shared
+    assert Pool.from_address(kernels.pool).runs == after
 
 
 @needs_compiler
