@@ -96,9 +96,10 @@ def say(line: str, file=None):
         print(line, file=file or sys.stderr, flush=True)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 block", "6,400 blocks"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: float, noun: str) -> str:
+    """A count with its noun: "1 block", "6,400 blocks", "2.25 minutes"."""
+    number = f"{count:,}".removesuffix(".0")
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def not_installed(error: ModuleNotFoundError) -> str:

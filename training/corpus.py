@@ -24,8 +24,9 @@ import runpy
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -124,12 +125,15 @@ def gpt2_tokenizer() -> Tokenizer:
 # Token files
 
 
-def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
+def write_corpus(
+    directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int], **about: str | None
+):
     """
     Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted),
     and last meta.json, which says how they are stored: a folder without it counts as not prepared.
-    Exits where there is nothing to predict, where a file cannot be written, and in a model's
-    directory.
+    `about`: its `sources`, and `init`, the checkpoint that its tokens are of. A corpus that was
+    there is replaced, and named. Exits where there is nothing to predict, where a file cannot be
+    written, and in a model's directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
@@ -139,6 +143,9 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
             f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
             "add texts or choose others"
         )
+    if (directory / "meta.json").exists():
+        sources = read_about(directory).get("sources", "other texts")
+        print(f"{directory}: the corpus of {sources} is replaced; its runs cannot be resumed")
     dtype = "int32"
     try:
         (directory / "meta.json").unlink(missing_ok=True)
@@ -146,17 +153,23 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
         for split, ids in ("train", train), ("val", val):
             tokens = np.array(ids, dtype)
             write_atomically(directory / f"{split}.bin", tokens.tofile)
-        write_json(directory / "meta.json", {"dtype": dtype})
+        write_json(directory / "meta.json", {"dtype": dtype} | about)
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
 
 
-def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
+def write_documents(
+    directory: Path,
+    train: list,
+    val: Iterable,
+    tokenizer: Tokenizer | None,
+    **about: str | None,
+):
     """
     Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
     end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
-    the texts to train on.
+    the texts to train on. `about`: see write_corpus.
     """
     # held-out text must not shape the vocabulary that it is measured with
     tokenizer = tokenizer or train_bpe(train)
@@ -169,7 +182,7 @@ def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Toke
             ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
         return ids
 
-    write_corpus(directory, tokenizer, encode(train), encode(val))
+    write_corpus(directory, tokenizer, encode(train), encode(val), **about)
 
 
 def hold_out(documents: list) -> tuple[list, list]:
@@ -206,7 +219,8 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         val = read(args.val, args.init) if args.val else {}
         train = [document for key, document in documents.items() if key not in val]
         split = (train, val.values()) if args.val else hold_out(train)
-        write_documents(args.out, *split, tokenizer)
+        sources = ", ".join(map(str, args.sources))
+        write_documents(args.out, *split, tokenizer, sources=sources, init=args.init)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
         sys.exit(str(error))
 
@@ -223,6 +237,19 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
         raise ValueError(f"{directory} is no whole corpus ({error}): make it again") from error
 
 
+def read_about(directory: Path) -> dict:
+    """The content of meta.json, {} where it is missing or damaged."""
+    try:
+        return dict(read_json(directory / "meta.json"))
+    except MALFORMED:
+        return {}
+
+
+def made_with(name: str) -> str | None:
+    """The checkpoint whose tokens the corpus data/NAME was made of, None for its own."""
+    return read_about(ROOT / "data" / name).get("init")
+
+
 @dataclass
 class Corpus:
     """The tokens of a run: to train on, and held out to measure it with."""
@@ -230,6 +257,12 @@ class Corpus:
     tokenizer: Tokenizer
     train: np.ndarray  # memory-mapped tokens
     val: np.ndarray  # held out
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that no other tokens, or vocabulary, are likely to have."""
+        vocabulary = json.dumps(self.tokenizer.backend.get_vocab(), sort_keys=True)
+        return crc32(vocabulary.encode(), crc32(self.val, crc32(self.train)))
 
     def bits_per_byte(self, nats: float, count: int) -> float:
         """

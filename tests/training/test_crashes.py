@@ -143,7 +143,7 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
         if served is None:
             assert train.open_out(args) is None  # a new training may begin
         else:
-            choices = "holds a model: --resume continues it, --overwrite starts again, --out names"
+            choices = f"holds a model: --out {folder}-2 trains .*, --resume .* --overwrite deletes"
             with pytest.raises(SystemExit, match=choices):
                 train.open_out(args)
         end = resumed(folder, saved)

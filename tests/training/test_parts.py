@@ -184,7 +184,7 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     assert run.model.training
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
-    report.generate_texts(run, 1, 2)
+    report.generate_text(run, 2)
     assert modes == [False, False]
     assert run.model.training
 
