@@ -35,12 +35,17 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """
     about = "Serve a model over HTTP, or talk to it at the terminal."
     parser = Parser(description=about)
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="the same as --model DIR")
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
     add_http_flags(parser.add_argument_group("HTTP"))
     add_limits(partial(add_flag, parser.add_argument_group("limits of HTTP clients")))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
+    directory = vars(args).pop("directory")
+    if directory and args.model != parser.get_default("model"):
+        parser.error(f"{directory} and --model {args.model}: name one of them")
+    args.model = directory or args.model
     args.sampling, args.sampling_note = {}, ""
     try:
         if args.replay is None:
@@ -57,8 +62,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
     """Raises ValueError for flags without a meaning under --replay, such as those of the model."""
     ignored = []
-    for action in parser._actions:
-        flag = action.option_strings[-1]
+    for flag, action in parser._option_string_actions.items():
         is_set = action.dest != "help" and getattr(args, action.dest) != action.default
         if is_set and flag not in REPLAY_FLAGS:
             ignored.append(flag)
@@ -81,7 +85,7 @@ def add_model_flags(add):
         "directory of a model: of train.py, or downloaded from the Hugging Face Hub",
         "out/stdlib",
     )
-    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
+    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
     add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
     add(
@@ -105,6 +109,13 @@ def add_model_flags(add):
         metavar="FILE",
     )
     add("--replay", "show the page with this record, without a model", metavar="FILE")
+
+
+def device(text: str) -> str:
+    """The type, for argparse, of --device."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}, wanted cpu, cuda or cuda:1")
+    return text
 
 
 def template_variables(text: str) -> dict:

@@ -48,7 +48,7 @@ from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer
-from training.corpus import Corpus, batch_rows, count_windows, load_corpus, made_with
+from training.corpus import Corpus, batch_rows, count_windows, load_corpus, read_about
 from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
@@ -125,7 +125,7 @@ def build_parser() -> Parser:
         "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
         "The defaults below apply where neither sets a flag."
     )
-    parser = Parser(description=about, allow_abbrev=False)
+    parser = Parser(description=about)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
@@ -215,7 +215,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
         parser.error(f"{reason}: leave out {', '.join(f'--{name}' for name in sorted(fixed))}")
     if "overwrite" in typed and "out" not in typed:
         parser.error("--overwrite deletes a model: name its directory with --out DIR")
-    base = made_with(args.data)
+    base = read_about(args.data).get("init")
     if base and not (args.init or args.resume or typed.keys() & OF_A_MODEL):
         parser.error(
             f"--data {args.data} has the tokens of {base}: did you mean --init {base}? For a new "

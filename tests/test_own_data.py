@@ -25,7 +25,7 @@ from training.corpus import (
     bpe_tokenizer,
     char_tokenizer,
     load_corpus,
-    made_with,
+    read_about,
     run_recipe,
     train_bpe,
 )
@@ -400,16 +400,15 @@ def test_a_corpus_that_is_replaced_is_named(checkpoint, tmp_path, capsys):
         (tmp_path / name).write_text("note " * 20)
     out = tmp_path / "out"
     prepare("text", tmp_path / names[0], out, f"--init={checkpoint}", str(tmp_path / names[1]))
-    assert made_with(str(out)) == str(checkpoint)
+    assert read_about(out)["init"] == str(checkpoint)
     capsys.readouterr()
-    replaced = f"{out}: the corpus of {{}} is replaced; its runs cannot be resumed\n"
     prepare("text", tmp_path / names[1], out)
     both = f"{tmp_path / names[1]}, {tmp_path / names[0]}"
-    assert capsys.readouterr().out.startswith(replaced.format(both))
-    assert made_with(str(out)) is None
-    (out / "meta.json").write_text("{")
+    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {both}\n")
+    assert read_about(out)["init"] is None
+    (out / "meta.json").write_text('{"dtype": "int32"}')
     prepare("text", tmp_path / names[0], out)
-    assert capsys.readouterr().out.startswith(replaced.format("other texts"))
+    assert capsys.readouterr().out.endswith("it replaces the corpus of other texts\n")
 
 
 DAMAGE = [("meta.json", "[]"), ("meta.json", "{"), ("train.bin", ""), ("val.bin", None)]

@@ -36,7 +36,6 @@ from common import (
     MALFORMED,
     Parser,
     add_flag,
-    end_with_one_line,
     read_json,
     write_atomically,
     write_json,
@@ -125,15 +124,12 @@ def gpt2_tokenizer() -> Tokenizer:
 # Token files
 
 
-def write_corpus(
-    directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int], **about: str | None
-):
+def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
     """
     Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted),
     and last meta.json, which says how they are stored: a folder without it counts as not prepared.
-    `about`: its `sources`, and `init`, the checkpoint that its tokens are of. A corpus that was
-    there is replaced, and named. Exits where there is nothing to predict, where a file cannot be
-    written, and in a model's directory.
+    Exits where there is nothing to predict, where a file cannot be written, and in a model's
+    directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
@@ -143,9 +139,6 @@ def write_corpus(
             f"{directory}: {len(train)} tokens to train on and {len(val)} to hold out are too few: "
             "add texts or choose others"
         )
-    if (directory / "meta.json").exists():
-        sources = read_about(directory).get("sources", "other texts")
-        print(f"{directory}: the corpus of {sources} is replaced; its runs cannot be resumed")
     dtype = "int32"
     try:
         (directory / "meta.json").unlink(missing_ok=True)
@@ -153,23 +146,17 @@ def write_corpus(
         for split, ids in ("train", train), ("val", val):
             tokens = np.array(ids, dtype)
             write_atomically(directory / f"{split}.bin", tokens.tofile)
-        write_json(directory / "meta.json", {"dtype": dtype} | about)
+        write_json(directory / "meta.json", {"dtype": dtype})
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
 
 
-def write_documents(
-    directory: Path,
-    train: list,
-    val: Iterable,
-    tokenizer: Tokenizer | None,
-    **about: str | None,
-):
+def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
     """
     Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
     end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
-    the texts to train on. `about`: see write_corpus.
+    the texts to train on.
     """
     # held-out text must not shape the vocabulary that it is measured with
     tokenizer = tokenizer or train_bpe(train)
@@ -182,7 +169,7 @@ def write_documents(
             ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
         return ids
 
-    write_corpus(directory, tokenizer, encode(train), encode(val), **about)
+    write_corpus(directory, tokenizer, encode(train), encode(val))
 
 
 def hold_out(documents: list) -> tuple[list, list]:
@@ -202,7 +189,6 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     init)` gives the documents of a file or folder, each under a key of its own: one that is read
     twice counts once, and one that is held out is not trained on.
     """
-    end_with_one_line()
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
     parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
     add_flag(parser, "--val", "what to hold out; default: every tenth document", kind=Path)
@@ -219,8 +205,13 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         val = read(args.val, args.init) if args.val else {}
         train = [document for key, document in documents.items() if key not in val]
         split = (train, val.values()) if args.val else hold_out(train)
-        sources = ", ".join(map(str, args.sources))
-        write_documents(args.out, *split, tokenizer, sources=sources, init=args.init)
+        folder = args.out.resolve()
+        before = read_about(folder)
+        write_documents(folder, *split, tokenizer)
+        if before:
+            print(f"it replaces the corpus of {before.get('sources', 'other texts')}")
+        about = {"sources": ", ".join(map(str, args.sources)), "init": args.init}
+        write_json(folder / "meta.json", read_about(folder) | about)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
         sys.exit(str(error))
 
@@ -237,17 +228,15 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
         raise ValueError(f"{directory} is no whole corpus ({error}): make it again") from error
 
 
-def read_about(directory: Path) -> dict:
-    """The content of meta.json, {} where it is missing or damaged."""
+def read_about(name: str | Path) -> dict:
+    """
+    What meta.json says of the corpus data/NAME, {} where it is missing or damaged: `sources`, and
+    `init`, the checkpoint whose tokens it has.
+    """
     try:
-        return dict(read_json(directory / "meta.json"))
+        return dict(read_json(ROOT / "data" / name / "meta.json"))
     except MALFORMED:
         return {}
-
-
-def made_with(name: str) -> str | None:
-    """The checkpoint whose tokens the corpus data/NAME was made of, None for its own."""
-    return read_about(ROOT / "data" / name).get("init")
 
 
 @dataclass

@@ -16,6 +16,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/../.."
+    from common import end_with_one_line
+
+    end_with_one_line()
 
 from common import MALFORMED
 from server.text import Chat, Messages, load_chat

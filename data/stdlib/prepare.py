@@ -8,8 +8,12 @@ With `--data stdlib_gpt2`, as for `--preset gpt2-124M`, the tokens are GPT-2's.
 """
 
 import hashlib
+import sys
 import sysconfig
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.exit("train.py makes this corpus: python train.py")
 
 from tokenizer import Tokenizer
 from training.corpus import write_documents

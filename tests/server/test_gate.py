@@ -123,6 +123,7 @@ def test_keys_come_from_a_flag_the_environment_or_a_file(tmp_path, monkeypatch):
     for flags, words in (
         (["--api-key", " "], "--api-key is blank"),
         (["--api-key-file", str(file)], "has no key in it"),
+        (["--api-key-file", "nowhere"], "--api-key-file nowhere cannot be read .*: name a file"),
     ):
         with pytest.raises(ValueError, match=words):
             keys(*flags)
