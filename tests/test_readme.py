@@ -248,7 +248,21 @@ RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
 RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+
+
+def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
+    """Run make there, without the variables of the make that runs the tests."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
+    options = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE} | options
+    environment |= options.pop("env", {})
+    pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment} | options
+    if "input" in pipes:
+        del pipes["stdin"]
+    return subprocess.run(["make", *argv], cwd=folder, **pipes)
+
+
+@needs_make
 @pytest.mark.parametrize("venv", [".venv", "other"])
 def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(venv, tmp_path):
     """The last run finds its model. In the environment that VENV names, and no other."""
@@ -259,12 +273,113 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(venv,
     python = tmp_path / venv / "bin/python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
     calls = []
     for files, more in RUNS:
         (tmp_path / "training").write_text(files)
-        command = ["make", "run", f"VENV={venv}"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+        done = make(tmp_path, "run", f"VENV={venv}")
         calls += more
         assert (tmp_path / "calls").read_text().splitlines() == calls
         assert (done.returncode == 0) == (SERVE in more)
+
+
+INSTALLER = """#!/bin/sh
+# in place of Python: makes an environment with itself in it; pip ends as the file `pip` says
+case "$*" in
+    -V) echo "Python of $0" ;;
+    *venv*) echo "$*" >> calls; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    *install*) echo "$*" >> calls; exit $(cat pip) ;;
+esac
+"""
+VENV = "-m venv .venv"
+INSTALL = "-m pip install --disable-pip-version-check --quiet -r requirements.txt"
+ANEW = INSTALL.replace("--quiet", "--quiet --force-reinstall")
+# pip's exit status, whether stderr is a terminal -> the calls; "new": requirements.txt is newer
+INSTALLS = [("1", False, [VENV, INSTALL]), ("1", False, [ANEW]), ("0", False, [ANEW])]
+INSTALLS += [("0", False, []), ("new 1", True, [INSTALL.replace("--quiet ", "")])]
+INSTALLS += [("0", True, [ANEW.replace("--quiet ", "")]), ("0", True, [])]
+CPU_BUILD = "make run PIP_OPTIONS='--extra-index-url https://"
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A folder with the Makefile, a model that is trained, and a stand-in for Python."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "out/stdlib").mkdir(parents=True)
+    for name in ("requirements.txt", "out/stdlib/loss.png", "calls"):
+        (tmp_path / name).touch()
+    (tmp_path / "python").write_text(INSTALLER)
+    (tmp_path / "python").chmod(0o755)
+    (tmp_path / "pip").write_text("0")
+    return tmp_path
+
+
+@needs_make
+def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
+    """It is begun anew, as pip takes half a package for installed; and goes on by pip's cache."""
+    leader, terminal = os.openpty()
+    for i, (status, is_on_terminal, expected) in enumerate(INSTALLS):
+        (clone / "pip").write_text(status.removeprefix("new "))
+        (clone / "calls").write_text("")
+        if "new" in status:
+            os.utime(clone / "requirements.txt", (2**31, 2**31))
+        if "new" in INSTALLS[i - 1][0]:
+            os.utime(clone / "requirements.txt", (0, 0))
+            (clone / ".venv/ready").unlink()
+        stderr = terminal if is_on_terminal else subprocess.PIPE
+        done = make(clone, "run", "PYTHON=./python" if i < 3 else "-s", stderr=stderr)
+        assert (done.returncode == 0) == status.endswith("0")
+        calls = [" ".join(x.split()) for x in (clone / "calls").read_text().splitlines()]
+        assert calls == expected
+        assert (clone / ".venv/installing").exists() == status.endswith("1")
+    os.close(leader)
+    os.close(terminal)
+
+
+@needs_make
+@pytest.mark.parametrize("options, gpu", [("", False), ("", True), ("--index-url=x", False)])
+def test_an_installation_says_how_much_will_come(options, gpu, clone):
+    """For minutes there was not a word; and a machine without a GPU got 3 GB of CUDA."""
+    smi = clone / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\nexit {int(not gpu)}")
+    smi.chmod(0o755)
+    path = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    printed = make(clone, "run", "PYTHON=./python", f"PIP_OPTIONS={options}", env=path).stdout
+    assert printed.startswith("installing requirements.txt into .venv")
+    assert ("3 GB" in printed) == (not options)
+    assert (CPU_BUILD in printed) == (not options and not gpu)
+    assert ("--index-url=x" in (clone / "calls").read_text()) == bool(options)
+
+
+@needs_make
+def test_another_python_than_the_environments_is_refused(clone):
+    """`make run PYTHON=..` was ignored without a word once there was an environment."""
+    assert make(clone, "run", "PYTHON=./python").returncode == 0
+    done = make(clone, "run", "PYTHON=./python")
+    words = ".venv has Python of .venv/bin/python, PYTHON is Python of ./python: name another VENV"
+    assert done.returncode and words in done.stdout
+    for same in "PYTHON=.venv/bin/python", "-s":
+        assert make(clone, "run", same, env={"PYTHON": "./python"}).returncode == 0
+
+
+MINE = ["out/mine/config.json", "data/text/mine.json", "data/text/meta.json", "run.jsonl"]
+MINE += ["data/chat/train.bin", "data/shakespeare_char/input.txt", ".git/x/__pycache__/a"]
+AGAIN = [".venv/bin/python", "engine/__pycache__/a.pyc", "compare.png", "data/stdlib/train.bin"]
+AGAIN += ["data/shakespeare_char/tokenizer.json", ".pytest_cache/a"]
+
+
+@needs_make
+def test_clean_deletes_nothing_that_is_not_made_again(clone):
+    """It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json."""
+    for name in MINE + AGAIN:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        (clone / name).touch()
+    assert make(clone, "clean").returncode == 0
+    assert [name for name in MINE + AGAIN if (clone / name).exists()] == MINE
+    for answer in "", "n\n", "yes, no\n", "y\n":
+        printed = make(clone, "clean-models", input=answer).stdout
+        assert "out/mine" in printed and "run.jsonl" in printed
+        assert (clone / MINE[0]).exists() == (answer != "y\n")
+    assert not (clone / "run.jsonl").exists()
+    assert all((clone / name).exists() for name in MINE if "data" in name)
+    assert make(clone, "clean-models").stdout == "no models here\n"
