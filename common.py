@@ -233,13 +233,7 @@ FOREIGN = """\
 
 
 class Parser(argparse.ArgumentParser):
-    """
-    Refuses what is wrong in one line; argparse would print the usage of all flags before it. No
-    flag is taken for another that begins as it does.
-    """
-
-    def __init__(self, allow_abbrev=False, **options):
-        super().__init__(allow_abbrev=allow_abbrev, **options)
+    """Refuses what is wrong in one line; argparse would print the usage of all flags before it."""
 
     def parse_known_args(self, args=None, namespace=None):
         parsed, unknown = super().parse_known_args(args, namespace)

@@ -23,9 +23,10 @@ KEY_VARIABLE = "PAGEDGPT_API_KEY"
 TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 # flags of a site without a model
-REPLAY_FLAGS = {"--replay", "--host", "--port", "--api-key-file", "--api-key", "--allow-remote"}
-REPLAY_FLAGS |= {"--allowed-hosts", "--allowed-origins", "--no-access-log", "--max-body-mib"}
-REPLAY_FLAGS |= {"--max-connections", "--client-seconds"}
+REPLAY_FLAGS = "--replay --host --port --api-key-file --api-key --allow-remote --allowed-hosts "
+REPLAY_FLAGS += (
+    "--allowed-origins --no-access-log --max-body-mib --max-connections --client-seconds"
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,7 +35,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     `sampling_note`, the line to print of them. Exits with a message about what is wrong.
     """
     about = "Serve a model over HTTP, or talk to it at the terminal."
-    parser = Parser(description=about)
+    parser = Parser(description=about, allow_abbrev=False)
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the same as --model DIR")
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
@@ -64,7 +65,7 @@ def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
     ignored = []
     for flag, action in parser._option_string_actions.items():
         is_set = action.dest != "help" and getattr(args, action.dest) != action.default
-        if is_set and flag not in REPLAY_FLAGS:
+        if is_set and flag not in REPLAY_FLAGS.split():
             ignored.append(flag)
     if ignored:
         raise ValueError(f"--replay shows a record without a model: leave out {', '.join(ignored)}")

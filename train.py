@@ -125,7 +125,7 @@ def build_parser() -> Parser:
         "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
         "The defaults below apply where neither sets a flag."
     )
-    parser = Parser(description=about)
+    parser = Parser(description=about, allow_abbrev=False)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
@@ -234,8 +234,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
     if arch == "llama" and args.bias:
         parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
     args = Namespace(**defaults | settings | ARCHS[arch] | typed)
-    name = Path(args.data).resolve().name if "data" in typed else args.preset
-    args.out = args.out or f"out/{name}"
+    source = args.data if "data" in typed else args.preset
+    args.out = args.out or f"out/{Path(source).name}"
     args.short_context = min(args.short_context or args.context_length, args.context_length)
     return args
 
@@ -636,11 +636,11 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
     # loop
     clock = Clock(run, started)
-    done = "this run was done before: " if run.share == 1 else ""
     if train(run, caught, clock):
-        process.print(f"{done}scoring {len(corpus.val):,} held-out tokens ..")
+        process.print(f"scoring {len(corpus.val):,} held-out tokens ..")
         # every held-out token once, after the last checkpoint was written
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
+        clock.warn_of_few_steps(run.step)
     else:
         process.print(
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
@@ -648,8 +648,6 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         )
     seconds = time.perf_counter() - began
     process.print(f"{plural(run.step, 'step')}, {seconds:.0f} s in all; checkpoint in {run.out}")
-    if run.share == 1:
-        clock.warn_of_few_steps(run.step)
     run.train_step = None  # NCCL waits for the end of a graph with its messages
     process.shut_down()
 

@@ -318,8 +318,8 @@ chatml   | ["messages"]                       | AttributeError
 chatml   | {"conversation": []}               | KeyError: 'messages'
 chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
 chatml   | {"messages": [{"role": "user"}]}   | template refuses
-chatml   | {"messages": [A]}                  | the assistant says nothing: .* here are user;
-chatml   | {"messages": [H, G]}               | wanted is its role, here are human, gpt;
+chatml   | {"messages": [A]}                  | the assistant says nothing: roles here are .'user'.;
+chatml   | {"messages": [H, G]}               | roles here are .'gpt', 'human'.;
 rewrites | {"messages": [A, B, A, B]}         | cannot mark the assistant's answers
 first    | {"messages": [A, B]}               | line 1: TokenizerError: the assistant says nothing
 fails    | {"messages": [A, B]}               | line 1: TokenizerError: no
@@ -395,19 +395,17 @@ def test_a_model_keeps_its_tokenizer(checkpoint, tmp_path):
 
 def test_a_corpus_that_is_replaced_is_named(checkpoint, tmp_path, capsys):
     """It was overwritten without a word. One of an older version does not know what it is of."""
-    names = "a.txt", "b.txt"
-    for name in names:
-        (tmp_path / name).write_text("note " * 20)
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    for path in a, b:
+        path.write_text("note " * 20)
     out = tmp_path / "out"
-    prepare("text", tmp_path / names[0], out, f"--init={checkpoint}", str(tmp_path / names[1]))
+    prepare("text", a, out, f"--init={checkpoint}", str(b))
     assert read_about(out)["init"] == str(checkpoint)
-    capsys.readouterr()
-    prepare("text", tmp_path / names[1], out)
-    both = f"{tmp_path / names[1]}, {tmp_path / names[0]}"
-    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {both}\n")
-    assert read_about(out)["init"] is None
+    assert "replaces" not in capsys.readouterr().out
+    prepare("text", b, out)
+    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {b}, {a}\n")
     (out / "meta.json").write_text('{"dtype": "int32"}')
-    prepare("text", tmp_path / names[0], out)
+    prepare("text", a, out)
     assert capsys.readouterr().out.endswith("it replaces the corpus of other texts\n")
 
 

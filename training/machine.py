@@ -37,7 +37,7 @@ from model import GPT, TORCH, Ops
 from tokenizer import load_tokenizer
 from training.corpus import Corpus
 from training.fast import training_ops
-from training.report import LAST_TOKENS, sample_prompt
+from training.report import SAMPLE_TOKENS, sample_prompt
 
 # operations a second of dense matrix products in bfloat16, by the GPU's name
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
@@ -394,6 +394,7 @@ def closing_seconds(run, step_seconds: float) -> float:
     # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
     # somewhat more with attention and norms.
     forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
-    # without a cache, each token of a sample takes a pass over those before it
-    sampled = LAST_TOKENS * (len(sample_prompt(run)) + LAST_TOKENS / 2)
+    # Without a cache, each token of a sample takes a pass over those before it; and to read the
+    # weights takes as long as to compute some 128 tokens.
+    sampled = SAMPLE_TOKENS * (len(sample_prompt(run)) + 128)
     return forward_seconds * (len(run.corpus.val) + sampled) + CLOSING_SECONDS

@@ -25,7 +25,6 @@ from safetensors import SafetensorError
 from common import MALFORMED, plural, write_atomically
 
 SAMPLE_TOKENS = 64
-LAST_TOKENS = 128  # of the one that ends a run
 TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
 
 # --------------------------------------------------------------------------------------------------
@@ -130,7 +129,7 @@ def report_result(run, nats: float, count: int):
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    text = generate_text(run, LAST_TOKENS)
+    text = generate_text(run, SAMPLE_TOKENS)
     print(f"a sample:\n{textwrap.indent(text, '    ')}")
     print(f"bits per byte: {bits:.3f}")
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}

@@ -50,8 +50,8 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
                 answer.pop()
             tokens[start : start + len(answer)] = answer
     if max(tokens) < 0:
-        roles = ", ".join({message["role"]: None for message in messages})
-        raise TokenizerError(f"the assistant says nothing: wanted is its role, here are {roles}")
+        roles = {message["role"] for message in messages}
+        raise TokenizerError(f"the assistant says nothing: roles here are {sorted(roles)}")
     return tokens
 
 

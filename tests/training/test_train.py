@@ -90,7 +90,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     train.main(flags)  # a finished run only reports again
     assert read_log(out) == expected
     printed = capsys.readouterr().out
-    assert "this run was done before: scoring 1,001" in printed  # it took 33 s without a word
+    assert "100% done" in printed and "scoring 1,001" in printed  # it took 33 s without a word
     assert "val loss:" in printed
 
 
