@@ -530,8 +530,8 @@ def open_out(args: Namespace) -> dict | None:
     is_base = args.init and Path(args.init).resolve() == out.resolve()
     if (out / "config.json").exists() and (is_base or not args.overwrite):
         sys.exit(
-            f"{out} holds a model: --out {out}-2 trains another one beside it, --resume continues "
-            f"it, --out {out} --overwrite deletes it and starts again"
+            f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
+            f"alone continues it, --overwrite --out {out} deletes it and starts again"
         )
     with exit_if_unwritable(out):
         out.mkdir(parents=True, exist_ok=True)

@@ -247,7 +247,7 @@ MISTAKES = {
     "--preset=gpt2-124M": "brings the whole model, and AdamW trains it: leave out --preset",
     "--matrix_lr=0.1 --momentum=0.9": "leave out --matrix_lr, --momentum",
     "--context_length=2305": "--context_length is larger than the model's own, 2304",
-    "--init=nowhere": "no model in nowhere: config.json is missing",
+    "--init=nowhere": "there is no directory nowhere",
     "--resume": "leave out --batch_size, --context_length",
     "--out=BASE/../base --overwrite": "holds a model",
 }
