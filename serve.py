@@ -207,7 +207,7 @@ def listen(args: Namespace) -> socket.socket:
             "another --port"
         )
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
-    if not (is_local or api_keys(args) or args.allow_remote):
+    if not (api_keys(args) or is_local or args.allow_remote):
         sys.exit(
             f"--host {args.host} opens the model to other machines without a password: set "
             f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"

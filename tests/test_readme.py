@@ -7,11 +7,14 @@ import pty
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from browser import save_random_model
+from planting import copy_repo
 
 import bench
 import serve
@@ -228,6 +231,25 @@ def test_limits_are_those_of_the_code():
     assert len(flags) == 6
     for name, value in flags:
         assert defaults[name.replace("-", "_")] == float(value)
+
+
+@pytest.mark.slow
+def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
+    """The first was refused after Quick start, or its model took the default model's place."""
+    repo = copy_repo(tmp_path / "repo")
+    save_random_model(repo / "smollm2", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    save_random_model(repo / "out/stdlib")
+    section = README.partition("### Your own model\n")[2].partition("\n#")[0]
+    commands = re.findall(r"^    (python .*?)(?: +#.*)?$", section, re.MULTILINE)
+    assert len(commands) == 6
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        command = re.sub(r"train.py(.*?)(?: --minutes \d+)?$", r"train.py\1 --steps 2", command)
+        how = {"shell": True, "cwd": repo, "env": os.environ | path, "input": ""}
+        done = subprocess.run(command, **how, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    names = {path.name for path in (repo / "out").iterdir()}
+    assert names == {"stdlib", "text", "finetuned"}
 
 
 # --------------------------------------------------------------------------------------------------
