@@ -65,8 +65,8 @@ def missing_file(path: Path) -> str:
     fetch = "`hf download OWNER/NAME --local-dir DIR`"
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
         return (
-            f"GGUF is llama.cpp's: serve {folder} with its llama-server, or fetch the model's own "
-            f"directory, with safetensors files: {fetch}"
+            f"GGUF is llama.cpp's: `llama-server -m {folder}` serves it; here, fetch the model's "
+            f"own directory, with safetensors files: {fetch}"
         )
     if (folder / "adapter_config.json").exists():
         return (

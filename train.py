@@ -4,6 +4,7 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
     python train.py                              # the Python standard library, 2 min 15 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
+    python train.py --data text                  # your texts, by data/text/prepare.py -> out/text
     python train.py --init smollm2 --data chat   # train further a model that exists
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
     python train.py --compare out/stdlib out/b   # their losses in one picture

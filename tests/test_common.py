@@ -55,9 +55,9 @@ txet -> there is no directory txet; models here are out/a, out/b: -> hf download
 /nowhere/x -> there is no directory /nowhere/x; models here are out/a, out/b:
 Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local-dir DIR`
 https://huggingface.co/Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local
-x.gguf -> GGUF is llama.cpp's: serve x.gguf with -> `hf download OWNER/NAME --local-dir DIR`
-weights -> GGUF is llama.cpp's: serve weights -> llama-server
-weights/x-q4.gguf -> GGUF is llama.cpp's: serve weights/x-q4.gguf -> llama-server
+x.gguf -> GGUF is llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
+weights -> GGUF is llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
+weights/x-q4.gguf -> GGUF is llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves it
 lora -> an adapter is in lora, without its model -> merge_and_unload
 out/a/m.safe -> a file is at out/a/m.safe, -> name out/a,
 old/ckpt.pt -> a file is at old/ckpt.pt, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
