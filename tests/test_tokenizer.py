@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, random_texts, save
 from tokenizers import AddedToken
 
+from common import write_json
 from tokenizer import (
     TextStream,
     Tokenizer,
@@ -341,7 +342,8 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
     assert load_tokenizer(tmp_path).encode("<image>", allow_special=True) == [700]
 
 
-# a model's rows, the tokens of its tokenizer, whether it is refused: real ones, then mistakes
+# a model's rows, the tokens of its tokenizer, perhaps the model's end of text, whether it is
+# refused: real ones, then mistakes
 ROWS = """
 GPT-2 50257 50257
 nanoGPT's 50304 50257
@@ -350,10 +352,12 @@ Qwen2.5-0.5B 151936 151665
 Qwen2.5-14B 152064 151665
 DeepSeek-Coder 32256 32022
 DeepSeek-LLM 102400 100015
+GPT-2-with-its-end 50304 50257 50256
 tiny 127 64
 tiny-and-a-row-more 128 64 refused
 the-default-model's-beside-SmolLM2 49152 4096 refused
 cut 4096 300 refused
+SmolLM2's-beside-GPT-2 50257 49152 50256 refused
 GPT-2's-beside-Qwen 151936 50257 refused
 Qwen's-beside-GPT-2 50257 151665 refused
 """
@@ -362,8 +366,10 @@ Qwen's-beside-GPT-2 50257 151665 refused
 @pytest.mark.parametrize("row", ROWS.strip().splitlines())
 def test_a_tokenizer_of_fewer_tokens_than_padding_explains_is_refused(row, tmp_path):
     """The rows of a wrong one were answered as empty text, and the rest as noise."""
-    _, rows, tokens, *refused = row.split()
-    (tmp_path / "config.json").write_text(f'{{"vocab_size": {rows}}}')
+    _, rows, tokens, *end = row.removesuffix(" refused").split()
+    refused = row.endswith(" refused")
+    ends = {"vocab_size": int(rows), "eos_token_id": [0, *map(int, end)]}
+    write_json(tmp_path / "config.json", {"text_config": ends})
     tokenizer = Mock(vocab_size=int(tokens), eos_token_id=0)
     tokenizer.backend.get_vocab.return_value = {"last": int(tokens) - 1}
     says = f"it has {tokens} tokens, .* the model has {rows}: .* copy the model's own"
