@@ -63,7 +63,6 @@ from training.machine import (
     start_compiler,
 )
 from training.report import (
-    SAMPLE_TOKENS,
     compare,
     exit_if_unwritable,
     generate_text,
@@ -466,7 +465,7 @@ class Run:
             self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
         )
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        text = generate_text(self, SAMPLE_TOKENS)
+        text = generate_text(self)
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
             f"a token; a sample:\n{textwrap.indent(text, '    ')}"
@@ -534,8 +533,6 @@ def open_out(args: Namespace) -> dict | None:
             f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
             f"alone continues it, --overwrite --out {out} deletes it and starts again"
         )
-    with exit_if_unwritable(out):
-        out.mkdir(parents=True, exist_ok=True)
     return None
 
 

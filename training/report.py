@@ -4,7 +4,7 @@ good the model is, or why it cannot go on. Of several runs: their curves in one 
 
     print(introduce(run))
     print_progress(run, loss, step_seconds)         # after some steps
-    generate_text(run, length=64)
+    generate_text(run)
     report_result(run, nats, count)
     compare(["out/a", "out/b"])                     # -> compare.png
 """
@@ -89,9 +89,9 @@ def sample_prompt(run) -> list[int]:
     return question or tokenizer.bos or [tokenizer.eos_token_id or 0]
 
 
-def generate_text(run, length: int) -> str:
+def generate_text(run) -> str:
     """
-    A sample: at most `length` tokens, or until the model ends the text. A question stands before.
+    A sample: at most SAMPLE_TOKENS, or until the model ends the text. A question stands before it.
     """
     device = run.process.device
     prompt = sample_prompt(run)
@@ -103,7 +103,8 @@ def generate_text(run, length: int) -> str:
 
     run.model.eval()
     with run.process.autocast(), run.process.uncompiled():
-        [row] = run.model.generate(torch.tensor([prompt], device=device), length, choose).tolist()
+        tokens = torch.tensor([prompt], device=device)
+        [row] = run.model.generate(tokens, SAMPLE_TOKENS, choose).tolist()
     run.model.train()
     ends = run.model.config.eos_token_ids
     answer = takewhile(lambda token: token not in ends, row[len(prompt) :])
@@ -129,7 +130,7 @@ def report_result(run, nats: float, count: int):
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    text = generate_text(run, SAMPLE_TOKENS)
+    text = generate_text(run)
     print(f"a sample:\n{textwrap.indent(text, '    ')}")
     print(f"bits per byte: {bits:.3f}")
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
@@ -178,7 +179,7 @@ def draw(curves: dict[str, list[tuple]], path: Path):
 
 
 @contextmanager
-def exit_if_unwritable(out: Path):
+def exit_if_unwritable(out: Path | str):
     """Exits with a message where a file cannot be written, as on a full disk."""
     try:
         yield
@@ -192,10 +193,12 @@ def exit_if_unwritable(out: Path):
 @contextmanager
 def only_run_in(out: str):
     """
-    Holds a lock on the directory until the body, or the process, ends. Exits with a message where
-    another run holds it: they would write over each other's checkpoints. Without such locks, as on
-    some network file systems, the run goes on.
+    Makes the directory, and holds a lock on it until the body, or the process, ends. Exits with a
+    message where another run holds it: they would write over each other's checkpoints. Without such
+    locks, as on some network file systems, the run goes on. A run that was refused leaves none.
     """
+    with exit_if_unwritable(out):
+        os.makedirs(out, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
         if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the one that writes
@@ -209,4 +212,4 @@ def only_run_in(out: str):
     finally:
         os.close(lock)
         with suppress(OSError):
-            os.rmdir(out)  # empty, if the run was refused
+            os.rmdir(out)  # only if it is empty

@@ -503,22 +503,22 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
 
     def generate(prompts, length, choose):
         assert prompts.tolist() == [prompt]
-        assert length == 8
+        assert length == report.SAMPLE_TOKENS
         drawn.append(choose(logits, 0).double())
         return torch.tensor([prompt + line + end + line])
 
     monkeypatch.setattr(run.model, "generate", generate)
     prompt = end
     for run.args.seed in (1, 2, 1):
-        assert report.generate_text(run, 8) == "x = 1\n"
+        assert report.generate_text(run) == "x = 1\n"
     first, other, again = drawn
     prompt = run.corpus.tokenizer.bos = [7]
-    assert report.generate_text(run, 8) == "x = 1\n"
+    assert report.generate_text(run) == "x = 1\n"
     prompt = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
     run.corpus.val = ~np.array(prompt * 2)
     run.corpus.val[len(prompt) :] = 5
     shown = run.corpus.tokenizer.decode([*prompt, *line])
-    assert report.generate_text(run, 8) == shown
+    assert report.generate_text(run) == shown
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
     assert torch.equal(first, again)
