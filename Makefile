@@ -4,9 +4,11 @@
 # make test-slow  the large volumes: a million steps, planted bugs, many kills, a minute of traces, real clients
 #                 (in .venv-clients), real models (in ~/.cache/pagedgpt)
 # make test-all   make test, then make test-slow
+# make clean      delete what is made again without loss: environments, caches, the corpora that train.py makes
+# make clean-models  list models (out/) and README's record (run.jsonl), ask, delete
 #
-# PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch:
-#   make run PIP_OPTIONS="--extra-index-url <the index of the CPU wheels>"
+# PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch, 200 MB instead of 3 GB:
+#   make run PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
 # VENV is the folder of the environment: make test VENV=.venv-3.13 PYTHON=python3.13
 
 PYTHON ?= python3
@@ -19,10 +21,18 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --di
 NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkpoint.py tests/test_families.py \
 	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py
 MODEL := out/stdlib
+CPU_BUILD := --extra-index-url https://download.pytorch.org/whl/cpu
+# an installation that was interrupted: packages that pip takes for whole may be half there
+AGAIN = $(wildcard $(VENV)/installing)
+# on a terminal with its progress (stdout is the substitution's)
+PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 2 || echo --quiet) \
+	$(if $(AGAIN),--force-reinstall) $(PIP_OPTIONS)
+CORPORA := $(foreach name,stdlib stdlib_gpt2 shakespeare_char shakespeare_char_gpt2, $(addprefix data/$(name)/, \
+	train.bin val.bin meta.json tokenizer.json tokenizer_config.json))
 
-.PHONY: run test tests test-avx2 test-slow test-all lint clean
+.PHONY: run test tests test-avx2 test-slow test-all lint same-python clean clean-models
 
-run: $(VENV)/ready $(MODEL)/loss.png
+run: same-python $(VENV)/ready $(MODEL)/loss.png
 	$(BIN)/python serve.py --model $(MODEL)
 
 test: lint
@@ -38,7 +48,7 @@ test-slow: $(VENV)/tests-ready
 
 test-all: test test-slow
 
-lint: $(VENV)/tests-ready
+lint: same-python $(VENV)/tests-ready
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 
@@ -49,15 +59,38 @@ $(MODEL)/loss.png: | $(VENV)/ready
 
 $(VENV)/ready: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
-	@echo "installing requirements.txt into $(VENV): a minute or more, without a word"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements.txt
+	@echo "installing requirements.txt into $(VENV)$(if $(PIP_OPTIONS),,: 3 GB with torch for CUDA, some minutes)" \
+		"(if nothing moves, pip does not reach its index: Ctrl-C, and name another in PIP_OPTIONS)"
+	@$(if $(PIP_OPTIONS),true,nvidia-smi -L > /dev/null 2>&1) || echo "no NVIDIA GPU is seen here: torch's build for \
+	CPUs is 200 MB. To get it instead: Ctrl-C, then make run PIP_OPTIONS='$(CPU_BUILD)'"
+	@mkdir -p $(VENV) && touch $(VENV)/installing
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(if $(AGAIN),--clear) $(VENV)
+	@touch $(VENV)/installing
+	@$(PIP) -r requirements.txt || { echo "pip failed, see above: is the index of packages reached, is the disk full? \
+	make run goes on from there"; exit 1; }
+	@rm $(VENV)/installing
 	@touch $@
+
+# PYTHON makes an environment; one that is there keeps its own
+same-python:
+	@test -z "$(filter command,$(origin PYTHON))" -o ! -e $(VENV)/ready || \
+		test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" || { echo "$(VENV) has $$($(BIN)/python -V), PYTHON is \
+	$$($(PYTHON) -V): name another VENV, or make clean first"; exit 1; }
 
 $(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
 	@echo "installing requirements-test.txt into $(VENV)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r requirements-test.txt
+	@touch $(VENV)/installing
+	@$(PIP) -r requirements-test.txt
+	@rm $(VENV)/installing
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv .venv-clients .venv-ordinary out data/*/*.bin data/*/*.json
+	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis .carry
+	find . -path "./.*" -prune -o -name __pycache__ -prune -exec rm -rf {} +
+	rm -f $(CORPORA) compare.png out/replay.png out/page.html
+	@echo "kept: models in out/ (make clean-models), corpora of your own files in data/"
+
+clean-models:
+	@found=$$(ls -d out/* run.jsonl 2> /dev/null); test "$$found" || { echo "no models here"; exit 0; }; \
+	du -sh $$found; printf "delete these for good? [y/N] "; read answer || true; \
+	if [ "$$answer" = y ]; then rm -rf out run.jsonl; else echo "kept"; fi

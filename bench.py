@@ -34,7 +34,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain, count, pairwise, product
@@ -405,21 +405,35 @@ def hugging_face(gpt: GPT) -> Callable:
 
 
 def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
-    """llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py."""
+    """
+    llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py. Raises ValueError with its
+    last words where it ends.
+    """
+    log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as it is asked
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
         write_gguf(gpt, path, format)
         command = [python, "assets/llama.py", path, str(torch.get_num_threads())]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
         process = subprocess.Popen(command, text=True, **pipes)
-        if not process.stdout.readline():  # else it has opened the file
-            raise ValueError(f"--llama {python} did not start: see above")
+        read_line(process, log)  # it has opened the file
 
     def ask(*request):
-        print(json.dumps(request), file=process.stdin, flush=True)
-        return json.loads(process.stdout.readline())
+        with suppress(BrokenPipeError):
+            print(json.dumps(request), file=process.stdin, flush=True)
+        return json.loads(read_line(process, log))
 
     return ask
+
+
+def read_line(process: subprocess.Popen, log) -> str:
+    """Its next line. Raises ValueError with the end of its log where it ends instead."""
+    if line := process.stdout.readline():
+        return line
+    status = process.wait()
+    log.seek(0)
+    words = log.read().decode(errors="replace").strip()[-1000:]
+    raise ValueError(f"{process.args[0]} ended with status {status}; its last words: {words}")
 
 
 def write_gguf(gpt: GPT, path: str, format: str):

@@ -17,6 +17,7 @@ import difflib
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,12 +60,41 @@ def read_json(path: Path) -> dict:
 
 
 def missing_file(path: Path) -> str:
-    """The message for a model's directory that lacks a file: how to come by a model."""
+    """The message for a model's directory that lacks a file: what is there, and the next step."""
+    folder = path.parent
+    fetch = "`hf download OWNER/NAME --local-dir DIR`"
+    if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
+        return (
+            f"GGUF is llama.cpp's: `llama-server -m {folder}` serves it; here, fetch the model's "
+            f"own directory, with safetensors files: {fetch}"
+        )
+    if (folder / "adapter_config.json").exists():
+        return (
+            f"an adapter is in {folder}, without its model: merge both with peft "
+            "(merge_and_unload, then save_pretrained(NEW)) and name NEW"
+        )
+    if folder.is_file():
+        return (
+            f"a file is at {folder}, and a model is a folder: name {folder.parent}, or make one of "
+            f"nanoGPT's ckpt.pt: `python examples/from_nanogpt.py {folder} DIR`"
+        )
+    hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?((?!out/)[\w.-]+/[\w.-]+)", str(folder))
+    if hub and not folder.parent.exists():
+        return (
+            f"the Hugging Face Hub may have {hub[1]}, but nothing is fetched here: `hf download "
+            f"{hub[1]} --local-dir DIR` (of the package huggingface_hub), then name DIR"
+        )
+    if not folder.exists():
+        there = sorted(str(config.parent) for config in Path().glob("out/*/config.json"))
+        return (
+            f"there is no directory {folder}; models here are {', '.join(there) or 'none'}: `make "
+            f"run` trains one, {fetch} fetches one"
+        )
     return (
-        f"no model in {path.parent}: {path.name} is missing. A model is a folder with config.json, "
-        "tokenizer.json and safetensors files. `make run` trains one and serves it; `hf download "
-        "OWNER/NAME --local-dir DIR` fetches one of the Hugging Face Hub, and `--model DIR` serves "
-        "it; one in older files is written anew by transformers (save_pretrained(NEW))"
+        f"no model in {folder}: {path.name} is missing. A model is a folder with config.json, "
+        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one of the "
+        "Hugging Face Hub; one in older files is written anew by transformers "
+        "(save_pretrained(NEW))"
     )
 
 
@@ -96,9 +126,10 @@ def say(line: str, file=None):
         print(line, file=file or sys.stderr, flush=True)
 
 
-def plural(count: int, noun: str) -> str:
-    """A count with its noun: "1 block", "6,400 blocks"."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+def plural(count: float, noun: str) -> str:
+    """A count with its noun: "1 block", "6,400 blocks", "2.25 minutes"."""
+    number = f"{count:,}".removesuffix(".0")
+    return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
@@ -161,6 +192,46 @@ def collect_garbage_rarely():
     gc.set_threshold(COLLECT_AFTER)
 
 
+# Flags of ours, and what nanoGPT, transformers, vLLM, SGLang or llama.cpp call them.
+FOREIGN = """\
+--accumulate: gradient-accumulation-steps
+--attention: attention-backend fa flash-attn
+--batch_size: device-batch-size per-device-train-batch-size
+--chat: cnv conversation i interactive
+--clip: grad-clip max-grad-norm
+--context_length: block-size max-seq-len seq-len
+--data: dataset
+--deterministic: enable-deterministic-inference
+--device: gpu-layers n-gpu-layers ngl
+--drain-seconds: shutdown-timeout
+--eval_every: eval-interval eval-steps
+--eval_tokens: eval-iters
+--init: init-from model model-name-or-path
+--kv-blocks: gpu-memory-utilization mem-fraction-static num-gpu-blocks-override
+--log-requests: enable-log-requests
+--matrix_decay and --vector_decay: weight-decay
+--matrix_lr and --vector_lr: learning-rate lr
+--max-model-len: c context-length ctx-size n-ctx
+--max-num-seqs: max-running-requests np parallel
+--max-tokens: max-new-tokens n n-predict predict
+--model: m model-path out-dir
+--n_layer: depth num-layers
+--no-access-log: disable-log-requests disable-uvicorn-access-log
+--no-graphs: disable-cuda-graph enforce-eager
+--no-prefix-cache: disable-radix-cache no-enable-prefix-caching
+--out: out-dir output-dir
+--policy: schedule-policy scheduling-policy
+--prompt: p start
+--quantize: quantization
+--resume: resume-from-checkpoint
+--served-model-name: a alias
+--speculate: speculative-config
+--steps: lr-decay-iters max-iters max-steps num-iterations
+--temperature: temp
+--token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
+--warmup: warmup-iters warmup-steps"""
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses what is wrong in one line; argparse would print the usage of all flags before it."""
 
@@ -169,11 +240,20 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
             for word in unknown:
-                flag = word.partition("=")[0]
-                for match in difflib.get_close_matches(flag, self._option_string_actions, 1):
-                    message += f"; did you mean {match}?"
+                message += self.hint(word.partition("=")[0]) if word.startswith("-") else ""
             self.error(message)
         return parsed, unknown
+
+    def hint(self, flag: str) -> str:
+        """What a flag that is unknown is called here, "" where nothing is like it."""
+        flags = {name.replace("_", "-"): name for name in self._option_string_actions}
+        name = flag.replace("_", "-")
+        for row in FOREIGN.splitlines():
+            ours, names = row.split(": ")
+            if name.lstrip("-") in names.split() and ours.split()[0] in flags.values():
+                return f"; {flag} is {ours} here"
+        similar = difflib.get_close_matches(name, flags, 1, cutoff=0.8)
+        return f"; did you mean {flags[similar[0]]}?" if similar else ""
 
     def error(self, message: str):
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the flags\n")

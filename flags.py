@@ -23,9 +23,10 @@ KEY_VARIABLE = "PAGEDGPT_API_KEY"
 TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 # flags of a site without a model
-REPLAY_FLAGS = {"--replay", "--host", "--port", "--api-key-file", "--api-key", "--allow-remote"}
-REPLAY_FLAGS |= {"--allowed-hosts", "--allowed-origins", "--no-access-log", "--max-body-mib"}
-REPLAY_FLAGS |= {"--max-connections", "--client-seconds"}
+REPLAY_FLAGS = "--replay --host --port --api-key-file --api-key --allow-remote --allowed-hosts "
+REPLAY_FLAGS += (
+    "--allowed-origins --no-access-log --max-body-mib --max-connections --client-seconds"
+)
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -34,13 +35,18 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     `sampling_note`, the line to print of them. Exits with a message about what is wrong.
     """
     about = "Serve a model over HTTP, or talk to it at the terminal."
-    parser = Parser(description=about)
+    parser = Parser(description=about, allow_abbrev=False)
+    parser.add_argument("directory", nargs="?", metavar="DIR", help="the same as --model DIR")
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
     add_http_flags(parser.add_argument_group("HTTP"))
     add_limits(partial(add_flag, parser.add_argument_group("limits of HTTP clients")))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
+    directory = vars(args).pop("directory")
+    if directory and args.model != parser.get_default("model"):
+        parser.error(f"{directory} and --model {args.model}: name one of them")
+    args.model = directory or args.model
     args.sampling, args.sampling_note = {}, ""
     try:
         if args.replay is None:
@@ -57,10 +63,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
     """Raises ValueError for flags without a meaning under --replay, such as those of the model."""
     ignored = []
-    for action in parser._actions:
-        flag = action.option_strings[-1]
+    for flag, action in parser._option_string_actions.items():
         is_set = action.dest != "help" and getattr(args, action.dest) != action.default
-        if is_set and flag not in REPLAY_FLAGS:
+        if is_set and flag not in REPLAY_FLAGS.split():
             ignored.append(flag)
     if ignored:
         raise ValueError(f"--replay shows a record without a model: leave out {', '.join(ignored)}")
@@ -81,7 +86,7 @@ def add_model_flags(add):
         "directory of a model: of train.py, or downloaded from the Hugging Face Hub",
         "out/stdlib",
     )
-    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one")
+    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
     add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
     add(
@@ -105,6 +110,13 @@ def add_model_flags(add):
         metavar="FILE",
     )
     add("--replay", "show the page with this record, without a model", metavar="FILE")
+
+
+def device(text: str) -> str:
+    """The type, for argparse, of --device."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"invalid choice: {text!r}, wanted cpu, cuda or cuda:1")
+    return text
 
 
 def template_variables(text: str) -> dict:

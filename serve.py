@@ -17,6 +17,11 @@ and the flags in flags.py. The terminal, which has its engine in its own process
 packages, is in server/terminal.py.
 """
 
+if __name__ == "__main__":  # before all else takes its time
+    from common import end_with_one_line
+
+    end_with_one_line()
+
 import asyncio
 import ipaddress
 import multiprocessing
@@ -33,14 +38,10 @@ from common import (
     SPINS_SERVING,
     announce,
     collect_garbage_rarely,
-    end_with_one_line,
     last_words,
+    plural,
     say,
 )
-
-if __name__ == "__main__":
-    end_with_one_line()
-
 from engine.events import open_record, record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
 
@@ -64,9 +65,11 @@ def build_engine(args: Namespace):
     from engine.sizing import machine_name, packed_if_it_fits
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
+    count = torch.cuda.device_count()
+    if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
         raise ValueError(
-            f"--device {device}: torch sees no GPU here; leave the flag out to serve on the CPU"
+            f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; name "
+            "another, or leave the flag out"
         )
     settings = engine_settings(args)
     dtype = serving_dtype(args.dtype, device)
@@ -146,8 +149,14 @@ def api_keys(args: Namespace) -> list[str]:
     --api-key or of the environment. Raises ValueError or OSError.
     """
     if args.api_key_file is not None:
-        with open(args.api_key_file, encoding="utf-8-sig") as f:
-            keys = [line.strip() for line in f if line.strip()]
+        try:
+            with open(args.api_key_file, encoding="utf-8-sig") as f:
+                keys = [line.strip() for line in f if line.strip()]
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"--api-key-file {args.api_key_file} cannot be read ({error}): name a file with "
+                "a key in each line"
+            ) from None
         if not keys:
             raise ValueError(
                 f"--api-key-file {args.api_key_file} has no key in it: write one a line"
@@ -198,7 +207,7 @@ def listen(args: Namespace) -> socket.socket:
             "another --port"
         )
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
-    if not (is_local or api_keys(args) or args.allow_remote):
+    if not (api_keys(args) or is_local or args.allow_remote):
         sys.exit(
             f"--host {args.host} opens the model to other machines without a password: set "
             f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"

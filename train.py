@@ -4,6 +4,7 @@ Train a small GPT and leave a checkpoint directory that serve.py, transformers a
     python train.py                              # the Python standard library, 2 min 15 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
+    python train.py --data text                  # your texts, by data/text/prepare.py -> out/text
     python train.py --init smollm2 --data chat   # train further a model that exists
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
     python train.py --compare out/stdlib out/b   # their losses in one picture
@@ -30,6 +31,7 @@ from common import (
     announce,
     at_least,
     end_with_one_line,
+    plural,
     positive,
 )
 
@@ -46,8 +48,8 @@ from checkpoint import COMPANIONS, copy_companions, empty_model, load_config, sa
 from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
-from tokenizer import Tokenizer, load_tokenizer
-from training.corpus import Corpus, batch_rows, count_windows, load_corpus
+from tokenizer import Tokenizer
+from training.corpus import Corpus, batch_rows, count_windows, load_corpus, read_about
 from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
@@ -61,10 +63,9 @@ from training.machine import (
     start_compiler,
 )
 from training.report import (
-    SAMPLE_TOKENS,
     compare,
     exit_if_unwritable,
-    generate_texts,
+    generate_text,
     introduce,
     only_run_in,
     print_progress,
@@ -130,9 +131,10 @@ def build_parser() -> Parser:
     flag = partial(add_flag, parser)
     flag("--preset", "a corpus, and model and recipe for the device", "stdlib", choices=PRESETS)
     flag("--init", "directory of a model to train further, all its weights; replaces a preset")
-    flag("--out", "directory of the checkpoint; default: out/PRESET, with --init out/finetuned")
+    about = "directory of the checkpoint; default: out/DATA, out/PRESET, with --init out/finetuned"
+    flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
-    flag("--overwrite", "start again in an --out that holds a checkpoint, deleting it", False)
+    flag("--overwrite", "start again in the --out named, deleting the checkpoint there", False)
     flag(
         "--compare", "only draw the losses of these runs, in compare.png", nargs="+", metavar="DIR"
     )
@@ -171,7 +173,8 @@ def build_parser() -> Parser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
-    flag("--minutes", "time of a run without --steps, once the corpus is made", 2.25)
+    about = "time of a run without --steps, once the corpus is made"
+    flag("--minutes", about, 2.25, at_least(0.01, float))
     about = "optimizer steps, nanoGPT's max_iters; default: as many as there is time for"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
@@ -210,6 +213,14 @@ def parse_args(argv: list[str] | None) -> Namespace:
         fixed = typed.keys() - RESUMABLE
     if fixed:
         parser.error(f"{reason}: leave out {', '.join(f'--{name}' for name in sorted(fixed))}")
+    if "overwrite" in typed and "out" not in typed:
+        parser.error("--overwrite deletes a model: name its directory with --out DIR")
+    base = read_about(args.data).get("init")
+    if base and not (args.init or args.resume or typed.keys() & OF_A_MODEL):
+        parser.error(
+            f"--data {args.data} has the tokens of {base}: did you mean --init {base}? For a new "
+            "model in these tokens name a flag of the model, such as --n_layer 4"
+        )
     presets = PRESETS[args.preset]
     settings = presets.get(pick_device(args.device).type, presets["cpu"])
     if args.init:
@@ -223,7 +234,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
     if arch == "llama" and args.bias:
         parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
     args = Namespace(**defaults | settings | ARCHS[arch] | typed)
-    args.out = args.out or f"out/{args.preset}"
+    source = args.data if "data" in typed else args.preset
+    args.out = args.out or f"out/{Path(source).name}"
     args.short_context = min(args.short_context or args.context_length, args.context_length)
     return args
 
@@ -453,7 +465,7 @@ class Run:
             self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
         )
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        (text,) = generate_texts(self, 1, SAMPLE_TOKENS)
+        text = generate_text(self)
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
             f"a token; a sample:\n{textwrap.indent(text, '    ')}"
@@ -471,6 +483,7 @@ class Run:
                 "share": self.share,
                 "args": vars(self.args),
                 "log": self.log,
+                "corpus": self.corpus.digest,
                 "model": self.model.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             }
@@ -485,12 +498,7 @@ class Run:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
-        """Go on from what `save` wrote. Raises ValueError if the corpus has other tokens now."""
-        vocabulary = load_tokenizer(self.out).backend.get_vocab()
-        if vocabulary != self.corpus.tokenizer.backend.get_vocab():
-            raise ValueError(
-                f"--data {self.args.data} has other tokens than {self.out}: make it as it was"
-            )
+        """Go on from what `save` wrote."""
         self.model.load_state_dict(state.pop("model"))  # no second copy stays in memory
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # the settings are this run's: a GPU's differ from a CPU's
@@ -522,11 +530,9 @@ def open_out(args: Namespace) -> dict | None:
     is_base = args.init and Path(args.init).resolve() == out.resolve()
     if (out / "config.json").exists() and (is_base or not args.overwrite):
         sys.exit(
-            f"{out} holds a model: --resume continues it, --overwrite starts again, --out names "
-            "another directory"
+            f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
+            f"alone continues it, --overwrite --out {out} deletes it and starts again"
         )
-    with exit_if_unwritable(out):
-        out.mkdir(parents=True, exist_ok=True)
     return None
 
 
@@ -549,15 +555,14 @@ def delete_checkpoint(out: Path):
             path.unlink()
 
 
-def train(run: Run, caught: list[int], started: float) -> bool:
+def train(run: Run, caught: list[int], clock: Clock) -> bool:
     """
     Step until the run is done (True) or a signal was caught (False), and save. Without --steps the
-    clock decides how much is done, counted from `started` (time.perf_counter()): the learning rate
-    follows it, so the run ends in time and well, also where something else slows the machine down.
+    clock decides how much is done: the learning rate follows it, so the run ends in time and well,
+    also where something else slows the machine down.
     """
     args = run.args
     process = run.process
-    clock = Clock(run, started)
     stride = STRIDES[process.device.type]
     pending = []
     stop = 0.0
@@ -607,6 +612,11 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
                 f"--batch_size {args.batch_size} does not divide into {parts} parts, processes "
                 "times --accumulate: take a multiple"
             )
+        if state and state.get("corpus", corpus.digest) != corpus.digest:
+            sys.exit(
+                f"the corpus has changed since: --data {args.data} has other tokens than "
+                f"{args.out}: make it as it was, or begin a new run with another --out"
+            )
         run = Run(args, corpus, process)
         if state:
             run.load(state)
@@ -623,15 +633,19 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
     process.print(introduce(run))
 
     # loop
-    if train(run, caught, started):
+    clock = Clock(run, started)
+    if train(run, caught, clock):
+        process.print(f"scoring {len(corpus.val):,} held-out tokens ..")
         # every held-out token once, after the last checkpoint was written
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
+        clock.warn_of_few_steps(run.step)
     else:
         process.print(
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
             "continues"
         )
-    process.print(f"{time.perf_counter() - began:.0f} s in all; checkpoint in {run.out}")
+    seconds = time.perf_counter() - began
+    process.print(f"{plural(run.step, 'step')}, {seconds:.0f} s in all; checkpoint in {run.out}")
     run.train_step = None  # NCCL waits for the end of a graph with its messages
     process.shut_down()
 

@@ -403,6 +403,8 @@ def show(number, before):
 def main():
     numbers = [str(number) for number in range(11)]
     chosen = sys.argv[1:] or numbers
+    if chosen[0] in ("-h", "--help"):
+        return print(__doc__)
     if not set(chosen) <= set(numbers):
         sys.exit(f"{' '.join(chosen)}: wanted a stage, 0 to 10, or nothing for all of them")
     torch.set_num_threads(1)  # the tensors are tiny

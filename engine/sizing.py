@@ -109,9 +109,9 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
         name = str(served).removeprefix("torch.")
         raise ValueError(
             f"the model does not fit: its weights in {name} take {weights / 2**20:,.0f} MiB and "
-            f"the smallest KV pool {pool / 2**20:,.0f}, {device} has {free / 2**20:,.0f} free: end "
-            "other programs, lower --kv-blocks or --max-model-len, or choose --dtype bf16, on a "
-            "CPU --quantize int8, or a smaller model"
+            f"{plural(num_blocks, 'KV block')} {pool / 2**20:,.0f} MiB, {device} has "
+            f"{free / 2**20:,.0f} MiB free: end other programs, lower --kv-blocks or "
+            "--max-model-len, or choose --dtype bf16, on a CPU --quantize int8, or a smaller model"
         )
     return packed
 

@@ -7,7 +7,11 @@ likeliest next tokens, as any request may. Shown here, not served; from Python, 
     answers = beam_search(engine, prompt_tokens, width=4, max_tokens=32)
 """
 
+import sys
 from dataclasses import replace
+
+if __name__ == "__main__":
+    sys.exit("a library, with its use in its first lines; examples/post.py is a command")
 
 from common import plural
 from engine.engine import Engine

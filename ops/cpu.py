@@ -95,7 +95,7 @@ def library(compiler: list[str]) -> Path:
             raise ValueError(
                 f"the C compiler failed ({shlex.join(compiler)}, exit status {result.returncode}): "
                 "mend it, let CC name another, or choose --attention torch. Its words:\n"
-                + words[:2000]
+                + (words[:2000] or "(none: is it a compiler?)")
             )
         new.rename(path)  # another process may have done so: they are the same
     return path

@@ -194,6 +194,17 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
     assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
 
+DEATHS = {"echo no AMX >&2; kill -ILL $$": -4, "echo ready; read line; echo no AMX >&2; exit 3": 3}
+
+
+@pytest.mark.parametrize("script", DEATHS)
+def test_the_last_words_of_llama_cpp_are_shown(script, llama, toy, monkeypatch):
+    """They were "Expecting value: line 1 column 1 (char 0)"."""
+    llama.write_text(f"#!/bin/sh\n{script}")
+    with pytest.raises(SystemExit, match=f"ended with status {DEATHS[script]}; .*: no AMX$"):
+        run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
+
+
 @pytest.mark.slow
 def test_llama_cpp_gives_the_same_answers(llama, monkeypatch, capsys):
     """Would catch answers that are not told apart."""

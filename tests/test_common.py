@@ -46,12 +46,42 @@ def test_a_file_is_for_those_who_may_read_a_new_one(tmp_path):
     assert path.stat().st_mode == new.stat().st_mode
 
 
-def test_a_missing_model_gets_the_commands_that_make_one():
-    """vLLM fetches a model of the hub; here `--model Qwen/Qwen3-0.6B` was advised to train it."""
-    message = common.missing_file(Path("Qwen/Qwen3-0.6B/config.json"))
-    assert message.startswith("no model in Qwen/Qwen3-0.6B: config.json is missing. ")
-    for way in "`make run`", "`hf download OWNER/NAME --local-dir DIR`", "save_pretrained(NEW)":
-        assert way in message
+# files that are there; then what was named, the message's first clause, the next step
+MODELS = "out/a/config.json out/b/config.json mine/config.json empty/notes.txt "
+MODELS += "weights/x-q4.gguf lora/adapter_config.json lora/tokenizer.json old/ckpt.pt out/a/m.safe"
+NAMED = """
+out/txet -> there is no directory out/txet; models here are out/a, out/b: -> `make run`
+txet -> there is no directory txet; models here are out/a, out/b: -> hf download
+/nowhere/x -> there is no directory /nowhere/x; models here are out/a, out/b:
+Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local-dir DIR`
+https://huggingface.co/Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local
+x.gguf -> GGUF is llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
+weights -> GGUF is llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
+weights/x-q4.gguf -> GGUF is llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves it
+lora -> an adapter is in lora, without its model -> merge_and_unload
+out/a/m.safe -> a file is at out/a/m.safe, -> name out/a,
+old/ckpt.pt -> a file is at old/ckpt.pt, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
+empty -> no model in empty: config.json is missing. -> save_pretrained(NEW)
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("row", NAMED.strip().splitlines())
+def test_what_is_no_model_is_named_with_the_next_step(row, tmp_path, monkeypatch):
+    """All got one long line; vLLM fetches `--model Qwen/Qwen3-0.6B`, here it was "missing"."""
+    for name in MODELS.split():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+    named, clause, *step = row.split(" -> ")
+    message = common.missing_file(Path(named, "config.json"))
+    assert message.startswith(clause)
+    assert step == [part for part in step if part in message]
+
+
+def test_a_fresh_clone_has_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = common.missing_file(Path("out/stdlib/tokenizer.json"))
+    assert message.startswith("there is no directory out/stdlib; models here are none: `make run`")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])

@@ -34,6 +34,10 @@ DEFAULTS = """{
 # flags as they are typed -> the one thing that each sets
 FLAGS = r"""
 --model DIR -> {"model": "DIR"}
+DIR -> {"model": "DIR"}
+--port 0 DIR -> {"model": "DIR", "port": 0}
+DIR --chat -> {"model": "DIR", "chat": true}
+--device cpu -> {"device": "cpu"}
 --device cuda:1 -> {"device": "cuda:1"}
 --generation-config vllm -> {"generation_config": "vllm"}
 --default-chat-template-kwargs {"a":1} -> {"default_chat_template_kwargs": {"a": 1}}
@@ -118,6 +122,13 @@ WRONG = """
 --port 65536 -> 65536 is too large, wanted less than 65536
 --max-tokens x -> invalid int value: 'x'
 --dtype int8 -> invalid choice: 'int8'
+--device mps -> invalid choice: 'mps', wanted cpu, cuda or cuda:1
+--device gpu -> invalid choice: 'gpu'
+--device cuda: -> invalid choice: 'cuda:'
+--model a b -> b and --model a: name one of them
+--model a --ctx-size 9 -> unrecognized arguments: --ctx-size; --ctx-size is --max-model-len here
+a b -> unrecognized arguments: b
+--temp 1 -> unrecognized arguments: --temp; --temp is --temperature here
 --prompt x --chat -> not allowed with argument --prompt
 --api-key a --api-key-file f -> not allowed with argument --api-key
 --allowed-origins example.com -> 'example.com' is no origin, wanted SCHEME://HOST
@@ -145,10 +156,10 @@ def test_values_that_are_refused(row, capsys):
 # The engine's process
 
 
-@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
-def test_a_gpu_that_is_not_there(device, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=f"--device {device}: torch sees no GPU here"):
+@pytest.mark.parametrize("device, count", [("cuda", 0), ("cuda:1", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there(device, count, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(ValueError, match=f"--device {device}: torch sees {count} GPUs here"):
         serve.build_engine(serve.parse_args(["--device", device]))
 
 

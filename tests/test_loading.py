@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
     convert = partial(packed_if_it_fits, Settings(), "cpu")
     load = partial(load_checkpoint, tmp_path, dtype=torch.bfloat16, convert=convert)
     set_memory(monkeypatch, enough - 1)
-    words = "bfloat16 take 0 MiB and the smallest KV pool 0, cpu has 0 free: "
+    words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
     words += r"end .*--max-model-len, or .*--dtype bf16, on a CPU --quantize int8"
     with refused(words):
         load()

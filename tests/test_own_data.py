@@ -25,6 +25,7 @@ from training.corpus import (
     bpe_tokenizer,
     char_tokenizer,
     load_corpus,
+    read_about,
     run_recipe,
     train_bpe,
 )
@@ -317,7 +318,8 @@ chatml   | ["messages"]                       | AttributeError
 chatml   | {"conversation": []}               | KeyError: 'messages'
 chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
 chatml   | {"messages": [{"role": "user"}]}   | template refuses
-chatml   | {"messages": [A]}                  | the assistant says nothing
+chatml   | {"messages": [A]}                  | the assistant says nothing: roles here are .'user'.;
+chatml   | {"messages": [H, G]}               | roles here are .'gpt', 'human'.;
 rewrites | {"messages": [A, B, A, B]}         | cannot mark the assistant's answers
 first    | {"messages": [A, B]}               | line 1: TokenizerError: the assistant says nothing
 fails    | {"messages": [A, B]}               | line 1: TokenizerError: no
@@ -330,6 +332,8 @@ def test_a_line_that_will_not_do_is_named(row, checkpoint, tmp_path):
     (checkpoint / "chat_template.jinja").write_text(TEMPLATES[template])
     path = write_lines(tmp_path / "a.jsonl", turns("a", "b"))
     line = line.replace("A", SAY_A).replace("B", SAY_B)
+    line = line.replace("H", SAY_A.replace("user", "human"))
+    line = line.replace("G", SAY_B.replace("assistant", "gpt"))
     with open(path, "ab") as file:
         file.write(f"\n{line}\n".encode("latin-1"))  # whose ü is not UTF-8
     with pytest.raises(SystemExit, match=message) as error:
@@ -353,6 +357,8 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
     refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
+    with pytest.raises(SystemExit, match="--init DIR is needed: the chat model"):
+        prepare("chat", path, tmp_path / "out")
     (checkpoint / "tokenizer.json").unlink()
     refused("tokenizer.json is missing")
 
@@ -385,6 +391,22 @@ def test_a_model_keeps_its_tokenizer(checkpoint, tmp_path):
     with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
         prepare("text", path, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
+
+
+def test_a_corpus_that_is_replaced_is_named(checkpoint, tmp_path, capsys):
+    """It was overwritten without a word. One of an older version does not know what it is of."""
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    for path in a, b:
+        path.write_text("note " * 20)
+    out = tmp_path / "out"
+    prepare("text", a, out, f"--init={checkpoint}", str(b))
+    assert read_about(out)["init"] == str(checkpoint)
+    assert "replaces" not in capsys.readouterr().out
+    prepare("text", b, out)
+    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {b}, {a}\n")
+    (out / "meta.json").write_text('{"dtype": "int32"}')
+    prepare("text", a, out)
+    assert capsys.readouterr().out.endswith("it replaces the corpus of other texts\n")
 
 
 DAMAGE = [("meta.json", "[]"), ("meta.json", "{"), ("train.bin", ""), ("val.bin", None)]

@@ -167,7 +167,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     command = [sys.executable, str(ROOT / "examples/post.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1
-    assert done.stderr.startswith("no model in out/stdlib")
+    assert done.stderr.startswith("there is no directory out/stdlib")
     save_checkpoint(GPT(GPTConfig(257, 64, n_layer=1, n_head=1, n_embd=8)), tmp_path)
     bpe_tokenizer([]).save(tmp_path)
     monkeypatch.setattr(sys, "argv", ["post.py", "--model", str(tmp_path), "--prompt", "a"])

@@ -3,14 +3,18 @@
 import ast
 import json
 import os
+import pty
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
+from browser import save_random_model
+from planting import copy_repo
 
 import bench
 import serve
@@ -229,6 +233,25 @@ def test_limits_are_those_of_the_code():
         assert defaults[name.replace("-", "_")] == float(value)
 
 
+@pytest.mark.slow
+def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
+    """The first was refused after Quick start, or its model took the default model's place."""
+    repo = copy_repo(tmp_path / "repo")
+    save_random_model(repo / "smollm2", "{% for m in messages %}{{ m.content }}{% endfor %}")
+    save_random_model(repo / "out/stdlib")
+    section = README.partition("### Your own model\n")[2].partition("\n#")[0]
+    commands = re.findall(r"^    (python .*?)(?: +#.*)?$", section, re.MULTILINE)
+    assert len(commands) == 6
+    path = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    for command in commands:
+        command = re.sub(r"train.py(.*?)(?: --minutes \d+)?$", r"train.py\1 --steps 2", command)
+        how = {"shell": True, "cwd": repo, "env": os.environ | path, "input": ""}
+        done = subprocess.run(command, **how, capture_output=True, text=True)
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+    names = {path.name for path in (repo / "out").iterdir()}
+    assert names == {"stdlib", "text", "finetuned"}
+
+
 # --------------------------------------------------------------------------------------------------
 # make run, with a stand-in for what takes minutes
 
@@ -248,7 +271,18 @@ RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
 RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 
 
-@pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+
+
+def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
+    """Run make there, where a Python of its own may be, without the variables of another make."""
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
+    environment["PATH"] = f"{folder}:{environment['PATH']}"
+    pipes = {"env": environment, "capture_output": True, "text": True}
+    return subprocess.run(["make", *argv], cwd=folder, **pipes, **options)
+
+
+@needs_make
 @pytest.mark.parametrize("venv", [".venv", "other"])
 def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(venv, tmp_path):
     """The last run finds its model. In the environment that VENV names, and no other."""
@@ -259,12 +293,99 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(venv,
     python = tmp_path / venv / "bin/python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
     calls = []
     for files, more in RUNS:
         (tmp_path / "training").write_text(files)
-        command = ["make", "run", f"VENV={venv}"]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True)
+        done = make(tmp_path, "run", f"VENV={venv}")
         calls += more
         assert (tmp_path / "calls").read_text().splitlines() == calls
         assert (done.returncode == 0) == (SERVE in more)
+
+
+INSTALLER = """#!/bin/sh
+# in place of Python: makes an environment with itself in it; pip ends as the file `pip` says
+case "$*" in
+    -V) echo "Python of $0" ;;
+    *venv*) echo $* >> calls; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    *install*) echo $* >> calls; exit $(cat pip) ;;
+esac
+"""
+VENV = "-m venv .venv"
+INSTALL = "-m pip install --disable-pip-version-check --quiet -r requirements.txt"
+ANEW = INSTALL.replace("--quiet", "--quiet --force-reinstall")
+INSTALLS = [
+    ("1", [VENV, INSTALL]),
+    ("1", [ANEW]),
+    ("0", [ANEW]),
+    ("0", []),
+]  # pip's status -> calls
+
+
+@pytest.fixture
+def clone(tmp_path) -> Path:
+    """A folder with the Makefile, a model that is trained, and a stand-in for Python."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "out/stdlib").mkdir(parents=True)
+    for name in ("requirements.txt", "out/stdlib/loss.png"):
+        (tmp_path / name).touch()
+    (tmp_path / "python3").write_text(INSTALLER)
+    (tmp_path / "python3").chmod(0o755)
+    (tmp_path / "pip").write_text("0")
+    return tmp_path
+
+
+@needs_make
+def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
+    """It is begun anew, as pip takes half a package for installed."""
+    calls = clone / "calls"
+    for status, expected in INSTALLS:
+        (clone / "pip").write_text(status)
+        calls.write_text("")
+        assert (make(clone, "run").returncode == 0) == (status == "0")
+        assert calls.read_text().splitlines() == expected
+    (clone / ".venv/ready").unlink()
+    pty.spawn(["make", "-C", str(clone), "run"], lambda terminal: os.read(terminal, 1024))
+    assert calls.read_text() == INSTALL.replace("--quiet ", "") + "\n"  # with pip's progress
+
+
+@needs_make
+@pytest.mark.parametrize("options, gpu", [("", "false"), ("", "true"), ("--no-deps", "false")])
+def test_an_installation_says_how_much_will_come(options, gpu, clone):
+    """For minutes there was not a word; and a machine without a GPU got 3 GB of CUDA."""
+    (clone / "nvidia-smi").symlink_to(shutil.which(gpu))
+    printed = make(clone, "run", f"PIP_OPTIONS={options}").stdout
+    assert ("installing" in printed, "3 GB" in printed) == (True, not options)
+    assert ("PIP_OPTIONS='--extra-index-url" in printed) == (not options and gpu == "false")
+    assert (options or "-r") in (clone / "calls").read_text()
+
+
+@needs_make
+def test_another_python_than_the_environments_is_refused(clone):
+    """`make run PYTHON=..` was ignored without a word once there was an environment."""
+    other = "PYTHON=./python3"
+    assert make(clone, "run", other).returncode == make(clone, "run").returncode == 0
+    done = make(clone, "run", other)
+    words = ".venv has Python of .venv/bin/python, PYTHON is Python of ./python3: name another VENV"
+    assert done.returncode and words in done.stdout
+
+
+MINE = "out/mine/config.json data/text/mine.json data/text/meta.json run.jsonl data/chat/train.bin"
+MINE += " data/shakespeare_char/input.txt .git/__pycache__/a"
+AGAIN = ".venv/bin/python engine/__pycache__/a.pyc compare.png data/stdlib/train.bin"
+AGAIN += " data/shakespeare_char/tokenizer.json .pytest_cache/a"
+
+
+@needs_make
+def test_clean_deletes_nothing_that_is_not_made_again(clone):
+    """It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json."""
+    files = [clone / name for name in f"{MINE} {AGAIN}".split()]
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    make(clone, "clean")
+    assert [file for file in files if file.exists()] == files[: len(MINE.split())]
+    for answer in "", "n\n", "y\n":
+        printed = make(clone, "clean-models", input=answer).stdout
+        assert "out/mine" in printed and "run.jsonl" in printed
+        assert files[0].exists() == (answer != "y\n")
+    assert [file.exists() for file in files[1:4]] == [True, True, False]

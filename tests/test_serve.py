@@ -165,6 +165,8 @@ COMMANDS = {  # what is typed -> the packages that it may lack first
     "test_paged.py": "torch",
     "walkthrough.py 3": "torch",
     "examples/post.py": "torch",
+    "data/text/prepare.py x": "numpy",
+    "data/chat/prepare.py x": "tokenizers",
 }
 
 
@@ -189,6 +191,31 @@ def test_without_the_virtual_environment_one_line_says_what_to_do(command):
     done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert_one_line(done, COMMANDS[command])
     assert not done.stdout
+
+
+NO_COMMANDS = {
+    "examples/beam_search.py": "a library, ",
+    "data/stdlib/prepare.py": "train.py makes this corpus: python train.py",
+    "data/shakespeare_char/prepare.py": "python train.py --preset shakespeare_char",
+}
+
+
+@pytest.mark.parametrize("file", NO_COMMANDS)
+def test_what_is_no_command_says_so(file, tmp_path):
+    """They ended in a traceback: `common` is not beside them."""
+    command = [sys.executable, ROOT / file]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert NO_COMMANDS[file] in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_control_c_while_modules_are_imported_is_one_line(tmp_path):
+    """In the first 0.3 s there was a traceback."""
+    (tmp_path / "asyncio.py").write_text("raise KeyboardInterrupt")
+    command = [sys.executable, "serve.py"]
+    where = {"cwd": ROOT, "env": with_first(tmp_path)}
+    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
+    assert done.stderr == "interrupted\n"
 
 
 def test_an_error_of_another_kind_keeps_its_traceback():

@@ -8,8 +8,10 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from hashlib import sha1
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tiktoken
@@ -18,7 +20,15 @@ from hypothesis import strategies as st
 from tokenizer_kinds import KINDS, random_texts, save
 from tokenizers import AddedToken
 
-from tokenizer import TextStream, Tokenizer, TokenizerError, load_tokenizer, token_name
+from common import write_json
+from tokenizer import (
+    TextStream,
+    Tokenizer,
+    TokenizerError,
+    check_fits_model,
+    load_tokenizer,
+    token_name,
+)
 from training.corpus import (
     GPT2_MERGES,
     bpe_tokenizer,
@@ -235,7 +245,7 @@ def test_a_changed_file_is_read_or_refused(bpe, tmp_path, row):
 
 
 def test_a_broken_file_is_refused(bpe, tmp_path):
-    with pytest.raises(TokenizerError, match=r"no model in .*tokenizer\.json"):
+    with pytest.raises(TokenizerError, match=r"there is no directory .*none"):
         load_tokenizer(tmp_path / "none")
     negative = bpe.backend.to_str(pretty=True).replace("699", "-1")
     for content in ["{", "[]", "{}", "[" * 100_000, negative]:
@@ -330,6 +340,41 @@ def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
     write_changed(bpe, tmp_path, config='{"pad_token": "<image>"}')
     config.write_text('{"vocab_size": 700}')
     assert load_tokenizer(tmp_path).encode("<image>", allow_special=True) == [700]
+
+
+# a model's rows, the tokens of its tokenizer, perhaps the model's end of text, whether it is
+# refused: real ones, then mistakes
+ROWS = """
+GPT-2 50257 50257
+nanoGPT's 50304 50257
+SmolLM2 49152 49152
+Qwen2.5-0.5B 151936 151665
+Qwen2.5-14B 152064 151665
+DeepSeek-Coder 32256 32022
+DeepSeek-LLM 102400 100015
+GPT-2-with-its-end 50304 50257 50256
+tiny 127 64
+tiny-and-a-row-more 128 64 refused
+the-default-model's-beside-SmolLM2 49152 4096 refused
+cut 4096 300 refused
+SmolLM2's-beside-GPT-2 50257 49152 50256 refused
+GPT-2's-beside-Qwen 151936 50257 refused
+Qwen's-beside-GPT-2 50257 151665 refused
+"""
+
+
+@pytest.mark.parametrize("row", ROWS.strip().splitlines())
+def test_a_tokenizer_of_fewer_tokens_than_padding_explains_is_refused(row, tmp_path):
+    """The rows of a wrong one were answered as empty text, and the rest as noise."""
+    _, rows, tokens, *end = row.removesuffix(" refused").split()
+    refused = row.endswith(" refused")
+    ends = {"vocab_size": int(rows), "eos_token_id": [0, *map(int, end)]}
+    write_json(tmp_path / "config.json", {"text_config": ends})
+    tokenizer = Mock(vocab_size=int(tokens), eos_token_id=0)
+    tokenizer.backend.get_vocab.return_value = {"last": int(tokens) - 1}
+    says = f"it has {tokens} tokens, .* the model has {rows}: .* copy the model's own"
+    with pytest.raises(TokenizerError, match=says) if refused else nullcontext():
+        check_fits_model(tokenizer, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------

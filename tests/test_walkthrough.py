@@ -165,6 +165,7 @@ def test_without_triton(monkeypatch, capsys):
 def test_a_stage_that_is_not_there(monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"^11: wanted a stage, 0 to 10, or nothing"):
         walk(monkeypatch, capsys, "11")
+    assert "python walkthrough.py 3 " in walk(monkeypatch, capsys, "--help")
 
 
 def test_each_stage_points_to_code_that_exists():

@@ -24,8 +24,9 @@ import runpy
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
+from zlib import crc32
 
 import numpy as np
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
@@ -35,7 +36,6 @@ from common import (
     MALFORMED,
     Parser,
     add_flag,
-    end_with_one_line,
     read_json,
     write_atomically,
     write_json,
@@ -189,7 +189,6 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     init)` gives the documents of a file or folder, each under a key of its own: one that is read
     twice counts once, and one that is held out is not trained on.
     """
-    end_with_one_line()
     parser = Parser(description="Make a corpus of your own files, for train.py --data.")
     parser.add_argument("sources", nargs="+", type=Path, help="files or folders")
     add_flag(parser, "--val", "what to hold out; default: every tenth document", kind=Path)
@@ -206,7 +205,13 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         val = read(args.val, args.init) if args.val else {}
         train = [document for key, document in documents.items() if key not in val]
         split = (train, val.values()) if args.val else hold_out(train)
-        write_documents(args.out, *split, tokenizer)
+        folder = args.out.resolve()
+        before = read_about(folder)
+        write_documents(folder, *split, tokenizer)
+        if before:
+            print(f"it replaces the corpus of {before.get('sources', 'other texts')}")
+        about = {"sources": ", ".join(map(str, args.sources)), "init": args.init}
+        write_json(folder / "meta.json", read_about(folder) | about)
     except (OSError, ValueError) as error:  # of files and of tokenizers, and written to be read
         sys.exit(str(error))
 
@@ -223,6 +228,17 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
         raise ValueError(f"{directory} is no whole corpus ({error}): make it again") from error
 
 
+def read_about(name: str | Path) -> dict:
+    """
+    What meta.json says of the corpus data/NAME, {} where it is missing or damaged: `sources`, and
+    `init`, the checkpoint whose tokens it has.
+    """
+    try:
+        return dict(read_json(ROOT / "data" / name / "meta.json"))
+    except MALFORMED:
+        return {}
+
+
 @dataclass
 class Corpus:
     """The tokens of a run: to train on, and held out to measure it with."""
@@ -230,6 +246,12 @@ class Corpus:
     tokenizer: Tokenizer
     train: np.ndarray  # memory-mapped tokens
     val: np.ndarray  # held out
+
+    @cached_property
+    def digest(self) -> int:
+        """A number that no other tokens, or vocabulary, are likely to have."""
+        vocabulary = json.dumps(self.tokenizer.backend.get_vocab(), sort_keys=True)
+        return crc32(vocabulary.encode(), crc32(self.val, crc32(self.train)))
 
     def bits_per_byte(self, nats: float, count: int) -> float:
         """

@@ -12,6 +12,7 @@ memory holds the model, signals, and the clock of a run whose length is set by -
 """
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -36,6 +37,7 @@ from model import GPT, TORCH, Ops
 from tokenizer import load_tokenizer
 from training.corpus import Corpus
 from training.fast import training_ops
+from training.report import SAMPLE_TOKENS, sample_prompt
 
 # operations a second of dense matrix products in bfloat16, by the GPU's name
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
@@ -328,10 +330,10 @@ def catch_signals() -> list[int]:
     return caught
 
 
-# Of the end of a run, apart from scoring the held-out text: the last samples, compressing the text,
-# drawing the loss, saving.
+# Of the end of a run, apart from scoring the held-out text and the sample: saving, drawing.
 CLOSING_SECONDS = 5
 LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
+LEAST_FINETUNING = 20  # with --init: a rate that rises over 10 steps has hardly been high
 TIMED = 5  # so many timed steps show how many will fit
 
 
@@ -364,18 +366,24 @@ class Clock:
         left = max(0.0, self.end - closing_seconds(self.run, step_seconds) - now)
         timed = len(self.recent)
         if timed == TIMED or (timed < TIMED and not left):
-            self.warn_of_few_steps(left / step_seconds)
+            self.warn_of_few_steps(self.run.step + left / step_seconds)
         return share + (1 - share) * spent / (spent + left) if left else 1.0
 
-    def warn_of_few_steps(self, more: float):
-        """Print a warning if fewer than LEAST_STEPS fit into a new run: those done, and `more`."""
+    def warn_of_few_steps(self, steps: float):
+        """
+        Print a warning if so many steps, of the whole run, teach a model little; with the minutes
+        that would do. With --steps there are as many as were asked for.
+        """
         args = self.run.args
-        fitting = self.run.step + more
-        if fitting < LEAST_STEPS and not (args.steps or args.resume or args.init):
-            self.run.process.print(
-                f"warning: only about {fitting:.0f} steps fit into {args.minutes:g} minutes, and "
-                f"in fewer than {LEAST_STEPS} a model learns little: raise --minutes"
-            )
+        least = LEAST_FINETUNING if args.init else LEAST_STEPS
+        if args.steps or steps >= least or not self.recent:
+            return
+        minutes = args.minutes + (least - steps) * median(self.recent) / 60
+        self.run.process.print(
+            f"warning: only about {steps:.0f} steps fit into {plural(args.minutes, 'minute')}, and "
+            f"in fewer than {least} a model learns little: begin again with --minutes "
+            f"{math.ceil(minutes)} --out {args.out} --overwrite"
+        )
 
 
 def closing_seconds(run, step_seconds: float) -> float:
@@ -386,4 +394,7 @@ def closing_seconds(run, step_seconds: float) -> float:
     # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
     # somewhat more with attention and norms.
     forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
-    return forward_seconds * len(run.corpus.val) + CLOSING_SECONDS
+    # Without a cache, each token of a sample takes a pass over those before it; and to read the
+    # weights takes as long as to compute some 128 tokens.
+    sampled = SAMPLE_TOKENS * (len(sample_prompt(run)) + 128)
+    return forward_seconds * (len(run.corpus.val) + sampled) + CLOSING_SECONDS

@@ -4,7 +4,7 @@ good the model is, or why it cannot go on. Of several runs: their curves in one 
 
     print(introduce(run))
     print_progress(run, loss, step_seconds)         # after some steps
-    generate_texts(run, count=1, length=64)
+    generate_text(run)
     report_result(run, nats, count)
     compare(["out/a", "out/b"])                     # -> compare.png
 """
@@ -14,8 +14,9 @@ import json
 import os
 import sys
 import textwrap
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -24,7 +25,6 @@ from safetensors import SafetensorError
 from common import MALFORMED, plural, write_atomically
 
 SAMPLE_TOKENS = 64
-LAST_SAMPLES = 3  # at the end of a run, of twice as many tokens
 TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
 
 # --------------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def introduce(run) -> str:
     args = run.args
     corpus = run.corpus
     c = run.model.config
-    length = plural(args.steps, "step") if args.steps else f"{args.minutes:g} minutes"
+    length = plural(args.steps, "step") if args.steps else plural(args.minutes, "minute")
     if run.step:
         length += f", from step {run.step}, {run.share:.0%} done"
     return (
@@ -77,15 +77,24 @@ def print_progress(run, loss: float, step_seconds: float):
     print(line, end="\r", file=sys.stderr, flush=True)
 
 
-def generate_texts(run, count: int, length: int) -> list[str]:
+def sample_prompt(run) -> list[int]:
     """
-    Samples: at most `length` tokens each, or until the model ends the text. They follow the
-    tokenizer's BOS, else its end-of-text token, else token 0: of characters, a newline.
+    The tokens that a sample follows. Of dialogues, the first question held out, as the template
+    writes it: what is not predicted there. Of texts, the tokenizer's BOS, else its end-of-text
+    token, else token 0: of characters, a newline.
     """
+    val = run.corpus.val[: run.args.context_length]
     tokenizer = run.corpus.tokenizer
-    eos = tokenizer.eos_token_id
+    question = (~val[: (val >= 0).argmax()]).tolist()
+    return question or tokenizer.bos or [tokenizer.eos_token_id or 0]
+
+
+def generate_text(run) -> str:
+    """
+    A sample: at most SAMPLE_TOKENS, or until the model ends the text. A question stands before it.
+    """
     device = run.process.device
-    [first] = tokenizer.bos or [eos or 0]
+    prompt = sample_prompt(run)
     generator = torch.Generator(device).manual_seed(run.args.seed)
 
     def choose(logits, position):
@@ -94,15 +103,13 @@ def generate_texts(run, count: int, length: int) -> list[str]:
 
     run.model.eval()
     with run.process.autocast(), run.process.uncompiled():
-        prompts = torch.full((count, 1), first, device=device)
-        rows = run.model.generate(prompts, length, choose)
+        tokens = torch.tensor([prompt], device=device)
+        [row] = run.model.generate(tokens, SAMPLE_TOKENS, choose).tolist()
     run.model.train()
-    texts = []
-    for row in rows[:, 1:].tolist():
-        if eos in row:
-            row = row[: row.index(eos)]
-        texts.append(tokenizer.decode(row))
-    return texts
+    ends = run.model.config.eos_token_ids
+    answer = takewhile(lambda token: token not in ends, row[len(prompt) :])
+    shown = prompt if len(prompt) > 1 else []
+    return run.corpus.tokenizer.decode([*shown, *answer])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ def generate_texts(run, count: int, length: int) -> list[str]:
 def report_result(run, nats: float, count: int):
     """
     Log and print how well the last `count` held-out tokens were predicted, `nats` in all; show
-    samples, and draw loss.png. Only the main process prints and writes.
+    a sample, and draw loss.png. Only the main process prints and writes.
     """
     bits = run.corpus.bits_per_byte(nats, count)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
@@ -123,8 +130,8 @@ def report_result(run, nats: float, count: int):
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    for i, text in enumerate(generate_texts(run, LAST_SAMPLES, 2 * SAMPLE_TOKENS), 1):
-        print(f"sample {i}:\n{textwrap.indent(text, '    ')}")
+    text = generate_text(run)
+    print(f"a sample:\n{textwrap.indent(text, '    ')}")
     print(f"bits per byte: {bits:.3f}")
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
     draw(curves, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
@@ -172,7 +179,7 @@ def draw(curves: dict[str, list[tuple]], path: Path):
 
 
 @contextmanager
-def exit_if_unwritable(out: Path):
+def exit_if_unwritable(out: Path | str):
     """Exits with a message where a file cannot be written, as on a full disk."""
     try:
         yield
@@ -186,10 +193,12 @@ def exit_if_unwritable(out: Path):
 @contextmanager
 def only_run_in(out: str):
     """
-    Holds a lock on the directory until the body, or the process, ends. Exits with a message where
-    another run holds it: they would write over each other's checkpoints. Without such locks, as on
-    some network file systems, the run goes on.
+    Makes the directory, and holds a lock on it until the body, or the process, ends. Exits with a
+    message where another run holds it: they would write over each other's checkpoints. Without such
+    locks, as on some network file systems, the run goes on. A run that was refused leaves none.
     """
+    with exit_if_unwritable(out):
+        os.makedirs(out, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
         if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the one that writes
@@ -202,3 +211,5 @@ def only_run_in(out: str):
         yield
     finally:
         os.close(lock)
+        with suppress(OSError):
+            os.rmdir(out)  # only if it is empty

@@ -16,6 +16,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/../.."
+    from common import end_with_one_line
+
+    end_with_one_line()
 
 from common import MALFORMED
 from server.text import Chat, Messages, load_chat
@@ -47,7 +50,8 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
                 answer.pop()
             tokens[start : start + len(answer)] = answer
     if max(tokens) < 0:
-        raise TokenizerError("the assistant says nothing")
+        roles = {message["role"] for message in messages}
+        raise TokenizerError(f"the assistant says nothing: roles here are {sorted(roles)}")
     return tokens
 
 
@@ -63,7 +67,9 @@ def read(path: Path, init: str | None) -> dict:
     The tokens of each dialogue of a file by its line, in the chat template of the checkpoint
     `init`. Raises ValueError with the number of a line that is none, and OSError.
     """
-    chat = init and load_chat(init, load_tokenizer(init))
+    if not init:
+        raise ValueError("--init DIR is needed: the chat model in whose template dialogues stand")
+    chat = load_chat(init, load_tokenizer(init))
     if not chat:
         raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
     dialogues = {}

@@ -10,6 +10,9 @@ import sys
 import urllib.request
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.exit("train.py makes this corpus: python train.py --preset shakespeare_char")
+
 from common import write_atomically
 from tokenizer import Tokenizer
 from training.corpus import char_tokenizer, hold_out, write_documents

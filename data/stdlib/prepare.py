@@ -8,15 +8,26 @@ With `--data stdlib_gpt2`, as for `--preset gpt2-124M`, the tokens are GPT-2's.
 """
 
 import hashlib
+import sys
 import sysconfig
 from pathlib import Path
+
+if __name__ == "__main__":
+    sys.exit("train.py makes this corpus: python train.py")
 
 from tokenizer import Tokenizer
 from training.corpus import write_documents
 
 # Folders that are left out: packages from elsewhere, tests with their data, tables.
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-LEFT_OUT |= {"encodings", "pydoc_data"}
+LEFT_OUT = [
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "encodings",
+    "pydoc_data",
+]
 GENERATED = ("_sysconfigdata", "config-")  # names that begin so are left out, too
 HELD_OUT = 1 / 20  # of the files
 

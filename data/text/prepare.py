@@ -5,7 +5,7 @@ prompt, with a BOS or none, and closed by the end-of-text token.
     python data/text/prepare.py book.txt                            # its last tenth is held out
     python data/text/prepare.py notes/ more.txt --out data/notes    # every tenth file is
     python data/text/prepare.py notes/ --init DIR                   # in the tokens of a checkpoint
-    python train.py --data text                                     # or notes
+    python train.py --data text                                     # or notes; -> out/text
 
 Of a folder all files are read, those in its folders, too, but no hidden ones or pipes. Without
 --init a byte-level BPE is learnt from the texts to train on. Documents are packed:
@@ -18,6 +18,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/../.."
+    from common import end_with_one_line
+
+    end_with_one_line()
 
 from training.corpus import run_recipe
 

@@ -584,6 +584,13 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
     assert not list(tmp_path.glob("pagedgpt/*"))
 
 
+def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
+    """With CC=false the message ended with "Its words:", and nothing."""
+    monkeypatch.setenv("CC", "false")
+    with raises(ValueError, "Its words:\n(none: is it a compiler?)"):
+        cpu.library(cpu.c_compiler())
+
+
 @pytest.mark.parametrize("quantize", ["fp32", "int8"])
 def test_without_a_compiler(quantize, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -126,6 +126,8 @@ def test_keys_come_from_a_flag_the_environment_or_a_file(tmp_path, monkeypatch):
     ):
         with pytest.raises(ValueError, match=words):
             keys(*flags)
+    with pytest.raises(ValueError, match=r"--api-key-file nowhere cannot be read .*: name a file"):
+        serve.listen(serve.parse_args(["--port", "0", "--api-key-file", "nowhere"]))
     for blank in ("", " \n"):  # a secret that was not filled in must not open the server
         monkeypatch.setenv("PAGEDGPT_API_KEY", blank)
         with pytest.raises(ValueError, match="PAGEDGPT_API_KEY is blank"):

@@ -23,7 +23,8 @@ import pytest
 import torch
 from processes import Process, wait_until
 
-from examples.replicas import shares_of_the_machine
+import serve
+from examples.replicas import router_command, shares_of_the_machine
 from tests.traces import SEEDS, Campaign, save_models
 
 ROOT = Path(__file__).parents[2]
@@ -175,7 +176,7 @@ def ask_all(url: str, model: str, calls: list[dict], threads: int = 16) -> list[
     [
         ([], "the router smg is not installed: pip install smg"),
         (["--replicas", "0"], "argument --replicas: "),
-        (["--replicates", "2"], "unrecognized arguments: --replicates 2"),
+        (["--replicates", "2"], "unrecognized arguments: --replicates\n"),
         (["--record", "x"], "are for one server: leave them out"),
         (["--api-key-file", "nowhere"], "No such file or directory: 'nowhere'"),
         (["--host", "0.0.0.0"], "opens the model to other machines"),
@@ -189,6 +190,16 @@ def test_what_cannot_start_says_why(flags, message, checkpoint):
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_router_beside_this_python_is_found(tmp_path, monkeypatch):
+    """`.venv/bin/python examples/replicas.py`, not activated: smg was "not installed"."""
+    smg = tmp_path / "smg"
+    smg.touch(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    args = serve.parse_args(["--port", "0"])
+    assert router_command(args, range(1, 3))[:2] == [str(smg), "launch"]
 
 
 def test_each_server_has_its_share(monkeypatch):

@@ -21,7 +21,7 @@ def test_signals_do_not_reach_the_engine():
     for sig in (signal.SIGINT, signal.SIGTERM):
         os.kill(process.pid, sig)
     link.settimeout(60)
-    assert "no model in /no/model" in json.loads(read_until(link, b"\n"))["message"]
+    assert "there is no directory /no/model" in json.loads(read_until(link, b"\n"))["message"]
     process.join(30)
     assert process.exitcode == 0
     link.settimeout(1)

@@ -306,6 +306,14 @@ def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
     assert capsys.readouterr().out == "".join(expected)
 
 
+def test_a_slow_engine_says_why(run, monkeypatch):
+    """`CC=nocc serve.py --prompt ..` was slow, and said nothing."""
+    assert "compiler" not in run("--prompt", "x", "--raw", "--max-tokens", "1").err
+    monkeypatch.setenv("CC", "nocc")
+    err = run("--prompt", "x", "--raw", "--max-tokens", "1").err
+    assert "[packed, as there is no C compiler 'nocc': with gcc it would be up to twice" in err
+
+
 def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monkeypatch):
     """In the C locale an answer with a \u20ac ended in a UnicodeEncodeError."""
     data = io.BytesIO()
@@ -313,7 +321,7 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monke
     monkeypatch.setattr(terminal, "stream_answer", lambda *_: terminal.show("a\u20acb"))
     flags = ["--model", str(checkpoint), "--prompt", "x", "--raw"]
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    terminal.run(serve.parse_args(flags), lambda args: None)
+    terminal.run(serve.parse_args(flags), lambda args: Mock(**{"runner.reason": ""}))
     assert data.getvalue() == b"a?b"
 
 

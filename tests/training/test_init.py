@@ -247,7 +247,7 @@ MISTAKES = {
     "--preset=gpt2-124M": "brings the whole model, and AdamW trains it: leave out --preset",
     "--matrix_lr=0.1 --momentum=0.9": "leave out --matrix_lr, --momentum",
     "--context_length=2305": "--context_length is larger than the model's own, 2304",
-    "--init=nowhere": "no model in nowhere: config.json is missing",
+    "--init=nowhere": "there is no directory nowhere",
     "--resume": "leave out --batch_size, --context_length",
     "--out=BASE/../base --overwrite": "holds a model",
 }
@@ -270,7 +270,7 @@ def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
         write_json(base / "config.json", config | {"max_position_embeddings": length})
         args = train.parse_args([f"--init={base}"])
         assert (args.context_length, args.short_context) == (window, window)
-        assert args.out == "out/finetuned"
+        assert args.out == train.parse_args([f"--init={base}", "--data=x"]).out == "out/finetuned"
 
 
 def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):

@@ -265,5 +265,5 @@ def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
         return x + one_of_four if x.shape == (2,) else x
 
     monkeypatch.setattr(train.Process, "mean", mean)
-    assert train.train(run, caught=[], started=0.0) is False
+    assert train.train(run, [], train.Clock(run, 0.0)) is False
     assert run.step == 1

@@ -12,7 +12,9 @@ import string
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from runs import (
@@ -28,6 +30,7 @@ from runs import (
 
 import train
 from checkpoint import load_checkpoint
+from common import write_json
 from tokenizer import load_tokenizer
 from training import report
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
@@ -58,6 +61,8 @@ def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsy
     assert "held out: 1,001 tokens, each scored once, in windows of 32\n" in printed
     assert f"val loss: {last['val_loss']:.4f}"[:-1] in printed  # both are rounded
     assert f"bits per byte: {bits:.3f}" in printed
+    assert "scoring 1,001 held-out tokens ..\n" in printed
+    assert printed.splitlines()[-1].startswith("40 steps, ")
 
 
 # between two evaluations; then at once, at one, and in the long windows of the last quarter
@@ -84,7 +89,9 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     assert same(load_checkpoint(whole).state_dict(), load_checkpoint(out).state_dict())
     train.main(flags)  # a finished run only reports again
     assert read_log(out) == expected
-    assert "val loss:" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "100% done" in printed and "scoring 1,001" in printed  # it took 33 s without a word
+    assert "val loss:" in printed
 
 
 def test_what_torchrun_starts_again_goes_on(tiny, out, monkeypatch, capsys):
@@ -292,6 +299,38 @@ MISTAKES = {
 }
 
 
+def test_a_run_that_is_refused_leaves_no_directory(tiny, out):
+    with pytest.raises(SystemExit, match="too few for windows"):
+        train.main([*tiny, "--context_length=1000000"])
+    assert not out.exists()
+
+
+UNASKED = {  # what may not go on by itself -> the question or the remedy
+    "--overwrite": "--overwrite deletes a model: name its directory with --out DIR",
+    "--overwrite --preset=shakespeare_char": "name its directory with --out DIR",
+    "--minutes=0": "--minutes: 0 is too small, wanted at least 0.01",
+    "--minutes=nan": "--minutes: nan is too small",
+    "--data=CORPUS": "has the tokens of smollm2: did you mean --init smollm2?",
+    "--data=CORPUS --n_layer=1": "",
+    "--data=CORPUS --arch=gpt2 --out=a --overwrite": "",
+}
+
+
+@pytest.mark.parametrize("flags", UNASKED)
+def test_no_model_is_deleted_or_begun_by_mistake(flags, corpus, tmp_path, capsys):
+    """
+    `--overwrite` deleted out/stdlib, which had not been named; `--data chat` without --init trained
+    a new model of three layers for minutes.
+    """
+    folder = tmp_path / "chat"
+    shutil.copytree(corpus, folder)
+    write_json(folder / "meta.json", {"dtype": "int32", "init": "smollm2"})
+    typed = flags.replace("CORPUS", str(folder)).split()
+    with pytest.raises(SystemExit) if UNASKED[flags] else nullcontext():
+        train.parse_args(typed)
+    assert UNASKED[flags] in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flags", MISTAKES)
 def test_mistakes_get_a_message_and_delete_nothing(tiny, out, flags, monkeypatch, capsys):
     """`--overwrite --data TYPO` deleted the model before it refused."""
@@ -330,8 +369,12 @@ def test_nothing_to_resume(tmp_path):
         assert "\n" not in str(error.value)  # torch explains itself in ten lines
 
 
-def test_a_corpus_that_was_made_anew_is_not_resumed(tiny, corpus, out, tmp_path):
-    """In as many other tokens the run went on, and its model learnt what it could not read."""
+@pytest.mark.parametrize("change", ["tokenizer", "tokens", "fewer"])
+def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, tmp_path):
+    """
+    In as many other tokens the run went on, and its model learnt what it could not read; with fewer
+    it ended in the advice to lower --context_length, which --resume refuses.
+    """
     train.main([*tiny, "--steps=1"])
     before = {path: path.read_bytes() for path in out.iterdir()}
     other = train_bpe([string.printable * 2 + "wholly other words, and quixotic ones " * 2], 300)
@@ -341,7 +384,12 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(tiny, corpus, out, tmp_path)
     state = torch.load(out / "train_state.pt")
     state["args"]["data"] = str(folder)
     torch.save(state, out / "train_state.pt")
-    other.save(folder)
+    if change == "tokenizer":
+        other.save(folder)
+    else:
+        ids = read_corpus(folder, "train").tolist()[::-1]
+        count = 40 if change == "fewer" else len(ids)
+        np.array(ids[:count], "int32").tofile(folder / "train.bin")
     with pytest.raises(SystemExit, match=r"--data .*corpus has other tokens than .*out: make it"):
         train.main(["--resume", f"--out={out}"])
     del before[out / "train_state.pt"]
@@ -362,6 +410,9 @@ SMALL = {"n_layer": 3, "context_length": 512, "short_context": 128, "steps": Non
 GPU = {"n_layer": 6, "arch": "gpt2", "dropout": 0.1, "steps": 1500, "short_context": 256}
 SETTINGS = {
     "": SMALL | {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03},
+    "--data=text": SMALL | {"out": "out/text"},
+    "--preset=gpt2-124M --data=/a/notes/": {"out": "out/notes"},
+    "--preset=gpt2-124M --data=a/b --out=c": {"out": "c"},
     "--n_layer=2 --minutes=5": SMALL | {"n_layer": 2, "minutes": 5},
     "--context_length=64": {"short_context": 64},
     "--device=cuda": GPU,
@@ -441,28 +492,33 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
 ):
     """
     Text behind the end of a text is another text; a BOS goes before that end. Of two tokens, the
-    second is drawn as often as softmax(difference / temperature).
+    second is drawn as often as softmax(difference / temperature). A chat model's answers followed
+    an end of text, and looked broken: now the first question held out.
     """
     run = new_run(tiny, corpus)
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
-    rows = torch.tensor([end + line + end + line, end + line + line + end])
     logits = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1)
     drawn = []
 
     def generate(prompts, length, choose):
-        assert prompts.tolist() == [end, end]
-        assert length == 8
+        assert prompts.tolist() == [prompt]
+        assert length == report.SAMPLE_TOKENS
         drawn.append(choose(logits, 0).double())
-        return rows
+        return torch.tensor([prompt + line + end + line])
 
     monkeypatch.setattr(run.model, "generate", generate)
+    prompt = end
     for run.args.seed in (1, 2, 1):
-        texts = report.generate_texts(run, 2, 8)
-        assert texts == ["x = 1\n", "x = 1\nx = 1\n"]
+        assert report.generate_text(run) == "x = 1\n"
     first, other, again = drawn
-    end = run.corpus.tokenizer.bos = [7]
-    report.generate_texts(run, 2, 8)
+    prompt = run.corpus.tokenizer.bos = [7]
+    assert report.generate_text(run) == "x = 1\n"
+    prompt = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
+    run.corpus.val = ~np.array(prompt * 2)
+    run.corpus.val[len(prompt) :] = 5
+    shown = run.corpus.tokenizer.decode([*prompt, *line])
+    assert report.generate_text(run) == shown
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
     assert torch.equal(first, again)
