@@ -376,7 +376,8 @@ class Job:
         """The engine does not accept a choice, or failed at it: the call fails."""
         is_invalid = kind == "invalid"  # the client can change it
         param = self.body.constraints[:1] if is_invalid else ()
-        self.fail(ApiError(400 if is_invalid else 500, message, *param))
+        logged = message.partition(": ")[0] if is_invalid else None  # then a grammar is quoted
+        self.fail(ApiError(400 if is_invalid else 500, message, *param, logged=logged))
 
     # its end
 

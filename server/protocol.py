@@ -14,6 +14,7 @@ Three things could be called a request. In this folder a `body` is the parsed JS
 Starlette's request, and the engine's is `paged.Request`.
 """
 
+import difflib
 import json
 import re
 import reprlib
@@ -27,13 +28,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    Json,
     PlainValidator,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from common import plural
@@ -74,6 +75,12 @@ NOT_SERVED = {
     "prefix": False,
 }
 
+# What other servers call them.
+OTHER_NAMES = {"n_predict": "max_tokens", "grammar": "structured_outputs"}
+OTHER_NAMES |= dict.fromkeys(("json_schema", "format"), "response_format")
+GUIDED = ("json", "regex", "choice", "grammar")
+OTHER_NAMES |= {f"guided_{kind}": f"structured_outputs.{kind}" for kind in GUIDED}
+
 MAX_STOPS = 64
 MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
 MAX_SCORES = 2**18  # log-probabilities in one answer, prompts' and generated: 18 MB of JSON
@@ -102,14 +109,15 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] | None = None
+    logged: str | None = None
 
     @property
     def reason(self) -> str:
         """
-        For the log: the code, else the message without the value that it quotes, which may be a
-        client's text.
+        For the log, where no client's text may be: the code, else `logged`, else the message
+        without the value that it quotes.
         """
-        return self.code or self.message.partition(", got ")[0][:200]
+        return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
 
 class ClientGone(ApiError):
@@ -140,6 +148,24 @@ class Refused(ValueError):
     def __init__(self, problem: str, *path):
         super().__init__(problem)
         self.path = path
+
+
+def unknown_field(name: str, known, *path) -> Refused:
+    """
+    The refusal of a field that is not among these, with the one that is meant, if it is clear.
+    """
+    meant = [OTHER_NAMES.get(name, "")]
+    if meant[0].partition(".")[0] not in known:
+        meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
+    remedy = f"did you mean {meant[0]}?" if meant else "leave it out"
+    return Refused(f"is no field here: {remedy}", *path, name)
+
+
+def check_known(value: dict, *known: str, path: tuple = ()):
+    """Raises Refused for a field that is not among these. Null counts as not sent."""
+    for name in value:
+        if value[name] is not None and name not in known:
+            raise unknown_field(name, known, *path)
 
 
 def body_refusal(findings: ValidationError) -> ApiError:
@@ -190,27 +216,35 @@ def bias_of_ids(value) -> dict[int, float]:
         raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not re.fullmatch("[0-9]{1,11}", token):
-            raise Refused("is no token id", token)
+            raise Refused(f"has a name that is no token id, got {reprlib.repr(token)}")
         if not BIAS.admits(bias):
             raise Refused(f"must be {BIAS.wanted}, got {reprlib.repr(bias)}", token)
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-def content_text(value):
-    """A message's content: a text, or parts of which each is a text."""
+def content_text(value, info: ValidationInfo):
+    """A message's content: a text, or parts of which each is a text. An answer's may be null."""
+    if value is None and info.data.get("role") in ("assistant", "tool"):
+        return ""
     if not isinstance(value, list):
         return value
     texts = []
     for number, part in enumerate(value):
         part = part if isinstance(part, dict) else {}
-        text = part.get("text")
-        if part.get("type") != "text" or not isinstance(text, str):
-            kind = reprlib.repr(part.get("type"))
-            raise Refused(
-                f"is {kind}: only parts of the type text, with a text, are served", number
-            )
+        kind = part.get("type")
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            only = "only parts of the type text, with a text, are served"
+            raise Refused(f"cannot be read: {only}, got {reprlib.repr(kind)}", number)
         texts.append(text)
     return "".join(texts)
+
+
+def arguments_object(value):
+    """A call's arguments as an object, as templates take them; some servers send "" for none."""
+    if value is None or value == "":
+        return {}
+    return from_json(value) if isinstance(value, str) else value
 
 
 def grammar_text(value, *path) -> str:
@@ -228,11 +262,14 @@ def grammar_of_format(value) -> dict | None:
     """`response_format` as the engine's grammar, None for free text."""
     match value:
         case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            schema = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
+            return check_known(value, "type")
+        case {"type": "json_object"} if isinstance(value.get("schema"), dict | None):
+            check_known(value, "type", "schema")  # a schema here is llama.cpp's
+            schema = value.get("schema") or {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as named}:
+            check_known(value, "type", "json_schema")
+            known = ("name", "description", "schema", "strict")
+            check_known(named, *known, path=("json_schema",))
         case _:
             kinds = "text, json_object, or json_schema with json_schema.schema, an object"
             raise Refused(f"must be of the type {kinds}")
@@ -241,6 +278,7 @@ def grammar_of_format(value) -> dict | None:
 
 def grammar_of_outputs(value: dict) -> dict:
     """vLLM's `structured_outputs` as the engine's grammar."""
+    check_known(value, *GUIDED, "structural_tag")
     match [field for field in value.items() if field[1] is not None]:
         case (
             [("json" as kind, str() | dict() as sent)]
@@ -257,7 +295,9 @@ def name_or_word(value) -> str | dict:
     match value:
         case "none" | "auto" | "required":
             return value
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            check_known(value, "type", "function")
+            check_known(function, "name", path=("function",))
             return {"name": name}
     named = '{"type": "function", "function": {"name": ..}}'
     raise Refused(f'must be "none", "auto", "required", or {named}')
@@ -289,6 +329,7 @@ Stops = Annotated[
 ]
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_object)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
@@ -310,6 +351,9 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar = IGNORED
+    not_served: ClassVar = NOT_SERVED
+    nullable: ClassVar = ()  # fields whose null has a meaning
 
     @model_validator(mode="before")
     @classmethod
@@ -324,22 +368,31 @@ class Body(BaseModel):
         defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
         fields = {name: info.context[name] for name in defaults}
         for name, value in body.items():
-            if value is None or name in IGNORED:
+            if name in cls.ignored or (value is None and name not in cls.nullable):
                 continue
             if name in cls.model_fields:
                 fields[name] = value
-            elif name in NOT_SERVED:
-                neutral = NOT_SERVED[name]
+            elif name in cls.not_served:
+                neutral = cls.not_served[name]
                 same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True is 1, too
                 if value != neutral or not same_kind:
                     remedy = f"leave it out or send {json.dumps(neutral)}"
                     raise Refused(f"is not served here: {remedy}", name)
             elif cls.model_config["extra"] == "forbid":
-                raise Refused("is no field here: leave it out", name)
+                raise unknown_field(name, cls.model_fields)
         return fields
 
 
-class StreamOptions(Body):
+class Part(Body):
+    """An object within a body."""
+
+    ignored: ClassVar = ()
+    not_served: ClassVar = {}
+
+
+class StreamOptions(Part):
+    ignored: ClassVar = {"include_obfuscation"}
+
     include_usage: bool = False
     continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
 
@@ -424,6 +477,9 @@ class SamplingRequest(Body):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
         for prompt in prompts:
             check_vocabulary("prompt", prompt, vocab_size)
+        if not all(prompts):
+            message = "prompt is empty: the tokenizer makes no token of its text, send another"
+            raise ApiError(400, message, "prompt")
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(range(vocab_size)):
             message = "min_tokens is above 0, but all tokens are stop tokens"
@@ -502,12 +558,15 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
 
-class CalledFunction(Body):
+class CalledFunction(Part):
+    model_config = ConfigDict(extra="ignore")  # openai-python adds parsed_arguments
+    nullable: ClassVar = {"arguments"}
+
     name: FunctionName
-    arguments: Json[dict[str, Any]]  # templates take the object, not its text
+    arguments: Arguments
 
 
-class ToolCall(Body):
+class ToolCall(Part):
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -517,6 +576,7 @@ class ToolCall(Body):
 
 class Message(Body):
     model_config = ConfigDict(extra="ignore")  # clients send back whole answers, with all fields
+    nullable: ClassVar = {"content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
@@ -531,19 +591,19 @@ class Message(Body):
             raise Refused("are an assistant's: leave them out", "tool_calls")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise Refused("belongs to the role tool, which needs one", "tool_call_id")
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise Refused("is missing", "content")
         return self
 
 
-class Function(Body):
+class Function(Part):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = NO_PARAMETERS
     strict: bool = False  # without effect: all calls keep to the schema
 
 
-class Tool(Body):
+class Tool(Part):
     type: Literal["function"]
     function: Function
 
