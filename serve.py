@@ -18,6 +18,7 @@ packages, is in server/terminal.py.
 """
 
 import asyncio
+import errno
 import ipaddress
 import multiprocessing
 import os
@@ -193,10 +194,10 @@ def listen(args: Namespace) -> socket.socket:
     except OSError as error:
         # socket.create_server adds the address to the system's words
         reason = error.strerror.partition(" (while")[0]
-        sys.exit(
-            f"cannot listen at {args.host}:{args.port}: {reason}; stop what is there, or choose "
-            "another --port"
-        )
+        remedy = "stop what is there, or choose another --port"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = "--host is a name or address of this machine, without a port"
+        sys.exit(f"cannot listen at {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
     if not (is_local or api_keys(args) or args.allow_remote):
         sys.exit(

@@ -39,7 +39,7 @@ from starlette.responses import Response
 
 from common import plural
 from params import BIAS, RANGES, SamplingParams, check_variables
-from server.tools import NO_PARAMETERS
+from server.tools import NO_PARAMETERS, drop_neutral
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
@@ -75,11 +75,9 @@ NOT_SERVED = {
     "prefix": False,
 }
 
-# What other servers call them.
-OTHER_NAMES = {"n_predict": "max_tokens", "grammar": "structured_outputs"}
-OTHER_NAMES |= dict.fromkeys(("json_schema", "format"), "response_format")
-GUIDED = ("json", "regex", "choice", "grammar")
-OTHER_NAMES |= {f"guided_{kind}": f"structured_outputs.{kind}" for kind in GUIDED}
+KINDS = ("json", "regex", "choice", "grammar")  # of structured_outputs
+# vLLM's older names
+OLD_NAMES = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
@@ -154,10 +152,9 @@ def unknown_field(name: str, known, *path) -> Refused:
     """
     The refusal of a field that is not among these, with the one that is meant, if it is clear.
     """
-    meant = [OTHER_NAMES.get(name, "")]
-    if meant[0].partition(".")[0] not in known:
-        meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
-    remedy = f"did you mean {meant[0]}?" if meant else "leave it out"
+    meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
+    meant = OLD_NAMES.get(name) or "".join(meant)
+    remedy = f"did you mean {meant}?" if meant else "leave it out"
     return Refused(f"is no field here: {remedy}", *path, name)
 
 
@@ -182,6 +179,18 @@ def body_refusal(findings: ValidationError) -> ApiError:
     else:
         message = f"{name}: {error['msg']}, got {reprlib.repr(error['input']):.200}"
     return ApiError(400, message, path[0] if path else None)
+
+
+def check_encoding(content_encoding: str, data: bytes):
+    """Raises ApiError (400) for a body that is no JSON because it is not plain UTF-8."""
+    forms = {
+        f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
+        "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
+        "UTF-16": data.startswith((b"\xff\xfe", b"\xfe\xff")) or 0 in data[:2],
+    }
+    for form in filter(forms.get, forms):
+        message = f"the body is sent with {form:.99}: send plain UTF-8"
+        raise ApiError(400, message, logged="the body is not plain UTF-8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -258,6 +267,15 @@ def grammar_text(value, *path) -> str:
     return text
 
 
+def schema_text(value) -> str:
+    """A schema for the engine, without what asks for nothing."""
+    text = grammar_text(value)
+    try:
+        return json.dumps(json.loads(text, object_hook=drop_neutral), ensure_ascii=False)
+    except (ValueError, RecursionError):  # the engine says what is wrong
+        return text
+
+
 def grammar_of_format(value) -> dict | None:
     """`response_format` as the engine's grammar, None for free text."""
     match value:
@@ -273,19 +291,19 @@ def grammar_of_format(value) -> dict | None:
         case _:
             kinds = "text, json_object, or json_schema with json_schema.schema, an object"
             raise Refused(f"must be of the type {kinds}")
-    return {"kind": "json", "text": grammar_text(schema)}
+    return {"kind": "json", "text": schema_text(schema)}
 
 
 def grammar_of_outputs(value: dict) -> dict:
     """vLLM's `structured_outputs` as the engine's grammar."""
-    check_known(value, *GUIDED, "structural_tag")
+    check_known(value, *KINDS, "structural_tag")
     match [field for field in value.items() if field[1] is not None]:
         case (
             [("json" as kind, str() | dict() as sent)]
             | [("regex" | "grammar" as kind, str() as sent)]
             | [("choice" as kind, [str(), *_] as sent)]
         ) if kind != "choice" or is_list_of(str, sent):
-            return {"kind": kind, "text": grammar_text(sent)}
+            return {"kind": kind, "text": (schema_text if kind == "json" else grammar_text)(sent)}
     forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
     raise Refused(f"must have one of {forms}; structural_tag and others are not served")
 

@@ -267,7 +267,10 @@ def test_pages_of_allowed_origins_are_served(locked, origin):
         assert answer.status == status
         assert answer.headers["access-control-allow-origin"] == origin
         assert answer.headers["vary"] == "Origin"
-        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+        assert (
+            answer.headers["access-control-expose-headers"]
+            == "x-request-id, retry-after, x-unheld-tools"
+        )
         caller.hang_up()
 
 

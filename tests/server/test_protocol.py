@@ -230,7 +230,6 @@ chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is
 text {"temprature": 1} -> temprature is no field here: did you mean temperature?
 text {"maxTokens": 1} -> maxTokens is no field here: did you mean max_tokens?
 chat {"guided_regex": "a"} -> guided_regex is no field here: did you mean structured_outputs.regex?
-text {"n_predict": 1} -> n_predict is no field here: did you mean max_tokens?
 tokenize {"json_schema": {}} -> json_schema is no field here: leave it out
 text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
 text {"structured_outputs": {}} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
@@ -412,7 +411,10 @@ chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "d
 chat {"stream": true, "stream_options": {"include_obfuscation": false}} -> {"stream_options": {"include_usage": false, "continuous_usage_stats": false}}
 chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {"é": 1}}}} -> {"response_format": {"kind": "json", "text": "{\"é\": 1}"}}
 text {"structured_outputs": {"json": {"a": 1}, "regex": null}} -> {"structured_outputs": {"kind": "json", "text": "{\"a\": 1}"}}
-text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{ }"}}
+text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{}"}}
+text {"structured_outputs": {"json": "{"}} -> {"structured_outputs": {"kind": "json", "text": "{"}}
+text {"structured_outputs": {"json": {"properties": {"a": {"type": "array", "uniqueItems": false}, "not": {"type": "string"}}}}} -> {"structured_outputs": {"kind": "json", "text": "{\"properties\": {\"a\": {\"type\": \"array\"}, \"not\": {\"type\": \"string\"}}}"}}
+text {"structured_outputs": {"json": "{\"type\": \"object\", \"propertyNames\": {\"type\": \"string\"}, \"uniqueItems\": true}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"type\": \"object\", \"uniqueItems\": true}"}}
 chat {"structured_outputs": {"regex": "a+"}} -> {"structured_outputs": {"kind": "regex", "text": "a+"}}
 text {"structured_outputs": {"choice": ["a", "b"]}} -> {"structured_outputs": {"kind": "choice", "text": "[\"a\", \"b\"]"}}
 text {"structured_outputs": {"grammar": "start: /a/"}} -> {"structured_outputs": {"kind": "grammar", "text": "start: /a/"}}
