@@ -102,21 +102,18 @@ class Library:
             if "x-guidance" in unescaped(text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             kind = "gbnf" if "::=" in text else "lark"
-        if kind == "json":
-            matcher = self._compile_schema(text, JSON_OPTIONS)
-        else:
-            matcher = self._matcher(self.module.grammar_from(kind, text))
+        matcher = self.matcher(kind, text, JSON_OPTIONS)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
         return matcher
 
-    def _compile_schema(self, text: str, options: dict):
-        # a schema can bring options of its own ("x-guidance"): ours come last
-        return self._matcher(
-            self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
-        )
-
-    def _matcher(self, text: str):
+    def matcher(self, kind: str, text: str, options: dict):
+        """Return the library's matcher, with these options for a schema. Raises ValueError."""
+        if kind == "json":
+            # a schema can bring options of its own ("x-guidance"): ours come last
+            text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
+        else:
+            text = self.module.grammar_from(kind, text)
         return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
 
     def has_dead_end(self, schema: str) -> bool:
@@ -126,14 +123,15 @@ class Library:
         """
         nodes = []
         json.loads(schema, object_hook=lambda node: nodes.append(node) or node)
-        names = [node.get(key) or () for node in nodes for key in ("properties", "required")]
+        names = [node.get(key) for node in nodes for key in ("properties", "required")]
+        names = chain(*(each for each in names if isinstance(each, dict | list)))
         probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
-        probe["properties"] = dict.fromkeys(chain(*names), False)  # also of what may be combined
+        probe["properties"] = dict.fromkeys(map(str, names), False)  # also what may be combined
         for node in nodes:
             patterns = node.get("patternProperties")
-            if patterns and node.get("additionalProperties") is False:
+            if isinstance(patterns, dict) and node.get("additionalProperties") is False:
                 probe["patternProperties"] = {pattern: {} for pattern in patterns}
-                matcher = self._compile_schema(json.dumps(probe), {"whitespace_flexible": False})
+                matcher = self.matcher("json", json.dumps(probe), {"whitespace_flexible": False})
                 if matcher.compute_ff_bytes() == b"{":
                     return True
         return False

@@ -171,7 +171,7 @@ SCHEMAS_TO_FINISH = r"""
 {"type": "array"}
 {"type": ["string", "null", "integer"]}
 {"enum": ["a", 1, null, {"b": [2]}]}
-{"const": {"a": [1, {"b": null}]}}
+{"const": {"a": [1, {"b": null}], "required": true, "patternProperties": 5}}
 {"type": "string", "minLength": 2, "maxLength": 4}
 {"type": "string", "pattern": "^[a-f]+$"}
 {"type": "string", "pattern": "^a.b$"}
