@@ -24,9 +24,8 @@ TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has ano
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 # flags of a site without a model
 REPLAY_FLAGS = "--replay --host --port --api-key-file --api-key --allow-remote --allowed-hosts "
-REPLAY_FLAGS += (
-    "--allowed-origins --no-access-log --max-body-mib --max-connections --client-seconds"
-)
+REPLAY_FLAGS += "--allowed-origins --no-access-log --max-body-mib --max-connections "
+REPLAY_FLAGS += "--client-seconds --keep-alive-seconds"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -210,6 +209,11 @@ def add_limits(add):
         "--client-seconds",
         "how long a client may take to send a request, or to read what was sent to it",
         30.0,
+    )
+    add(
+        "--keep-alive-seconds",
+        "how long an idle connection stays open: longer than a proxy in front keeps its own",
+        75.0,
     )
     add("--request-seconds", "how long an answer may take, its waiting included", 600.0)
     add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0)

@@ -281,7 +281,8 @@ def check_variables(variables: dict) -> dict:
         raise ValueError("must be a JSON object")
     for name in variables:
         if name in OWN_VARIABLES or name.endswith("_token"):
-            raise ValueError(f"has {name!r:.100}, which is not a caller's to set: leave it out")
+            remedy = "which is not a caller's to set: leave it out"
+            raise ValueError(f"has a name {remedy}, got {name!r:.100}")
     length = len(json.dumps(variables, allow_nan=False, ensure_ascii=False))
     if length > MAX_VARIABLES:
         raise ValueError(f"has {length} characters, at most {MAX_VARIABLES} are taken: shorten it")

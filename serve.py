@@ -23,6 +23,7 @@ if __name__ == "__main__":  # before all else takes its time
     end_with_one_line()
 
 import asyncio
+import errno
 import ipaddress
 import multiprocessing
 import os
@@ -202,10 +203,10 @@ def listen(args: Namespace) -> socket.socket:
     except OSError as error:
         # socket.create_server adds the address to the system's words
         reason = error.strerror.partition(" (while")[0]
-        sys.exit(
-            f"cannot listen at {args.host}:{args.port}: {reason}; stop what is there, or choose "
-            "another --port"
-        )
+        remedy = "stop what is there, or choose another --port"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            remedy = "--host is a name or address of this machine, without a port"
+        sys.exit(f"cannot listen at {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
     if not (api_keys(args) or is_local or args.allow_remote):
         sys.exit(

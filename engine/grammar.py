@@ -59,6 +59,14 @@ TOO_SLOW = f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a toke
 TOO_SLOW += "in all: make the grammar simpler"
 
 
+class Refused(ValueError):
+    """A grammar is refused. `tools`: numbers of those that are at fault, if it is of tools."""
+
+    def __init__(self, reason: str, tools: list[int]):
+        super().__init__(f"this grammar cannot be served: {reason:.500}")
+        self.tools = tools
+
+
 class Grammars:
     """Compiles the grammars of one model's requests. Raises ImportError without llguidance."""
 
@@ -86,8 +94,8 @@ class Grammars:
     def compile(self, kind: str, text: str) -> "Grammar":
         """
         `kind`: "json", a schema; "regex"; "choice", a JSON list of texts; "grammar", in Lark's
-        notation or llama.cpp's (GBNF); "lark", the server's own (server/tools.py). It stands at the
-        beginning, and is kept to be copied. Raises ValueError with the library's reason.
+        notation or llama.cpp's (GBNF); "tools", the server's own (server/tools.py). It stands at
+        the beginning, and is kept to be copied. Raises Refused with the library's reason.
         """
         compiled = self.begin(kind, text)
         while not (grammar := self.finish(compiled, soon())):
@@ -116,13 +124,15 @@ class Grammars:
     def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
         """
         Keep what was compiled and return it, or None if it is not compiled by the deadline. Raises
-        ValueError if it was refused.
+        Refused.
         """
         report = compiled.wait_for(compiled.report, deadline)
         if report is None:
             return None
-        if isinstance(report, str):
-            raise ValueError(f"this grammar cannot be served: {report:.500}")
+        if isinstance(report, str):  # its process has ended
+            report = report, []
+        if len(report) == 2:
+            raise Refused(*report)
         compiled.set_report(*report)
         self.kept.pop(compiled.key, None)
         self.kept[compiled.key] = compiled
@@ -273,7 +283,9 @@ class Compiler:
             if not grammar:
                 return False
             outcome.set_result(grammar)
-        except (ValueError, ImportError, OSError) as error:
+        except ValueError as error:
+            outcome.set_exception(error)
+        except (ImportError, OSError) as error:
             outcome.set_exception(ValueError(str(error)))
         message["grammar"] = outcome
         return True

@@ -13,7 +13,8 @@ which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive
 
     to the fork server          a socket for the grammar's process, and (kind, text)
     from a grammar's process    a report: (bytes of its address space before and with the
-                                grammar, the first mask), or why it is refused
+                                grammar, the first mask), or (why it is refused, numbers of the
+                                tools at fault)
     to a grammar's process      a list of questions about its answers, once a step
     from a grammar's process    lists of replies, in the order of the questions
 
@@ -28,6 +29,7 @@ id, a kind, the tokens that came since, more tokens); a new id begins a new answ
 
 import fcntl
 import gc
+import json
 import marshal
 import os
 import re
@@ -37,6 +39,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 from tokenizer import Tokenizer, load_tokenizer
@@ -54,6 +57,13 @@ JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "leni
 OFFER, COUNT, MASK, END = range(4)
 # the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
+# words of the library that mean nothing to others, and ours
+OWN_WORDS = {
+    "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
+    "too many expressions": "it has too many expressions: make its regular expressions smaller",
+    "Too many items": "it goes on without an end, or has too many short rules",
+}
 
 
 class Vocabulary:
@@ -85,14 +95,69 @@ class Library:
 
     def compile(self, kind: str, text: str):
         """Compile, as Grammars.compile says. Returns the library's matcher. Raises ValueError."""
+        schemas = [text] if kind == "json" else []
+        if kind == "tools":
+            (text, schemas), kind = json.loads(text), "lark"
+        if kind == "grammar":
+            if "x-guidance" in unescaped(text):
+                raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
+            kind = "gbnf" if "::=" in text else "lark"
+        matcher = self.matcher(kind, text, JSON_OPTIONS)
+        if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
+            raise ValueError(DEAD_END)
+        return matcher
+
+    def matcher(self, kind: str, text: str, options: dict):
+        """Return the library's matcher, with these options for a schema. Raises ValueError."""
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
-            text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
+            text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
         else:
-            if kind == "grammar" and "x-guidance" in unescaped(text):
-                raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.module.grammar_from(kind, text)
         return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
+
+    def has_dead_end(self, schema: str) -> bool:
+        """
+        Return whether the library allows a comma or a brace before patternProperties that name
+        nothing but declared properties. It does not notice: after `{` it can write no quote.
+        """
+        nodes = []
+        json.loads(schema, object_hook=lambda node: nodes.append(node) or node)
+        names = [node.get(key) for node in nodes for key in ("properties", "required")]
+        names = chain(*(each for each in names if isinstance(each, dict | list)))
+        probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
+        probe["properties"] = dict.fromkeys(map(str, names), False)  # also what may be combined
+        for node in nodes:
+            patterns = node.get("patternProperties")
+            if isinstance(patterns, dict) and node.get("additionalProperties") is False:
+                probe["patternProperties"] = {pattern: {} for pattern in patterns}
+                matcher = self.matcher("json", json.dumps(probe), {"whitespace_flexible": False})
+                if matcher.compute_ff_bytes() == b"{":
+                    return True
+        return False
+
+    def try_to_compile(self, kind: str, text: str) -> tuple:
+        """Return (the matcher, its first mask), or (None, why it is refused)."""
+        try:
+            matcher = self.compile(kind, text)
+            mask = mask_of(matcher, "no text fits it")
+        except MemoryError:
+            raise
+        except Exception as error:
+            mask = plain(str(error), "the grammar library refuses it")
+        except BaseException:  # a panic of the library's Rust
+            mask = plain("panic")
+        if isinstance(mask, bytes):
+            return matcher, mask
+        if kind != "grammar":  # it would be shown in the library's form
+            mask = re.sub(r"^at \d+\(\d+\): ", "", mask).partition("\n")[0]
+        return None, mask
+
+    def refused_tools(self, text: str) -> dict[int, str]:
+        """Return why each tool that cannot be served is refused, by its number."""
+        _, schemas = json.loads(text)
+        tried = [self.try_to_compile("json", schema) for schema in schemas]
+        return {i: reason for i, (matcher, reason) in enumerate(tried) if not matcher}
 
 
 def unescaped(text: str) -> str:
@@ -120,7 +185,13 @@ def plain(error: str, otherwise: str = "") -> str:
     """Return the library's reason without its codes, its own notation, backtraces and panics."""
     if error.startswith("panic"):
         return "the grammar library fails at it"
+    for words, own in OWN_WORDS.items():
+        if words in error:
+            return own
     reason = error.partition("\n<")[0].partition(":  (")[0].strip()
+    _, found, cause = reason.partition("\nerror: ")
+    if found:
+        return f"invalid regex: {cause}".partition("\n")[0]
     return reason if " " in reason else otherwise
 
 
@@ -186,21 +257,17 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str,
     let_grow(COMPILE_MIB)
     before = address_space()
     try:
-        matcher = library.compile(kind, text)
-        mask = mask_of(matcher, "no text fits it")
+        matcher, mask = library.try_to_compile(kind, text)
+        refused = library.refused_tools(text) if kind == "tools" and not matcher else {}
     except MemoryError:
         return
-    except Exception as error:
-        mask = plain(str(error), "the grammar library refuses it")
-    except BaseException:  # a panic of the library's Rust
-        mask = plain("panic")
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
-    is_compiled = isinstance(mask, bytes)
-    report = (before, address_space(), mask) if is_compiled else mask
+    refusal = next(iter(refused.values()), mask), [*refused]
+    report = (before, address_space(), mask) if matcher else refusal
     sock.send(marshal.dumps([report]))
     os.close(compiles)
-    if is_compiled:
+    if matcher:
         let_grow(STEP_MIB)
         serve_answers(sock, matcher, library.eos, max(1, REPLY_BYTES // len(mask)))
 

@@ -14,6 +14,7 @@ Not run by itself: app.py makes a Job for each completion.
 """
 
 import asyncio
+import json
 import secrets
 import time
 
@@ -21,7 +22,7 @@ import orjson
 
 from server.live import EVENTS, PING, PING_SECONDS
 from server.protocol import ApiError, ClientGone, error_body
-from server.tools import CallReader, grammar_of_calls
+from server.tools import CallReader, grammar_of_calls, schema_of
 from tokenizer import token_name
 
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
@@ -303,6 +304,7 @@ class Job:
         self.error = None  # an ApiError
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         self.grammar = body.response_format or body.structured_outputs
+        self.headers = []  # of its answer, beside the usual ones
         if body.tools:
             self._hold_to_tools()
         kind = ChatChoice if body.messages else CompletionChoice
@@ -333,7 +335,9 @@ class Job:
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        self.grammar = {"kind": "lark", "text": grammar_of_calls(self.body, self.call_tag)}
+        lark = grammar_of_calls(self.body, self.call_tag)
+        schemas = [json.dumps(schema_of(function)) for function in self.body.functions]
+        self.grammar = {"kind": "tools", "text": json.dumps([lark, schemas])}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
@@ -372,11 +376,32 @@ class Job:
         if self.body.stream or self.is_done:
             self.changed.set()  # a task sends it, once all messages of this round are read
 
-    def on_refusal(self, kind, message):
-        """The engine does not accept a choice, or failed at it: the call fails."""
+    def on_refusal(self, kind, message, tools=()):
+        """
+        The engine does not accept a choice, or failed at it: the call fails. If it is for the
+        schemas of these tools, and none must be called, it begins again, and any object will do for
+        them.
+        """
         is_invalid = kind == "invalid"  # the client can change it
+        refused = [self.body.functions[number] for number in tools]
+        if refused and self.body.tool_choice == "auto":
+            return self._begin_again(refused)
         param = self.body.constraints[:1] if is_invalid else ()
-        self.fail(ApiError(400 if is_invalid else 500, message, *param))
+        logged = message.partition(": ")[0] if is_invalid else None  # then a grammar is quoted
+        if refused:
+            number = [tool.function for tool in self.body.tools].index(refused[0])
+            message = f"tools.{number}.function.parameters ({refused[0].name}): {message}"
+        self.fail(ApiError(400 if is_invalid else 500, message, *param, logged=logged))
+
+    def _begin_again(self, unheld: list):
+        names = ", ".join(function.name for function in unheld)
+        self.headers.append((b"x-unheld-tools", names.encode()))
+        for function in unheld:
+            function.parameters = {}
+        self._hold_to_tools()
+        for choice in self.choices:
+            self.client.abort(choice)
+        self.submit()
 
     # its end
 
@@ -418,7 +443,7 @@ class Job:
         chunks = [choice.chunks()[0] for choice in self.choices]
         choices = [chunk.pop("choices")[0] for chunk in chunks]
         answer = self.head | {"choices": choices} | chunks[0] | {"usage": self.usage()}
-        await send_json(send, orjson.dumps(answer))
+        await send_json(send, orjson.dumps(answer), self.headers)
 
     def usage(self) -> dict:
         firsts = self.choices[:: self.body.n]
@@ -467,7 +492,8 @@ class Job:
                 continue
             if not is_started:
                 is_started = True
-                await send({"type": "http.response.start", "status": 200, "headers": EVENTS})
+                headers = EVENTS + self.headers
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": data, "more_body": not is_done})
 
     def last_events(self) -> list[bytes]:
@@ -479,9 +505,10 @@ class Job:
         return [b"[DONE]"]
 
 
-async def send_json(send, data: bytes):
+async def send_json(send, data: bytes, more=()):
     """Send JSON, perhaps long, in slices: each `send` waits until the one before is on its way."""
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
+    headers += more
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(data), SLICE):
         end = start + SLICE

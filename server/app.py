@@ -18,6 +18,7 @@ from functools import partial
 import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -98,6 +99,7 @@ class Service(Site):
         try:
             body = kind.model_validate_json(data, context=self.args.sampling)
         except ValidationError as findings:
+            protocol.check_encoding(http.headers.get("content-encoding", ""), data)
             raise protocol.body_refusal(findings) from None
         self.check_model(body.model)
         return body
@@ -219,6 +221,8 @@ class Service(Site):
         return JSONResponse({"object": "list", "data": [self.describe_model()]})
 
     async def show_model(self, http):
+        if not http.path_params["id"]:
+            raise HTTPException(404)
         self.check_model(http.path_params["id"])
         return JSONResponse(self.describe_model())
 
@@ -351,7 +355,9 @@ def refusals_about(field: str):
         yield
     except TokenizerError as error:
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        raise ApiError(400, str(error), field, code) from None
+        # a template may repeat what it was given
+        logged = f"{field} cannot be encoded"
+        raise ApiError(400, str(error), field, code, logged=logged) from None
     except EncoderBusy as error:
         raise ApiError(429, str(error), code="encoder_busy") from None
 

@@ -220,7 +220,9 @@ class EngineClient(asyncio.Protocol):
                 self.on_events(message["lines"].split("\n") if message["lines"] else [])
             case "error":
                 if choice := self.choices.get(message["id"]):
-                    choice.job.on_refusal(message["kind"], message["message"])
+                    choice.job.on_refusal(
+                        message["kind"], message["message"], message.get("tools", ())
+                    )
             case "fatal":
                 self.last_words = message["message"]
 

@@ -100,14 +100,16 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
 class Connection(HttpToolsProtocol):
     """
     uvicorn's connection, closed when the client takes longer than --client-seconds to send a whole
-    request or to read what waits for it, sends too much besides bodies, or is one too many. When a
-    connection ends, so does everything that was being computed for it.
+    request or to read what waits for it, sends too much besides bodies, is one too many, or idle
+    for --keep-alive-seconds. When a connection ends, so does everything that was being computed for
+    it.
     """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         gate = self.config.app
         self.args = gate.args
+        self.timeout_keep_alive = self.args.keep_alive_seconds
         self.note_end = gate.note_end
         self.timer = None  # runs while the client sends a request, or does not read an answer
         self.is_sending = True

@@ -90,7 +90,7 @@ class Gate:
             allow_origins=self.args.allowed_origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after"),
+            expose_headers=("x-request-id", "retry-after", "x-unheld-tools"),
             allow_private_network=True,
         )
 
@@ -216,10 +216,12 @@ def not_found(scope) -> str:
     """The message for a path that nothing answers."""
     path = scope["path"]
     paths = [route.path_format for route in scope["router"].routes]
-    if f"/v1{path}" in paths:
-        hint = f"call /v1{path}, a base URL ends in /v1"
-    else:
-        hint = f"there is {', '.join(paths)}"
+    hint = f"there is {', '.join(paths)}"
+    name = "/".join(part for part in path.split("/") if part not in ("", "v1"))
+    if f"/v1/{name}" in paths:
+        hint = f"call /v1/{name}, a base URL ends in /v1"
+    elif name and f"/{name}" in paths:
+        hint = f"call /{name}"
     return f"there is no {scope['method']} {path:.200} here; {hint}"
 
 
@@ -316,7 +318,9 @@ class ReplaySite(Site):
 
 
 def base_url(sock) -> str:
+    """The address to open, on this machine where the server listens at all."""
     host, port = sock.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -14,6 +14,7 @@ Three things could be called a request. In this folder a `body` is the parsed JS
 Starlette's request, and the engine's is `paged.Request`.
 """
 
+import difflib
 import json
 import re
 import reprlib
@@ -27,18 +28,18 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    Json,
     PlainValidator,
     PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
 )
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from common import plural
 from params import BIAS, RANGES, SamplingParams, check_variables
-from server.tools import NO_PARAMETERS
+from server.tools import NO_PARAMETERS, drop_neutral
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
@@ -74,6 +75,10 @@ NOT_SERVED = {
     "prefix": False,
 }
 
+KINDS = ("json", "regex", "choice", "grammar")  # of structured_outputs
+# vLLM's older names
+OLD_NAMES = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
+
 MAX_STOPS = 64
 MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
 MAX_SCORES = 2**18  # log-probabilities in one answer, prompts' and generated: 18 MB of JSON
@@ -102,14 +107,15 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     headers: dict[str, str] | None = None
+    logged: str | None = None
 
     @property
     def reason(self) -> str:
         """
-        For the log: the code, else the message without the value that it quotes, which may be a
-        client's text.
+        For the log, where no client's text may be: the code, else `logged`, else the message
+        without the value that it quotes.
         """
-        return self.code or self.message.partition(", got ")[0][:200]
+        return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
 
 class ClientGone(ApiError):
@@ -142,6 +148,23 @@ class Refused(ValueError):
         self.path = path
 
 
+def unknown_field(name: str, known, *path) -> Refused:
+    """
+    The refusal of a field that is not among these, with the one that is meant, if it is clear.
+    """
+    meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
+    meant = OLD_NAMES.get(name) or "".join(meant)
+    remedy = f"did you mean {meant}?" if meant else "leave it out"
+    return Refused(f"is no field here: {remedy}", *path, name)
+
+
+def check_known(value: dict, *known: str, path: tuple = ()):
+    """Raises Refused for a field that is not among these. Null counts as not sent."""
+    for name in value:
+        if value[name] is not None and name not in known:
+            raise unknown_field(name, known, *path)
+
+
 def body_refusal(findings: ValidationError) -> ApiError:
     """Turn pydantic's findings on a body into one 400 about the first of them."""
     error = findings.errors(include_url=False)[0]
@@ -156,6 +179,18 @@ def body_refusal(findings: ValidationError) -> ApiError:
     else:
         message = f"{name}: {error['msg']}, got {reprlib.repr(error['input']):.200}"
     return ApiError(400, message, path[0] if path else None)
+
+
+def check_encoding(content_encoding: str, data: bytes):
+    """Raises ApiError (400) for a body that is no JSON because it is not plain UTF-8."""
+    forms = {
+        f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
+        "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
+        "UTF-16": data.startswith((b"\xff\xfe", b"\xfe\xff")) or 0 in data[:2],
+    }
+    for form in filter(forms.get, forms):
+        message = f"the body is sent with {form:.99}: send plain UTF-8"
+        raise ApiError(400, message, logged="the body is not plain UTF-8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,27 +225,35 @@ def bias_of_ids(value) -> dict[int, float]:
         raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not re.fullmatch("[0-9]{1,11}", token):
-            raise Refused("is no token id", token)
+            raise Refused(f"has a name that is no token id, got {reprlib.repr(token)}")
         if not BIAS.admits(bias):
             raise Refused(f"must be {BIAS.wanted}, got {reprlib.repr(bias)}", token)
     return {int(token): float(bias) for token, bias in value.items()}
 
 
-def content_text(value):
-    """A message's content: a text, or parts of which each is a text."""
+def content_text(value, info: ValidationInfo):
+    """A message's content: a text, or parts of which each is a text. An answer's may be null."""
+    if value is None and info.data.get("role") in ("assistant", "tool"):
+        return ""
     if not isinstance(value, list):
         return value
     texts = []
     for number, part in enumerate(value):
         part = part if isinstance(part, dict) else {}
-        text = part.get("text")
-        if part.get("type") != "text" or not isinstance(text, str):
-            kind = reprlib.repr(part.get("type"))
-            raise Refused(
-                f"is {kind}: only parts of the type text, with a text, are served", number
-            )
+        kind = part.get("type")
+        text = part.get(kind) if kind in ("text", "refusal") else None
+        if not isinstance(text, str):
+            only = "only parts of the type text, with a text, are served"
+            raise Refused(f"cannot be read: {only}, got {reprlib.repr(kind)}", number)
         texts.append(text)
     return "".join(texts)
+
+
+def arguments_object(value):
+    """A call's arguments as an object, as templates take them; some servers send "" for none."""
+    if value is None or value == "":
+        return {}
+    return from_json(value) if isinstance(value, str) else value
 
 
 def grammar_text(value, *path) -> str:
@@ -224,30 +267,43 @@ def grammar_text(value, *path) -> str:
     return text
 
 
+def schema_text(value) -> str:
+    """A schema for the engine, without what asks for nothing."""
+    text = grammar_text(value)
+    try:
+        return json.dumps(json.loads(text, object_hook=drop_neutral), ensure_ascii=False)
+    except (ValueError, RecursionError):  # the engine says what is wrong
+        return text
+
+
 def grammar_of_format(value) -> dict | None:
     """`response_format` as the engine's grammar, None for free text."""
     match value:
         case {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            schema = {"type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
+            return check_known(value, "type")
+        case {"type": "json_object"} if isinstance(value.get("schema"), dict | None):
+            check_known(value, "type", "schema")  # a schema here is llama.cpp's
+            schema = value.get("schema") or {"type": "object"}
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as named}:
+            check_known(value, "type", "json_schema")
+            known = ("name", "description", "schema", "strict")
+            check_known(named, *known, path=("json_schema",))
         case _:
             kinds = "text, json_object, or json_schema with json_schema.schema, an object"
             raise Refused(f"must be of the type {kinds}")
-    return {"kind": "json", "text": grammar_text(schema)}
+    return {"kind": "json", "text": schema_text(schema)}
 
 
 def grammar_of_outputs(value: dict) -> dict:
     """vLLM's `structured_outputs` as the engine's grammar."""
+    check_known(value, *KINDS, "structural_tag")
     match [field for field in value.items() if field[1] is not None]:
         case (
             [("json" as kind, str() | dict() as sent)]
             | [("regex" | "grammar" as kind, str() as sent)]
             | [("choice" as kind, [str(), *_] as sent)]
         ) if kind != "choice" or is_list_of(str, sent):
-            return {"kind": kind, "text": grammar_text(sent)}
+            return {"kind": kind, "text": (schema_text if kind == "json" else grammar_text)(sent)}
     forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
     raise Refused(f"must have one of {forms}; structural_tag and others are not served")
 
@@ -257,7 +313,9 @@ def name_or_word(value) -> str | dict:
     match value:
         case "none" | "auto" | "required":
             return value
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function", "function": {"name": str(name)} as function}:
+            check_known(value, "type", "function")
+            check_known(function, "name", path=("function",))
             return {"name": name}
     named = '{"type": "function", "function": {"name": ..}}'
     raise Refused(f'must be "none", "auto", "required", or {named}')
@@ -289,6 +347,7 @@ Stops = Annotated[
 ]
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_object)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
@@ -310,6 +369,9 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    ignored: ClassVar = IGNORED
+    not_served: ClassVar = NOT_SERVED
+    nullable: ClassVar = ()  # fields whose null has a meaning
 
     @model_validator(mode="before")
     @classmethod
@@ -324,22 +386,31 @@ class Body(BaseModel):
         defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
         fields = {name: info.context[name] for name in defaults}
         for name, value in body.items():
-            if value is None or name in IGNORED:
+            if name in cls.ignored or (value is None and name not in cls.nullable):
                 continue
             if name in cls.model_fields:
                 fields[name] = value
-            elif name in NOT_SERVED:
-                neutral = NOT_SERVED[name]
+            elif name in cls.not_served:
+                neutral = cls.not_served[name]
                 same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True is 1, too
                 if value != neutral or not same_kind:
                     remedy = f"leave it out or send {json.dumps(neutral)}"
                     raise Refused(f"is not served here: {remedy}", name)
             elif cls.model_config["extra"] == "forbid":
-                raise Refused("is no field here: leave it out", name)
+                raise unknown_field(name, cls.model_fields)
         return fields
 
 
-class StreamOptions(Body):
+class Part(Body):
+    """An object within a body."""
+
+    ignored: ClassVar = ()
+    not_served: ClassVar = {}
+
+
+class StreamOptions(Part):
+    ignored: ClassVar = {"include_obfuscation"}
+
     include_usage: bool = False
     continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
 
@@ -424,6 +495,9 @@ class SamplingRequest(Body):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
         for prompt in prompts:
             check_vocabulary("prompt", prompt, vocab_size)
+        if not all(prompts):
+            message = "prompt is empty: the tokenizer makes no token of its text, send another"
+            raise ApiError(400, message, "prompt")
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(range(vocab_size)):
             message = "min_tokens is above 0, but all tokens are stop tokens"
@@ -502,12 +576,15 @@ class CompletionRequest(SamplingRequest):
         return self.logprobs
 
 
-class CalledFunction(Body):
+class CalledFunction(Part):
+    model_config = ConfigDict(extra="ignore")  # openai-python adds parsed_arguments
+    nullable: ClassVar = {"arguments"}
+
     name: FunctionName
-    arguments: Json[dict[str, Any]]  # templates take the object, not its text
+    arguments: Arguments
 
 
-class ToolCall(Body):
+class ToolCall(Part):
     model_config = ConfigDict(extra="ignore")
 
     id: str
@@ -517,6 +594,7 @@ class ToolCall(Body):
 
 class Message(Body):
     model_config = ConfigDict(extra="ignore")  # clients send back whole answers, with all fields
+    nullable: ClassVar = {"content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
@@ -531,19 +609,19 @@ class Message(Body):
             raise Refused("are an assistant's: leave them out", "tool_calls")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise Refused("belongs to the role tool, which needs one", "tool_call_id")
-        if "content" not in self.model_fields_set and not self.tool_calls:
+        if "content" not in self.model_fields_set and self.role != "assistant":
             raise Refused("is missing", "content")
         return self
 
 
-class Function(Body):
+class Function(Part):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = NO_PARAMETERS
     strict: bool = False  # without effect: all calls keep to the schema
 
 
-class Tool(Body):
+class Tool(Part):
     type: Literal["function"]
     function: Function
 

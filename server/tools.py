@@ -24,6 +24,10 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 # Written as json.dumps writes it, as in the templates. So a newline stands behind a call alone. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords of schemas that are not served, with values that ask for nothing. zod says of each record
+# that its names are strings.
+NEUTRAL = {"uniqueItems": [False], "unevaluatedProperties": [True, {}], "not": [False]}
+NEUTRAL |= {"propertyNames": [True, {}, {"type": "string"}]}
 
 
 def find_tag(source: str) -> str:
@@ -41,6 +45,19 @@ def marks(tag: str) -> list[str]:
     return [f"<{tag}>", f"}}\n</{tag}>"] if tag else ["", "}\n"]
 
 
+def drop_neutral(node: dict) -> dict:
+    """A JSON object without what asks for nothing, unless it may be a list of properties."""
+    if all(isinstance(value, dict) for value in node.values()):
+        return node
+    return {key: value for key, value in node.items() if value not in NEUTRAL.get(key, ())}
+
+
+def schema_of(function) -> dict:
+    """The schema of a function's arguments."""
+    schema = json.loads(json.dumps(function.parameters), object_hook=drop_neutral)
+    return schema | {"type": "object"}
+
+
 def grammar_of_calls(body, tag: str) -> str:
     """
     Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
@@ -50,7 +67,7 @@ def grammar_of_calls(body, tag: str) -> str:
     calls = []
     for function in body.functions:
         start = json.dumps("\n" * bool(tag) + f'{{"name": "{function.name}", "arguments": ')
-        schema = function.parameters | {"type": "object", "x-guidance": AS_PYTHON}
+        schema = schema_of(function) | {"x-guidance": AS_PYTHON}
         calls.append(f"{start} %json {json.dumps(schema)} {after}")
     is_one = body.is_named or not body.parallel_tool_calls
     more = "" if is_one else f"(/\\n?/ {before} call){{0,{MAX_CALLS - 1}}}"

@@ -26,6 +26,7 @@ DEFAULTS = """{
     "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
     "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
+    "keep_alive_seconds": 75.0,
     "drain_seconds": 30.0, "log_requests": false, "access_log": true, "prompt": null, "chat":
     false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
     "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
@@ -74,6 +75,7 @@ DIR --chat -> {"model": "DIR", "chat": true}
 --max-body-mib 0.5 -> {"max_body_mib": 0.5}
 --max-connections 1 -> {"max_connections": 1}
 --client-seconds 0.5 -> {"client_seconds": 0.5}
+--keep-alive-seconds 5 -> {"keep_alive_seconds": 5.0}
 --request-seconds 1.5 -> {"request_seconds": 1.5}
 --drain-seconds 0 -> {"drain_seconds": 0.0}
 --log-requests -> {"log_requests": true}
@@ -135,7 +137,7 @@ a b -> unrecognized arguments: b
 --allowed-origins http://a/b -> 'http://a/b' is no origin
 --default-chat-template-kwargs a=1 -> Expecting value
 --default-chat-template-kwargs [1] -> must be a JSON object
---default-chat-template-kwargs {"tools":1} -> has 'tools', which is not a caller's to set
+--default-chat-template-kwargs {"tools":1} -> has a name which is not a caller's to set
 --default-chat-template-kwargs DEEP -> recursion
 """
 

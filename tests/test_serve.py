@@ -12,6 +12,7 @@ from processes import ROOT, python
 
 import serve
 from server import terminal
+from server.gate import base_url
 from training.corpus import bpe_tokenizer
 
 
@@ -42,7 +43,9 @@ def test_a_port_in_use_is_reported():
 
 
 HOSTS = {  # what is typed -> the refusal, or none
-    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; stop what is",
+    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host is a name or address of this",
+    "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host is .*, without a port",
+    "192.0.2.1": r"cannot listen at 192\.0\.2\.1:0: \w.*; --host is a name or address of this",
     "0.0.0.0": "--allow-remote",
     "::": "--allow-remote",
     "127.0.0.1": "",
@@ -58,6 +61,12 @@ def test_other_machines_are_kept_out_unless_forced(typed):
         return serve.listen(args).close()
     with pytest.raises(SystemExit, match=HOSTS[typed]):
         serve.listen(args)
+
+
+def test_the_greeting_has_an_address_to_open():
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "127.0.0.2": "127.0.0.2", "::1": "[::1]"}
+    for host, name in shown.items():
+        assert base_url(Mock(**{"getsockname.return_value": (host, 80)})) == f"http://{name}:80"
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")

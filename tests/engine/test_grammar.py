@@ -450,6 +450,8 @@ HOSTILE = {
     "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
     "itself": ("json", '{"$ref": "#"}', "no text fits it"),
     "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
+    "a typo in Lark": ("grammar", 'start "a"', "Expected token ':'"),
+    "overlapping oneOf": ("json", '{"oneOf": [{}, {}]}', "may overlap: say anyOf"),
     "no type": ("json", '{"type": "foo"}', "Invalid type"),
     "no JSON": ("json", '{"type": ', "EOF"),
     "no schema": ("json", "[1]", "object"),

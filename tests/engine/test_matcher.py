@@ -6,6 +6,7 @@ import gc
 import json
 import marshal
 import os
+import random
 import resource
 import signal
 import socket
@@ -25,10 +26,13 @@ from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammars
+from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammars, Refused
 from engine.link import Link, to_line
+from engine.matcher import DEAD_END, Library
+from engine.matcher import mask_of as mask_in
 from engine.process import serve
 from tokenizer import load_tokenizer
+from training.corpus import bpe_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -130,6 +134,123 @@ def test_an_attack_ends_alone(grammars, name):
     assert not any(code in said for code in CODES if code not in text)
     assert walk(beside, 9)
     assert grammars.compile("choice", json.dumps([name])).mask.any()
+
+
+# --------------------------------------------------------------------------------------------------
+# Answers that can be finished
+
+# Of these schemas, none names a property that could follow the comma that the library allows.
+DEAD_ENDS = r"""
+{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false}
+{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false}
+{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false}
+{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]}
+{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("schema", DEAD_ENDS.strip().splitlines())
+def test_a_schema_with_a_dead_end_is_refused(grammars, schema):
+    """Half of such an answer had been sent when nothing could follow."""
+    with pytest.raises(Refused) as caught:
+        grammars.compile("json", schema)
+    assert str(caught.value) == f"this grammar cannot be served: {DEAD_END}"
+    tools = json.dumps([f"start: %json {schema}", ['{"type": "object"}', schema]])
+    with pytest.raises(Refused, match="patternProperties") as caught:
+        grammars.compile("tools", tools)
+    assert caught.value.tools == [1]
+
+
+SCHEMAS_TO_FINISH = r"""
+{}
+{"type": "object"}
+{"type": "string"}
+{"type": "number"}
+{"type": "integer"}
+{"type": "boolean"}
+{"type": "null"}
+{"type": "array"}
+{"type": ["string", "null", "integer"]}
+{"enum": ["a", 1, null, {"b": [2]}]}
+{"const": {"a": [1, {"b": null}], "required": true, "patternProperties": 5}}
+{"type": "string", "minLength": 2, "maxLength": 4}
+{"type": "string", "pattern": "^[a-f]+$"}
+{"type": "string", "pattern": "^a.b$"}
+{"type": "string", "pattern": "^[^ -~]$"}
+{"type": "string", "pattern": "^[a-z]{2,5}$", "maxLength": 3}
+{"type": "string", "format": "date"}
+{"type": "string", "format": "date-time"}
+{"type": "string", "format": "uuid"}
+{"type": "string", "format": "email"}
+{"type": "string", "format": "ipv4"}
+{"type": "integer", "minimum": 3, "maximum": 12}
+{"type": "integer", "exclusiveMinimum": -7, "exclusiveMaximum": 7}
+{"type": "integer", "multipleOf": 5, "minimum": 1}
+{"type": "number", "minimum": 0.25, "maximum": 0.75}
+{"type": "number", "multipleOf": 0.1}
+{"type": "array", "items": {"type": "integer", "minimum": 6, "maximum": 9, "multipleOf": 5}}
+{"type": "array", "items": {"type": "integer", "minimum": 1.2, "maximum": 1.8}}
+{"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
+{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": false}
+{"type": "array", "prefixItems": [{"type": "null"}, false]}
+{"type": "array", "items": false}
+{"type": "array", "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}
+{"type": "array", "items": {"type": "string", "pattern": "^abc$", "maxLength": 2}}
+{"type": "array", "items": {"type": "string", "format": "uuid", "maxLength": 3}}
+{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}
+{"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}
+{"type": "object", "properties": {"a": {}, "b": {}}, "required": ["c"]}
+{"type": "object", "properties": {"a": false, "b": {}}, "additionalProperties": false}
+{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}}}
+{"type": "object", "properties": {"a b": {}, "é": {}}, "additionalProperties": false}
+{"type": "object", "additionalProperties": {"type": "integer"}}
+{"type": "object", "additionalProperties": false}
+{"type": "object", "minProperties": 2}
+{"type": "object", "maxProperties": 2}
+{"type": "object", "minProperties": 1, "additionalProperties": false, "properties": {"a": {}, "b": {}}}
+{"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": false}
+{"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}}
+{"type": "object", "properties": {"a": {}}, "patternProperties": {"^[ab]$": {}}, "additionalProperties": false}
+{"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": {"type": "null"}}
+{"type": "object", "patternProperties": {"^b": false}}
+{"type": "object", "patternProperties": {"^a": {"type": "null"}, "^b": {"type": "null"}}, "additionalProperties": false}
+{"anyOf": [{"type": "integer"}, {"type": "object", "properties": {"a": {}}, "required": ["a"]}]}
+{"anyOf": [false, {"type": "string", "maxLength": 1}]}
+{"oneOf": [{"type": "integer"}, {"type": "string"}]}
+{"oneOf": [{"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}, {"type": "null"}]}
+{"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]}
+{"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}
+{"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "additionalProperties": false}}}
+{"type": "array", "items": {"$ref": "#"}, "maxItems": 2}
+{"type": "object", "properties": {"t": {"type": ["array", "null"], "items": {"$ref": "#"}}}, "additionalProperties": false}
+"""  # noqa: E501
+SHORT = b'",:{}[] 01aen'  # bytes that bring answers to an end, or to a corner
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schema", SCHEMAS_TO_FINISH.strip().splitlines())
+def test_no_answer_gets_stuck(schema, tmp_path):
+    """Forty walks at random, of a token a byte: each ends, or goes on for long."""
+    bpe_tokenizer([]).save(tmp_path)
+    library = Library(load_tokenizer(tmp_path), 257, [256])
+    first, _ = library.try_to_compile("json", schema)
+    ends = 0
+    for seed in range(40):
+        choose = random.Random(seed)
+        matcher = first.deep_copy()
+        text = []
+        while 256 not in text and len(text) < 150:
+            mask = mask_in(matcher)
+            assert isinstance(mask, bytes), bytes(text)
+            bits = int.from_bytes(mask, "little")
+            allowed = [i for i in range(257) if bits >> i & 1]
+            short = [i for i in allowed if i == 256 or i in SHORT]
+            text.append(choose.choice(short if short and choose.random() < 0.7 else allowed))
+            matcher.consume_token(text[-1])
+        if 256 in text:
+            ends += 1
+            json.loads(bytes(text[:-1]))
+    assert ends
 
 
 def children(pid: int) -> list[int]:

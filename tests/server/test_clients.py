@@ -313,3 +313,101 @@ def test_answers_and_calls_fit_their_schemas(name, bin, caller, tmp_path):
     result = run(PERSON + SCHEMA_USERS[name], bin, caller, tmp_path)
     assert result
     assert all(result)
+
+
+# Conversations of four turns, each with a call and its result. `streamed` is given.
+TURNS = {
+    "openai": """
+from openai import OpenAI, pydantic_function_tool
+client = OpenAI(base_url=url, api_key="none", max_retries=0)
+call |= {"model": "tiny", "messages": messages, "tools": [pydantic_function_tool(Person)]}
+result = []
+for turn in range(5):
+    last = {"tool_choice": "none"} if turn == 4 else begins
+    if streamed:
+        with client.chat.completions.stream(**last, **call) as stream:
+            message = stream.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.parse(**last, **call).choices[0].message
+    messages.append(message)
+    for one in message.tool_calls or ():
+        result += check(one.function.parsed_arguments)
+        messages.append({"role": "tool", "tool_call_id": one.id, "content": "6"})
+""",
+    "instructor": """
+import instructor
+from openai import OpenAI
+client = OpenAI(base_url=url, api_key="none", max_retries=0)
+client = instructor.from_openai(client, mode=instructor.Mode.TOOLS)
+
+class Person(Person, extra="forbid"):
+    pass
+
+call |= {"model": "tiny", "messages": messages, "response_model": Person, "max_retries": 0}
+result = []
+for turn in range(4):
+    if streamed:
+        *_, person = client.chat.completions.create_partial(**call)
+        result += [person.age in (1, 20, 300)]
+        function = {"name": "Person", "arguments": person.model_dump_json()}
+        one = {"id": "a", "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": None, "tool_calls": [one]})
+    else:
+        person, whole = client.chat.completions.create_with_completion(**call)
+        result += check(person)
+        messages.append(whole.choices[0].message.model_dump())
+        one = whole.choices[0].message.tool_calls[0].model_dump()
+    messages.append({"role": "tool", "tool_call_id": one["id"], "content": "6"})
+""",
+    "pydantic-ai": """
+import asyncio
+from pydantic_ai import Agent
+from pydantic_ai.models.openai import OpenAIChatModel
+from pydantic_ai.providers.openai import OpenAIProvider
+model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
+agent = Agent(model, output_type=Person, model_settings=call | {"parallel_tool_calls": False})
+agent.tool_plain(lambda: "6", name="dice")
+result = []
+
+async def talk():
+    history = []
+    for turn in range(4):
+        settings = call | {"seed": turn, "temperature": 2.0}
+        options = {"message_history": history, "model_settings": settings}
+        if streamed:
+            async with agent.run_stream("hi", **options) as run:
+                result.extend(check(await run.get_output()))
+        else:
+            run = await agent.run("hi", **options)
+            result.extend(check(run.output))
+        history = run.all_messages()
+
+asyncio.run(talk())
+""",
+    "langchain": """
+from functools import reduce
+from operator import add
+from langchain_core.messages import HumanMessage, ToolMessage
+from langchain_openai import ChatOpenAI
+llm = ChatOpenAI(base_url=url, api_key="none", model="tiny", max_retries=0, **call)
+held = llm.bind_tools([Person], strict=True, **begins)
+history = [HumanMessage("hi")]
+result = []
+for turn in range(5):
+    model = llm if turn == 4 else held
+    said = reduce(add, model.stream(history)) if streamed else model.invoke(history)
+    history.append(said)
+    for one in said.tool_calls:
+        result += check(Person.model_validate(one["args"]))
+        history.append(ToolMessage("6", tool_call_id=one["id"]))
+""",
+}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("name", TURNS)
+def test_a_conversation_goes_on_after_calls(name, streamed, bin, caller, tmp_path):
+    """Would catch: a library's own form of an answer that is refused as history."""
+    result = run(f"{PERSON}streamed = {streamed}\n{TURNS[name]}", bin, caller, tmp_path)
+    assert len(result) >= 4
+    assert all(result)

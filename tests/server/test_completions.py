@@ -7,6 +7,7 @@ import json
 import re
 
 import pytest
+from tokenizers.normalizers import Strip
 from tokenizers.processors import TemplateProcessing
 from wires import House
 
@@ -137,6 +138,22 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
     assert error["param"] == next(iter(fields))
     limit = "this model's maximum context length is 1000 tokens"
     assert re.fullmatch(f"{limit}, the prompt has at least 1,80.: shorten it", error["message"])
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"max_tokens": 0}, {"logprobs": 1, "stream": True}])
+@pytest.mark.parametrize("echo", [False, True])
+def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder, more, echo):
+    """lm-eval sends echo and logprobs for each line of a text: that was a 500."""
+    tokenizer = bpe_tokenizer([])
+    tokenizer.backend.normalizer = Strip()
+    tokenizer.save(folder)
+    with House(directory=folder, tokenizer=load_tokenizer(folder)) as house:
+        for prompt in (" ", ["a", "  "]):
+            if echo or more.get("max_tokens") != 0:
+                error = call(house, prompt=prompt, echo=echo, **more).answer().error
+                assert (error["message"][:15], error["param"]) == ("prompt is empty", "prompt")
+        tokens = house.call("POST", "/tokenize", {"prompt": " "}).answer().json
+        assert (tokens["tokens"], house.engine.of("add")) == ([], [])
 
 
 def test_a_bos_comes_once_to_prompts_and_chats(folder):

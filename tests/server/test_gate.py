@@ -12,6 +12,7 @@ from wires import House, request
 
 import serve
 from server import gate
+from training.corpus import bpe_tokenizer
 
 KEY = {"Authorization": "Bearer sesame"}
 ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
@@ -268,7 +269,10 @@ def test_pages_of_allowed_origins_are_served(locked, origin):
         assert answer.status == status
         assert answer.headers["access-control-allow-origin"] == origin
         assert answer.headers["vary"] == "Origin"
-        assert answer.headers["access-control-expose-headers"] == "x-request-id, retry-after"
+        assert (
+            answer.headers["access-control-expose-headers"]
+            == "x-request-id, retry-after, x-unheld-tools"
+        )
         caller.hang_up()
 
 
@@ -395,6 +399,61 @@ def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
         (400, "Invalid HTTP request received."),
     ]
     assert "secret" not in str(lines)
+
+
+# Calls that are refused, each with a text that no log may have.
+PRIVATE = """
+completions {"prompt": {"TULIP": 1}}
+completions {"prompt": "TULIP\\u0000"}
+completions {"prompt": "a", "seed": "TULIP"}
+completions {"prompt": "a", "stop": ["TULIP", 1]}
+completions {"prompt": "a", "model": "TULIP"}
+completions {"prompt": "a", "cache_salt": ["TULIP"]}
+completions {"prompt": "a", "request_id": "TULIP é"}
+completions {"prompt": "a", "logit_bias": {"TULIP": 1}}
+completions {"prompt": "a", "logit_bias": {"1": "TULIP"}}
+completions {"prompt": "a", "response_format": {"type": "TULIP"}}
+completions {"prompt": "a", "structured_outputs": {"regex": ["TULIP"]}}
+completions {"prompt": "a", "structured_outputs": {"regex": "(?=TULIP)a"}}
+completions {"prompt": "a", "structured_outputs": {"grammar": "TULIP"}}
+completions {"prompt": "a", "response_format": {"type": "json_object", "schema": {"pattern": "TULIP"}}}
+chat/completions {"messages": [{"role": "user", "content": "TULIP"}]}
+chat/completions {"messages": [{"role": "TULIP", "content": "a"}]}
+chat/completions {"messages": [{"role": "user", "content": [{"type": "TULIP"}]}]}
+chat/completions {"messages": [{"role": "user", "content": [{"text": "TULIP"}]}]}
+chat/completions {"messages": [{"role": "tool", "tool_call_id": "a", "content": {"TULIP": 1}}]}
+chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "TULIP !", "arguments": ""}}]}]}
+chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "TULIP"}}]}]}
+chat/completions {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"TULIP_token": 1}}
+chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "TULIP"}
+chat/completions {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "TULIP !"}}]}
+chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "TULIP", "parameters": {"TULIP": 1}}}]}
+detokenize {"tokens": "TULIP"}
+"""  # noqa: E501
+
+
+TALKATIVE = "{% if messages[0].content != 'a' %}{{ raise_exception(messages[0].content) }}"
+TALKATIVE += "{% endif %}a"
+
+
+@pytest.mark.parametrize("row", PRIVATE.strip().splitlines())
+def test_no_refusal_logs_a_text(row, tmp_path, logged):
+    """Whichever library made its message: templates and the grammars' library quote much."""
+    path, body = row.split(" ", 1)
+    bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(TALKATIVE)
+    with House(directory=tmp_path) as house:
+        house.args.access_log = True
+        path = f"/v1/{path}" if "compl" in path else f"/{path}"
+        caller = house.call("POST", path, body.encode())
+        for added in house.engine.of("add"):
+            refusal = {"op": "error", "id": added["id"], "kind": "invalid"}
+            message = f"this grammar cannot be served: {added['grammar']}"
+            house.engine.say(refusal | {"message": message})
+        assert caller.answer().status in (400, 404)
+    (line,) = logged()
+    assert line["error"]
+    assert "TULIP" not in str(line)
 
 
 def test_texts_are_logged_when_asked_for(logged):

@@ -52,7 +52,16 @@ POST /tokenize {"prompt": "a\\u0000b"} -> 400 prompt - character '\\x00' is not 
 POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
 POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
 GET /v1/models/other -> 404 model model_not_found there is no model 'other' here; there is 'fake'
-GET /v1/models/ -> 404 model model_not_found there is no model '' here; there is 'fake'
+GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models, a base URL ends in /v1
+POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions, a base URL ends in /v1
+POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call /v1/completions, a base URL ends in /v1
+POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions, a base ...
+POST /v1/tokenize {} -> 404 - - there is no POST /v1/tokenize here; call /tokenize
+GET /v1 -> 404 - - there is no GET /v1 here; there is /v1/completions, ...
+POST /v1/completions \xef\xbb\xbf{"prompt": "a"} -> 400 - - the body is sent with a byte-order mark: send plain UTF-8
+POST /v1/completions \xff\xfe{\0}\0 -> 400 - - the body is sent with UTF-16: send plain UTF-8
+POST /v1/completions {\0}\0 -> 400 - - the body is sent with UTF-16: ...
+POST /v1/completions \0{\0} -> 400 - - the body is sent with UTF-16: ...
 GET /v1/nothing -> 404 - - there is no GET /v1/nothing here; there is /v1/completions, ...
 GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL ends in /v1
 PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ends in /v1
@@ -80,6 +89,15 @@ def test_calls_that_are_refused(house, row):
         expected.endswith("...") and shown.startswith(expected.removesuffix("..."))
     )
     assert not house.engine.of("add")
+
+
+@pytest.mark.parametrize("form", ["gzip", "br", "identity"])
+def test_a_compressed_body_is_named(house, form):
+    answer = house.call("POST", "/detokenize", b"\x1f\x8b", Content_Encoding=form).answer()
+    expected = "the body must be a JSON object"
+    if form != "identity":
+        expected = f"the body is sent with Content-Encoding {form}: send plain UTF-8"
+    assert answer.refusal[2].startswith(expected)
 
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/jsonp", "application/json-seq;"])

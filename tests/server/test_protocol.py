@@ -186,18 +186,20 @@ chat {"prompt": "x"} -> prompt is no field here: leave it out
 chat {"messages": []} -> messages: List should have at least 1 item after validation, not 0, got []
 chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: Input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
-chat {"messages": [{"role": "assistant", "content": null}]} -> messages.0.content is missing
+chat {"messages": [{"role": "user", "content": null}]} -> messages.0.content: Input should be a valid string, got None
+chat {"messages": [{"role": "tool", "tool_call_id": "a", "output": "x"}]} -> messages.0.content is missing
 chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
 chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
 chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
-chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments: Invalid JSON: ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments EOF while ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]} -> messages.0.tool_calls.0.function.arguments: Field required, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
-chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 is 'image_url': only parts of the type text, with a text, are served
-chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 is 'text': only ...
-chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 is None: only parts ...
+chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of the type text, with a text, are served, got 'image_url'
+chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of the type text, with a text, are served, got 'text'
+chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 0} -> top_logprobs needs logprobs: send logprobs true or leave it out
 text {"tools": [{}]} -> tools is not served here: leave it out or send []
@@ -212,6 +214,23 @@ chat {"functions": [{"name": "f"}]} -> functions is not served here: ...
 text {"response_format": "json"} -> response_format must be of the type text, json_object, or json_schema with json_schema.schema, an object
 text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
 text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
+text {"response_format": {"type": "json_object", "schema": "{}"}} -> response_format must be ...
+text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
+chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is no field here: leave it out
+text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is no field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is no field here: did you mean schema?
+text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is no field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is no field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is no field here: leave it out
+chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is no field here: did you mean parameters?
+chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is no field here: leave it out
+chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is no field here: leave it out
+chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is no field here: leave it out
+text {"temprature": 1} -> temprature is no field here: did you mean temperature?
+text {"maxTokens": 1} -> maxTokens is no field here: did you mean max_tokens?
+chat {"guided_regex": "a"} -> guided_regex is no field here: did you mean structured_outputs.regex?
+tokenize {"json_schema": {}} -> json_schema is no field here: leave it out
 text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
 text {"structured_outputs": {}} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
 text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
@@ -221,14 +240,14 @@ text {"structured_outputs": {"regex": {}}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": ["a", {}]}} -> structured_outputs must have ...
 chat {"chat_template_kwargs": []} -> chat_template_kwargs: Input should be a valid dictionary, got []
-chat {"chat_template_kwargs": {"chat_template": "x"}} -> chat_template_kwargs has 'chat_template', ...
+chat {"chat_template_kwargs": {"chat_template": "x"}} -> chat_template_kwargs has a name which is not a caller's to set: leave it out, got 'chat_template'
 chat {"chat_template": "x"} -> chat_template is no field here: leave it out
 text {"n": 129} -> n: Input should be less than or equal to 128, got 129
 text {"logprobs": -1} -> logprobs: Input should be greater than or equal to 0, got -1
 text {"logprobs": 21} -> logprobs: Input should be less than or equal to 20, got 21
 text {"logprob_token_ids": [1]} -> logprob_token_ids is no field here: leave it out
-chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has 'tools', which is not ...
-chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has 'eos_token', ...
+chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has a name which ...
+chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has a name ...
 tokenize {"prompt": null} -> prompt or messages must be sent, and not both
 tokenize {"messages": [{"role": "user", "content": "x"}]} -> prompt or messages must be sent, and not both
 detokenize {"tokens": [1, -1]} -> tokens.1: Input should be greater than or equal to 0, got -1
@@ -340,7 +359,8 @@ def test_biases_are_of_token_ids():
     biases = parse(logit_bias={"0": -100, "50256": 100, "7": 0.5, "12345678901": 1}).logit_bias
     assert biases == {0: -100, 50256: 100, 7: 0.5, 12345678901: 1}
     for name in ("", " 1", "+1", "-1", "1.0", "1_0", "0x1", "\u0663", "\u00b2", "1" * 12, "a"):
-        assert refusal(logit_bias={name: 1}).message == f"logit_bias.{name} is no token id"
+        words = f"logit_bias has a name that is no token id, got {name!r}"
+        assert refusal(logit_bias={name: 1}).message == words
     for bias in (-100.1, 100.1, float("nan"), float("inf"), "1", None, [1], True):
         words = f"logit_bias.1 must be a number from -100 to 100, got {bias!r}"
         assert refusal(logit_bias={"1": bias}).message == words
@@ -352,7 +372,7 @@ def test_the_first_problem_is_the_only_one():
     the beginning is quoted.
     """
     many = {f"x{i}": 1 for i in range(10**5)}
-    long = "x" * 10**7
+    long = "x" * 3 * 10**7
     started = time.process_time()
     for fields in (many, {"stream_options": many}, {"stop": [1] * 10**6}, {"stop": {long: 1}}):
         assert refusal(**fields)
@@ -385,9 +405,16 @@ text {"prompt": [[1], [3]]} -> {"prompt": [[1], [3]]}
 text {"stop": "ab"} -> {"stop": ["ab"]}
 text {"response_format": {"type": "text"}} -> {"response_format": null}
 text {"response_format": {"type": "json_object"}} -> {"response_format": {"kind": "json", "text": "{\"type\": \"object\"}"}}
+text {"response_format": {"type": "json_object", "schema": null, "json_schema": null}} -> {"response_format": {"kind": "json", "text": "{\"type\": \"object\"}"}}
+chat {"response_format": {"type": "json_object", "schema": {"enum": [1]}}} -> {"response_format": {"kind": "json", "text": "{\"enum\": [1]}"}}
+chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "description": "y", "strict": true, "schema": {}}}} -> {"response_format": {"kind": "json", "text": "{}"}}
+chat {"stream": true, "stream_options": {"include_obfuscation": false}} -> {"stream_options": {"include_usage": false, "continuous_usage_stats": false}}
 chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": true, "schema": {"é": 1}}}} -> {"response_format": {"kind": "json", "text": "{\"é\": 1}"}}
 text {"structured_outputs": {"json": {"a": 1}, "regex": null}} -> {"structured_outputs": {"kind": "json", "text": "{\"a\": 1}"}}
-text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{ }"}}
+text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{}"}}
+text {"structured_outputs": {"json": "{"}} -> {"structured_outputs": {"kind": "json", "text": "{"}}
+text {"structured_outputs": {"json": {"properties": {"a": {"type": "array", "uniqueItems": false}, "propertyNames": {"type": "string"}}}}} -> {"structured_outputs": {"kind": "json", "text": "{\"properties\": {\"a\": {\"type\": \"array\"}, \"propertyNames\": {\"type\": \"string\"}}}"}}
+text {"structured_outputs": {"json": "{\"type\": \"object\", \"propertyNames\": {\"type\": \"string\"}, \"uniqueItems\": true}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"type\": \"object\", \"uniqueItems\": true}"}}
 chat {"structured_outputs": {"regex": "a+"}} -> {"structured_outputs": {"kind": "regex", "text": "a+"}}
 text {"structured_outputs": {"choice": ["a", "b"]}} -> {"structured_outputs": {"kind": "choice", "text": "[\"a\", \"b\"]"}}
 text {"structured_outputs": {"grammar": "start: /a/"}} -> {"structured_outputs": {"kind": "grammar", "text": "start: /a/"}}
@@ -408,6 +435,34 @@ chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m
 def test_forms_that_are_accepted(kind, fields, expected):
     values = parse(kind, **fields).model_dump()
     assert values == values | json.loads(expected)
+
+
+# What servers answer, and what client libraries make of it, as messages that come back; their text
+# and the arguments of their calls. CALL is a call, but for the last fields of its function.
+HISTORY = r"""
+{"role": "assistant", "content": null} -> ["", []]
+{"role": "assistant", "content": null, "reasoning_content": "hm", "reasoning": "hm"} -> ["", []]
+{"role": "assistant", "reasoning_content": "hm"} -> ["", []]
+{"role": "assistant", "content": null, "refusal": "no", "parsed": null, "tool_calls": null} -> ["", []]
+{"role": "assistant", "content": "{}", "parsed": {"a": 1}, "refusal": null, "annotations": [], "function_call": null} -> ["{}", []]
+{"role": "assistant", "content": [{"type": "text", "text": "a", "annotations": [{}]}, {"type": "refusal", "refusal": "b"}]} -> ["ab", []]
+{"role": "assistant", "content": [], "index": 0, "finish_reason": "stop"} -> ["", []]
+{"role": "tool", "tool_call_id": "a", "content": null} -> ["", []]
+{"role": "assistant", "content": null, "tool_calls": [CALL "arguments": "{\"a\": 1}", "parsed_arguments": {"a": 1}}}]} -> ["", [{"a": 1}]]
+{"role": "assistant", "tool_calls": [CALL "arguments": "{}", "parsed_arguments": null, "strict": true, "description": "x", "user": 1}}]} -> ["", [{}]]
+{"role": "assistant", "content": "x", "tool_calls": [CALL "arguments": ""}}, CALL "arguments": null}}, CALL "arguments": {"a": [1]}}}]} -> ["x", [{}, {}, {"a": [1]}]]
+{"role": "assistant", "content": "x", "tool_calls": [CALL "arguments": "  \n{\"a\": null}"}}]} -> ["x", [{"a": null}]]
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("row", HISTORY.strip().splitlines())
+def test_answers_come_back_as_history(row):
+    """At each depth: openai-python's parse() and stream() could not go on after a call."""
+    call = '{"id": "a", "index": 0, "type": "function", "prefix": 1, "function": {"name": "f",'
+    sent, expected = row.replace("CALL", call).split(" -> ")
+    (message,) = parse(ChatRequest, messages=[json.loads(sent)]).messages
+    arguments = [call.function.arguments for call in message.tool_calls or ()]
+    assert [message.content, arguments] == json.loads(expected)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -556,5 +611,6 @@ def test_the_log_quotes_no_value():
     """A value in a refusal may be a client's text: the log has the code, or the words before it."""
     reason = "n: Input should be a valid integer"
     assert ApiError(400, f"{reason}, got 'my secret'").reason == reason
+    assert ApiError(400, "no: my secret", logged="no").reason == "no"
     assert ApiError(404, "no", "model", "model_not_found").reason == "model_not_found"
     assert ApiError(400, "x" * 1000).reason == "x" * 200

@@ -171,6 +171,42 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
         assert (answer.error["message"], answer.error["param"]) == ("no", name)
 
 
+def refuse(house, *numbers: int):
+    """As the engine does where these tools have schemas that are not served."""
+    error = {"op": "error", "id": added(house)["id"], "kind": "invalid", "tools": numbers}
+    house.engine.say(error | {"message": "this grammar cannot be served: no"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
+    """One of 40 stopped every chat. Would catch: a choice that waits for ever, or comes twice."""
+    caller = call(house, stream=stream, n=2)
+    refuse(house, 1, 0)
+    lark, schemas = json.loads(added(house)["grammar"]["text"])
+    assert schemas == ['{"type": "object"}'] * 2
+    assert "city" not in lark
+    assert len(house.engine.of("add")) == 2
+    id = added(house)["id"]
+    house.engine.step({id: [*ONE.encode(), 256], f"{id}.1": [*ONE.encode(), 256]}, "stop")
+    (answer,) = caller.answers()
+    assert answer.headers["x-unheld-tools"] == "clock, weather"
+    assert answer.body.count('"finish_reason":"tool_calls"') == 2
+    assert not house.choices
+    call(house)
+    assert "city" in added(house)["grammar"]["text"]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "clock"}}]
+)
+def test_a_tool_that_must_be_called_and_is_not_served_is_named(house, choice):
+    caller = call(house, tool_choice=choice)
+    refuse(house, 1 if choice == "required" else 0)
+    error = caller.answer().error
+    message = "tools.1.function.parameters (clock): this grammar cannot be served: no"
+    assert (error["message"], error["param"]) == (message, "tools")
+
+
 # --------------------------------------------------------------------------------------------------
 # The grammar
 
@@ -539,7 +575,7 @@ def test_nesting_is_served_or_refused(patient, depth):
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
     save_caller(folder)
-    with Process(folder) as server:
+    with Process(folder, "--served-model-name", "tiny") as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
 
@@ -552,7 +588,7 @@ SHORT = json.loads(SHORT)
 
 def ask(served, **fields):
     function = {"name": "weather", "parameters": SHORT}
-    call = {"model": served.models.list().data[0].id, "messages": HELLO, "max_tokens": 250}
+    call = {"model": "tiny", "messages": HELLO, "max_tokens": 250}
     call |= {"seed": 5, "tools": [{"type": "function", "function": function}]} | fields
     return served.chat.completions.create(**call)
 
@@ -584,6 +620,25 @@ def test_a_model_that_knows_no_json_calls(served, fields):
     assert functions[0].name == "weather"
     assert "".join(f.arguments for f in functions) == called.function.arguments
     assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+
+
+def test_a_tool_that_is_not_served_is_named_or_goes_unheld(served):
+    """With nothing of the server's own grammar."""
+    bad = {"name": "bad", "parameters": {"type": "object", "contains": {}}}
+    good = {"name": "weather", "parameters": SHORT | {"propertyNames": {"type": "string"}}}
+    tools = [{"type": "function", "function": function} for function in (good, bad)]
+    with pytest.raises(BadRequestError) as caught:
+        ask(served, tools=tools, tool_choice="required")
+    reason = 'this grammar cannot be served: Unimplemented keys: ["contains"]'
+    assert caught.value.body["message"] == f"tools.1.function.parameters (bad): {reason}"
+    more = {"logit_bias": {TAG: 100}, "parallel_tool_calls": False, "tools": tools}
+    for seed in range(9):
+        answer = ask(served.with_raw_response, **more, seed=seed)
+        assert answer.headers["x-unheld-tools"] == "bad"
+        function = answer.parse().choices[0].message.tool_calls[0].function
+        if function.name == "weather":
+            return check_short(function.arguments)
+    raise AssertionError("no call of it")
 
 
 def test_a_model_that_knows_no_json_answers_by_schema(served):
