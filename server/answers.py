@@ -65,6 +65,8 @@ class Choice:
         context = () if body.echo else prompt
         self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
         self.calls = CallReader(job.call_tag) if body.tools else None
+        # tokens that mark parts of an answer, and what they are called where it is read
+        self.markers = job.markers if body.tools else {}
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
         if body.echo:
@@ -119,7 +121,7 @@ class Choice:
             if self.calls and self.calls.has_call(self.text + self.stream.held):
                 self.stream.stop_at([])  # stop strings end text, but no calls
             if number < num_shown:
-                self.text += self.stream.push(token)
+                self.text += self._text_of(token)
             if self.stream.matched is not None:
                 self.finish_reason = "stop"
                 self.stop_reason = self.stream.matched
@@ -129,6 +131,12 @@ class Choice:
             self.finish_reason = finish_reason
             if finish_reason == "stop" and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
+
+    def _text_of(self, token: int) -> str:
+        """The text that a token makes certain. No stop string reaches into a marker."""
+        if token in self.markers:
+            return self.stream.flush() + self.markers[token]
+        return self.stream.push(token)
 
     def has_unsent(self) -> bool:
         """Whether there is something to send: text, the end, or tokens if they were asked for."""
@@ -328,12 +336,15 @@ class Job:
 
     def _hold_to_tools(self):
         """Hold the answer to the tools' schemas. Raises ApiError for "auto" without a tag."""
-        self.call_tag = self.service.encoder.chat.call_tag
+        chat = self.service.encoder.chat
+        self.call_tag = chat.call_tag
+        self.markers = {id: name for name, id in chat.tokens.items()}
         if self.body.tool_choice == "auto" and not self.call_tag:
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        self.grammar = {"kind": "lark", "text": grammar_of_calls(self.body, self.call_tag)}
+        text = grammar_of_calls(self.body, self.call_tag, chat.tokens)
+        self.grammar = {"kind": "lark", "text": text}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue

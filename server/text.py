@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common import MALFORMED, read_json
-from server.tools import find_tag
+from server.tools import find_tag, tags
 from tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -215,6 +215,9 @@ class Chat:
     """
     A compiled template, and the tokenizer of its text. `variables` are those of the template that
     a conversation does not set itself.
+
+    call_tag    see tools.find_tag
+    tokens      the markers in the model's answers that are tokens, by their names
     """
 
     def __init__(
@@ -226,14 +229,17 @@ class Chat:
     ):
         self.tokenizer = tokenizer
         self.variables = variables or {}
+        self.call_tag = find_tag(source)
+        ids = {name: tokenizer.backend.token_to_id(name) for name in tags(self.call_tag)}
+        self.tokens = {name: id for name, id in ids.items() if id is not None}
         self.control_names = ControlNames(tokenizer.control)
+        self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
         environment = make_environment()
         environment.globals |= token_names
         try:
             self.template = environment.from_string(with_clock(environment, source))
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
-        self.call_tag = find_tag(source)
 
     def encode(
         self,
@@ -250,10 +256,12 @@ class Chat:
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user
-        cannot end the turn and speak as the system.
+        cannot end the turn and speak as the system. Only the markers in the model's own answers are
+        tokens again: templates look for them.
         """
         options = self.variables | options
-        disguised, options, originals = disguise(messages, options, self.control_names)
+        names = self.control_names, self.names_in_answers
+        disguised, options, originals = disguise(messages, options, *names)
         text = self.render(disguised, **options)
         check_length(self.tokenizer, text, most_tokens)
         ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
@@ -379,7 +387,7 @@ class ControlNames:
 
 
 def disguise(
-    messages: Messages, options: dict, names: ControlNames
+    messages: Messages, options: dict, names: ControlNames, names_in_answers: ControlNames
 ) -> tuple[Messages, dict, dict[int, str]]:
     """
     Replace, in all that users write freely, the first character of each control token's name by a
@@ -398,13 +406,15 @@ def disguise(
     stand_ins = defaultdict(lambda: next(unused, ""))
     # a template looks its variables up by their names: these stay
     options = {name: names.disguise(value, stand_ins) for name, value in options.items()}
-    # a role is one of a few words, of which templates make control tokens
+
+    def disguise_field(message: dict, field: str):
+        if field == "role":  # one of a few words, of which templates make control tokens
+            return message[field]
+        is_answer = field == "content" and message["role"] == "assistant"
+        return (names_in_answers if is_answer else names).disguise(message[field], stand_ins)
+
     messages = [
-        {
-            field: text if field == "role" else names.disguise(text, stand_ins)
-            for field, text in message.items()
-        }
-        for message in messages
+        {field: disguise_field(message, field) for field in message} for message in messages
     ]
     if "" in stand_ins.values():
         raise TokenizerError(

@@ -2,7 +2,7 @@
 Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
 
     tag = find_tag(source)                                 # "tool_call"; "": not a form we know
-    grammar_of_calls(body, tag)                            # Lark, for the engine
+    grammar_of_calls(body, tag, {"<tool_call>": 3})        # Lark, for the engine
     reader = CallReader(tag)
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
     reader.read('ments": {"a"', False)                     # a call's first delta, and its next one
@@ -36,17 +36,26 @@ def find_tag(source: str) -> str:
     return "tool_call" if all(part in source for part in parts) else ""
 
 
-def marks(tag: str) -> list[str]:
+def tags(tag: str) -> list[str]:
     """What stands before a call, and after it."""
-    return [f"<{tag}>", f"}}\n</{tag}>"] if tag else ["", "}\n"]
+    return [f"<{tag}>", f"</{tag}>"] if tag else ["", ""]
 
 
-def grammar_of_calls(body, tag: str) -> str:
+def symbol(marker: str, tokens: dict[str, int]) -> str:
+    """
+    A marker in Lark. Where the tokenizer has a token of this name, the model learnt that token, and
+    not how to spell it.
+    """
+    return f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
+
+
+def grammar_of_calls(body, tag: str, tokens: dict[str, int]) -> str:
     """
     Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
-    opening tag begins a call.
+    opening tag begins a call. `tokens`: see Chat.
     """
-    before, after = map(json.dumps, marks(tag))
+    opening, closing = tags(tag)
+    before, after = symbol(opening, tokens), '"}\\n" ' + symbol(closing, tokens)
     calls = []
     for function in body.functions:
         start = json.dumps("\n" * bool(tag) + f'{{"name": "{function.name}", "arguments": ')
@@ -56,7 +65,8 @@ def grammar_of_calls(body, tag: str) -> str:
     more = "" if is_one else f"(/\\n?/ {before} call){{0,{MAX_CALLS - 1}}}"
     start = f"start: {before} call {more}"
     if body.tool_choice == "auto":
-        start = f"start: TEXT | text call {more}\ntext[lazy]: TEXT {before}\nTEXT: /(.|\\n)*/"
+        start = f"start: TEXT | (text | TEXT {before}) call {more}\n"  # spelled, or the token
+        start += f"text[lazy]: TEXT {json.dumps(opening)}\nTEXT: /(.|\\n)*/"
     return f"{start}\ncall: {' | '.join(calls)}\n"
 
 
@@ -64,8 +74,9 @@ class CallReader:
     """Reads an answer as it comes: the text before its calls, and each call piece by piece."""
 
     def __init__(self, tag: str):
-        before, after = marks(tag)
-        self.markers = [before, '", "arguments": ', after]  # the last: behind the arguments
+        before, after = tags(tag)
+        # the last: after the arguments
+        self.markers = [before, '", "arguments": ', "}\n" + after]
         self.place = 0  # before which of them the text is
         self.text = ""  # not read yet
         self.content = ""

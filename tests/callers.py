@@ -10,13 +10,14 @@ answer that is free to call a tool begin with it.
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from tokenizer import Tokenizer
 from training.corpus import bpe_tokenizer
 
-END, TAG = 256, 257
+END, TAG, CLOSING = 256, 257, 258
 SHOWN = r"""{% if tools %}{{ 'Call in <tools></tools> or <tool_call></tool_call>:\n<tools>' }}
 {%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
 {{- '\n</tools>\n<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n' }}
@@ -32,11 +33,18 @@ HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
 TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
 
 
-def save_caller(folder: Path):
+def save_tokens(folder: Path, tokens: dict[str, bool], template: str = TEMPLATE):
+    """A token a byte, an end, and these: whether each is a control token."""
     backend = bpe_tokenizer([]).backend
-    backend.add_tokens(["<tool_call>"])
+    for name, special in tokens.items():
+        backend.add_tokens([AddedToken(name, special=special)])
     Tokenizer(backend).save(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def save_caller(folder: Path, tokens: dict[str, bool] | None = None):
+    save_tokens(folder, tokens or {"<tool_call>": False})
     torch.manual_seed(0)
     sizes = {"context_length": 8192, "n_layer": 1, "n_head": 1, "n_embd": 16}
-    save_checkpoint(GPT(GPTConfig(258, eos_token_ids=(END,), **sizes)), folder)
+    rows = 257 + len(tokens or "1")
+    save_checkpoint(GPT(GPTConfig(rows, eos_token_ids=(END,), **sizes)), folder)

@@ -9,7 +9,17 @@ from itertools import accumulate, pairwise
 
 import llguidance
 import pytest
-from callers import HERMES, QWEN, SHOWN, TAG, TALK, TEMPLATE, save_caller
+from callers import (
+    CLOSING,
+    HERMES,
+    QWEN,
+    SHOWN,
+    TAG,
+    TALK,
+    TEMPLATE,
+    save_caller,
+    save_tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
@@ -19,7 +29,7 @@ from wires import House
 
 from server.protocol import ChatRequest
 from server.tools import CallReader, find_tag, grammar_of_calls
-from training.corpus import bpe_tokenizer
+from tokenizer import load_tokenizer
 
 TOOLS = """[
     {"type": "function", "function": {"name": "weather", "parameters": {
@@ -59,10 +69,27 @@ def test_the_tag_of_calls_is_read_off_the_template(tag, source):
     assert find_tag(source) == tag
 
 
-def house_with(template: str, folder) -> House:
-    bpe_tokenizer([]).save(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return House(directory=folder)
+# Which of the tags the tokenizer has as tokens, and whether these are control tokens.
+MARKERS = {
+    "text": {},
+    "both": {"<tool_call>": True, "</tool_call>": True},
+    "plain": {"<tool_call>": False, "</tool_call>": False},
+    "opening": {"<tool_call>": True},
+    "closing": {"</tool_call>": True},
+    "mixed": {"<tool_call>": False, "</tool_call>": True},
+}
+
+
+def with_tokens(text: str, kind: str) -> list[int]:
+    """The bytes of a text, with tokens for its tags where there are some."""
+    ids = dict(zip(MARKERS[kind], (TAG, CLOSING), strict=False))
+    parts = re.split(r"(<tool_call>|(?<=\n)</tool_call>)", text)  # in JSON no tag is a tag
+    return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
+
+
+def house_with(template: str, folder, kind: str = "text") -> House:
+    save_tokens(folder, MARKERS[kind], template)
+    return House(directory=folder, tokenizer=load_tokenizer(folder) if MARKERS[kind] else None)
 
 
 @pytest.fixture
@@ -176,27 +203,30 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
 
 
 class Bytes:
-    """A vocabulary for llguidance: a token a byte, and an end."""
+    """A vocabulary for llguidance: a token a byte, an end, and tags."""
 
-    def __init__(self):
+    def __init__(self, markers: dict[str, bool]):
         self.bos_token_id = None
         self.eos_token_id = 256
         self.special_token_ids = [256]
-        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>"]
+        self.special_token_ids += [i for i, name in enumerate(markers, 257) if markers[name]]
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>", *map(str.encode, markers)]
 
     def __call__(self, text):
         return list(text.encode() if isinstance(text, str) else text)
 
 
-BYTES = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+def tokens_of(kind: str) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(MARKERS[kind])))
 
 
-def allowed(body: ChatRequest, tag: str, text: str) -> tuple[int, bool]:
-    """How many bytes of the text the grammar takes, and whether it may end there."""
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body, tag))
-    matcher = llguidance.LLMatcher(BYTES, lark, log_level=0)
+def allowed(body: ChatRequest, tag: str, tokens: list[int], kind: str = "text") -> tuple[int, bool]:
+    """How many of the tokens the grammar takes, and whether it may end there."""
+    ids = dict(zip(MARKERS[kind], (TAG, CLOSING), strict=False))
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body, tag, ids))
+    matcher = llguidance.LLMatcher(tokens_of(kind), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())), matcher.is_accepting()
+    return matcher.try_consume_tokens(tokens), matcher.is_accepting()
 
 
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
@@ -234,16 +264,22 @@ HELD = r"""
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("tag", ["tool_call", ""])
+@pytest.mark.parametrize("tag, kind", [("", "text"), *(("tool_call", kind) for kind in MARKERS)])
 @pytest.mark.parametrize("row", HELD.strip().splitlines())
-def test_answers_are_held_to_calls(row, tag):
+def test_answers_are_held_to_calls(row, tag, kind):
+    """
+    Would catch: a tag that is a control token, and so no text, which no answer could have; or that
+    would be spelled by tokens that no model has learnt for it.
+    """
     fields, text, may_end = re.fullmatch(r"(\{.*?\}+) (.*) -> (\w+)", row).groups()
     fields = json.loads(fields.replace("NAMED", json.dumps(NAMED)))
     if not tag and "tool_choice" not in fields:
         return  # the call is refused
     taken, _, refused = spelled(text, tag).partition("¦")
-    expected = len(taken.encode()), json.loads(may_end)
-    assert allowed(body_of(**fields), tag, taken + refused) == expected
+    expected = len(with_tokens(taken, kind)), json.loads(may_end)
+    assert allowed(body_of(**fields), tag, with_tokens(taken + refused, kind), kind) == expected
+    if (kind, fields) == ("both", {"tool_choice": "required"}):
+        assert allowed(body_of(**fields), tag, list(taken.encode()), kind)[0] == 0
 
 
 def test_a_schema_keeps_its_references_and_loses_its_options():
@@ -259,13 +295,13 @@ def test_a_schema_keeps_its_references_and_loses_its_options():
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         return body_of(tools=[tool], tool_choice="required")
 
-    start = '{"name": "f", "arguments": '
-    assert allowed(body(), "", start + '{"a": {"city": "x"}}}\n')[1]
-    assert allowed(body(), "", start + '{"a": {"x')[0] == len(start + '{"a": {"')
-    assert allowed(body(type="string"), "", start + '"')[0] == len(start)
+    start = b'{"name": "f", "arguments": '
+    assert allowed(body(), "", [*start, *b'{"a": {"city": "x"}}}\n'])[1]
+    assert allowed(body(), "", [*start, *b'{"a": {"x'])[0] == len(start + b'{"a": {"')
+    assert allowed(body(type="string"), "", [*start, *b'"'])[0] == len(start)
     schema = {"x-guidance": {"lenient": True}, "not": {}}
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), ""))
-    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, BYTES)
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), "", {}))
+    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, tokens_of("text"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,11 +337,20 @@ def names_and_arguments(calls: list[dict]) -> list[list[str]]:
     return [[*call["function"].values()] for call in calls]
 
 
+@pytest.fixture(params=MARKERS, scope="module")
+def kind(request, tmp_path_factory):
+    """A kind of MARKERS, and a house of such a directory."""
+    with house_with(TEMPLATE, tmp_path_factory.mktemp("kind"), request.param) as house:
+        yield request.param, house
+
+
 @pytest.mark.parametrize("row", ANSWERS)
-def test_a_whole_answer_has_its_calls(house, row):
+def test_a_whole_answer_has_its_calls(kind, row):
+    """Would catch: tags that are control tokens, and so hidden from the server, too."""
+    kind, house = kind
     text, content, expected = parsed(row)
     caller = call(house)
-    house.engine.step({added(house)["id"]: spelled(text).encode()}, "length")
+    house.engine.step({added(house)["id"]: with_tokens(spelled(text), kind)}, "length")
     (choice,) = caller.answer().json["choices"]
     message = choice["message"]
     calls = message.pop("tool_calls", [])
@@ -401,6 +446,34 @@ def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
     expected = [["weather", '{"city": "x"}']]
     assert names_and_arguments(choice["message"]["tool_calls"]) == expected
     assert choice["stop_reason"] is None
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
+    kind, house = kind
+    caller = call(house, stop=["<", "a<"])
+    tokens = with_tokens(f"a{ONE}", kind)
+    for start in range(0, len(tokens), size):
+        house.engine.step({added(house)["id"]: tokens[start : start + size]})
+    is_token = "<tool_call>" in MARKERS[kind]
+    if is_token:
+        house.engine.step({added(house)["id"]: [256]}, "stop")
+    [choice] = caller.answer().json["choices"]
+    assert choice["message"]["content"] == ("a" if is_token else "")
+    assert ("tool_calls" in choice["message"]) == is_token
+
+
+def test_templates_find_tags_in_answers_alone(tmp_path):
+    """
+    Some read calls off the text of an answer. Would catch: a tag that is a control token and
+    therefore disguised there; one that a user writes.
+    """
+    with house_with(TEMPLATE, tmp_path, "both") as house:
+        said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
+        call(house, said, tool_choice="none")
+        prompt = added(house)["prompt"]
+        assert [i for i in prompt if i > 256] == [TAG, CLOSING]
+        assert prompt[-len(ONE) - 11 : -11] == [*ONE.encode()]
 
 
 @pytest.mark.parametrize("size", [1, 200])
@@ -535,10 +608,10 @@ def test_nesting_is_served_or_refused(patient, depth):
 # With an engine
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+@pytest.fixture(scope="module", params=["opening", "both", "plain"])
+def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
-    save_caller(folder)
+    save_caller(folder, MARKERS[request.param])
     with Process(folder) as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -573,9 +646,13 @@ def check_short(text: str):
     ],
 )
 def test_a_model_that_knows_no_json_calls(served, fields):
-    """Whole, and in a stream, where the same seed has the same arguments."""
-    (choice,) = ask(served, **fields).choices
+    """
+    Whole, and in a stream, where the same seed has the same arguments. The tag is the token for it,
+    also where that is a control token and nothing but the grammar asks for it.
+    """
+    (choice,) = ask(served, **fields, extra_body={"return_token_ids": True}).choices
     (called,) = choice.message.tool_calls
+    assert choice.token_ids[0] == TAG
     assert choice.message.content is None
     check_short(called.function.arguments)
     chunks = [*ask(served, **fields, stream=True)]
