@@ -184,6 +184,18 @@ def test_auto_needs_a_template_with_tags(tmp_path):
             assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
 
 
+def test_tools_have_a_template_of_their_own(tmp_path):
+    """Beside one that does not show them. Would catch "required" without any tool in the prompt."""
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text(TEMPLATE)
+    with house_with("{{ messages[0].content }}", tmp_path) as house:
+        call(house)
+        assert "weather" in prompt_of(house)
+        call(house, tool_choice="none")
+        assert prompt_of(house) == "hello"
+
+
 def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
     for fields, name in (
         ({}, "tools"),
