@@ -11,7 +11,7 @@ closed. Then all answers of this grammar end: each could have met the same trap.
 Not run by itself: engine/grammar.py starts the fork server and is the other end of the sockets,
 which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
 
-    to the fork server          a socket for the grammar's process, and (kind, text)
+    to the fork server          a socket for the grammar's process, and (kind, text, before)
     from a grammar's process    a report: (bytes of its address space before and with the
                                 grammar, the first mask), or why it is refused
     to a grammar's process      a list of questions about its answers, once a step
@@ -28,6 +28,7 @@ id, a kind, the tokens that came since, more tokens); a new id begins a new answ
 
 import fcntl
 import gc
+import json
 import marshal
 import os
 import re
@@ -83,8 +84,8 @@ class Library:
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=eos)
         self.limits = llguidance.LLParserLimits(**LIMITS)
 
-    def compile(self, kind: str, text: str):
-        """Compile, as Grammars.compile says. Returns the library's matcher. Raises ValueError."""
+    def compile(self, kind: str, text: str, before: str = ""):
+        """Compile, as Grammars.begin says. Returns the library's matcher. Raises ValueError."""
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
@@ -92,6 +93,11 @@ class Library:
             if kind == "grammar" and "x-guidance" in unescaped(text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             text = self.module.grammar_from(kind, text)
+        if before:
+            is_json = text.lstrip().startswith("{")  # else Lark
+            parts = json.loads(text)["grammars"] if is_json else [{"lark_grammar": text}]
+            parts[0]["name"] = "answer"
+            text = json.dumps({"grammars": [{"lark_grammar": before}, *parts]})
         return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
 
 
@@ -174,7 +180,7 @@ def has_hung_up(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str, text: str):
+def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
     """Compile the grammar, report, close the file `compiles`, then answer questions."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
     # if the engine hangs up from here on, SIGIO ends this process
@@ -186,7 +192,7 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str,
     let_grow(COMPILE_MIB)
     before = address_space()
     try:
-        matcher = library.compile(kind, text)
+        matcher = library.compile(*grammar)
         mask = mask_of(matcher, "no text fits it")
     except MemoryError:
         return

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common import MALFORMED, read_json
-from server.tools import find_tag, tags
+from server.tools import find_tag, find_thoughts, tags
 from tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -226,6 +226,7 @@ class Chat:
     if they have one of their own.
 
     call_tag    see tools.find_tag
+    thoughts    see tools.find_thoughts
     tokens      the markers in the model's answers that are tokens, by their names
     """
 
@@ -240,7 +241,10 @@ class Chat:
         self.tokenizer = tokenizer
         self.variables = variables or {}
         self.call_tag = find_tag(tool_source or source)
-        ids = {name: tokenizer.backend.token_to_id(name) for name in tags(self.call_tag)}
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self.thoughts = find_thoughts(f"{source} {tool_source} {added}")
+        markers = tags(self.call_tag) + self.thoughts
+        ids = {name: tokenizer.backend.token_to_id(name) for name in markers}
         self.tokens = {name: id for name, id in ids.items() if id is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)

@@ -1,9 +1,10 @@
 """
 Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
+And thoughts, which some models write before an answer.
 
     tag = find_tag(source)                                 # "tool_call"; "": not a form we know
     grammar_of_calls(body, tag, {"<tool_call>": 3})        # Lark, for the engine
-    reader = CallReader(tag)
+    reader = Reader(tag, find_thoughts(source))
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
     reader.read('ments": {"a"', False)                     # a call's first delta, and its next one
 
@@ -16,7 +17,9 @@ Qwen's templates, so its parts are found by what stands between them; without a 
 """
 
 import json
+import re
 import secrets
+from collections.abc import Iterable
 from copy import deepcopy
 
 MAX_CALLS = 16  # in one answer
@@ -24,6 +27,11 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 # Written as json.dumps writes it, as in the templates. So a newline stands behind a call alone. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+# </think>, </thinking>, </seed:think>, [/THINK], ..
+AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+THINKING, TEXT, NAME = range(-1, 2)  # places of a reader
+NEVER = "\ud800"  # half a character, which is in no text
 
 
 def find_tag(source: str) -> str:
@@ -49,6 +57,11 @@ def symbol(marker: str, tokens: dict[str, int]) -> str:
     return f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
 
 
+def lazy_text(marker: str) -> str:
+    """Lark for TEXT, and for `text`, which ends with the first marker."""
+    return f"text[lazy]: TEXT {json.dumps(marker)}\nTEXT: /(.|\\n)*/\n"
+
+
 def grammar_of_calls(body, tag: str, tokens: dict[str, int]) -> str:
     """
     Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
@@ -66,52 +79,114 @@ def grammar_of_calls(body, tag: str, tokens: dict[str, int]) -> str:
     start = f"start: {before} call {more}"
     if body.tool_choice == "auto":
         start = f"start: TEXT | (text | TEXT {before}) call {more}\n"  # spelled, or the token
-        start += f"text[lazy]: TEXT {json.dumps(opening)}\nTEXT: /(.|\\n)*/"
+        start += lazy_text(opening)
     return f"{start}\ncall: {' | '.join(calls)}\n"
 
 
-class CallReader:
-    """Reads an answer as it comes: the text before its calls, and each call piece by piece."""
+def find_thoughts(source: str) -> list[str]:
+    """
+    Return the markers before and after what a model thinks, by its chat template or by the names of
+    its tokens. [] if they know of none.
+    """
+    found = AFTER_THOUGHTS.search(source)
+    return [found[0].replace("/", ""), found[0]] if found else []
 
-    def __init__(self, tag: str):
-        before, after = tags(tag)
-        # the last: after the arguments
-        self.markers = [before, '", "arguments": ', "}\n" + after]
-        self.place = 0  # before which of them the text is
+
+def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
+    """
+    Return Lark for thoughts, if there are any, and then another grammar, `@answer`. `markers` are
+    those to come: without the first the prompt has begun the thoughts. may_end: the text may end
+    within them.
+    """
+    *opening, closing = markers
+    start = "thought @answer" + " | TEXT" * may_end
+    for marker in opening:
+        start = f"{symbol(marker, tokens)} ({start}) | @answer"
+    thought = f"(text | TEXT {symbol(closing, tokens)}) /\\n{{0,2}}/"
+    return f"start: {start}\nthought: {thought}\n{lazy_text(closing)}"
+
+
+class Reader:
+    """
+    Reads an answer as it comes: thoughts, the text before its calls, and each call piece by piece.
+    `tag` is None without tools; `ahead`: see grammar_before; `hidden`: markers that are not shown
+    where they mark nothing.
+    """
+
+    def __init__(self, tag: str | None, ahead: list[str], hidden: Iterable[str] = ()):
+        self.hidden = hidden
+        before, after = tags(tag or "")
+        before = NEVER if tag is None else before
+        # the third: after the arguments; the last: after thoughts
+        self.markers = [before, '", "arguments": ', "}\n" + after, *ahead[-1:]]
+        self.opening = ahead[0] if ahead[1:] else ""  # with which an answer may begin
+        self.place = THINKING if len(ahead) == 1 else TEXT  # before which of them the text is
+        self.at_border = len(ahead) == 1  # newlines beside a thought are not part of it
         self.text = ""  # not read yet
-        self.content = ""
+        self.thought = self.content = ""
         self.calls = []
 
-    def has_call(self, text: str) -> bool:
-        """Whether a call has begun, where this text comes next."""
-        return bool(self.place or self.calls or self.markers[0] in self.text + text)
+    def is_text(self, text: str, token: str) -> bool:
+        """Whether this token after this text may be text, which stop strings end."""
+        text = self.text + text
+        at_border = self.at_border
+        if self.place == THINKING or (self.opening and text.lstrip().startswith(self.opening)):
+            _, at_border, text = text.partition(self.markers[THINKING])
+            if not at_border:
+                return False
+        if self.place > TEXT or self.calls or self.markers[TEXT] in text:
+            return False
+        return not at_border or bool((text + token).strip("\n"))
 
     def read(self, text: str, is_end: bool) -> list[dict]:
         """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
         self.text += text
+        if self.opening:
+            start = self.text.lstrip()
+            if start.startswith(self.opening):
+                self.text = start.removeprefix(self.opening)
+                self.place = THINKING
+                self.at_border = True
+            elif self.opening.startswith(start) and not is_end:
+                return []
+            self.opening = ""
         deltas = []
         is_found = True
         while is_found:
+            if self.at_border:
+                self.text = self.text.lstrip("\n")
+                self.at_border = not self.text
             marker = self.markers[self.place]
             end = self.text.find(marker)
             is_found = end >= 0
             if not is_found:
                 is_over = is_end and not self.calls  # it was text
                 end = len(self.text) - (0 if is_over else begun(self.text, marker))
-            if self.place == 1 and not is_found:
+            if self.place == NAME and not is_found:
                 break  # the name has not all come
-            if end and (self.place or not self.calls):  # between calls is space
-                deltas.append(self.take(self.text[:end]))
-            self.text = self.text[end + is_found * len(marker) :]
-            self.place = (self.place + is_found) % 3
+            piece = self.text[:end]
+            if self.place == THINKING:
+                piece = piece.rstrip("\n")
+                self.at_border |= is_found
+            if piece and (self.place or not self.calls):  # between calls is space
+                deltas.append(self.take(piece))
+            self.text = self.text[end + len(marker) if is_found else len(piece) :]
+            if is_found:
+                self.place = (self.place + 1) % 3
         return deltas
 
     def take(self, piece: str) -> dict:
         """The delta of what was read."""
-        if self.place == 0:
+        if self.place <= TEXT:
+            for marker in self.hidden:
+                piece = piece.replace(marker, "")
+        if self.place == THINKING:
+            self.thought += piece
+            return thought(piece)
+        if self.place == TEXT:
             self.content += piece
             return {"content": piece}
-        if self.place == 1:
+        if self.place == NAME:
             function = {"name": piece.rpartition('"')[2], "arguments": ""}
             id = f"call_{secrets.token_hex(12)}"
             new = {"id": id, "type": "function", "function": function}
@@ -123,9 +198,14 @@ class CallReader:
 
     def message(self) -> dict:
         """The fields of a whole message."""
-        if not self.calls:
-            return {"content": self.content}
-        return {"content": self.content or None, "tool_calls": self.calls}
+        is_text = self.content or not (self.calls or self.markers[3:])
+        message = {"content": self.content if is_text else None} | thought(self.thought)
+        return message | {"tool_calls": self.calls} if self.calls else message
+
+
+def thought(text: str) -> dict:
+    """The fields of what was thought: vLLM's name now, and its older one."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def begun(text: str, marker: str) -> int:

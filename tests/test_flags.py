@@ -26,7 +26,7 @@ DEFAULTS = """{
     "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
     "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
-    "drain_seconds": 30.0, "log_requests": false, "access_log": true, "prompt": null, "chat":
+    "drain_seconds": 30.0, "reasoning": "on", "log_requests": false, "access_log": true, "prompt": null, "chat":
     false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
     "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
     {}, "sampling_note": ""}"""
@@ -72,6 +72,7 @@ FLAGS = r"""
 --client-seconds 0.5 -> {"client_seconds": 0.5}
 --request-seconds 1.5 -> {"request_seconds": 1.5}
 --drain-seconds 0 -> {"drain_seconds": 0.0}
+--reasoning off -> {"reasoning": "off"}
 --log-requests -> {"log_requests": true}
 --no-access-log -> {"access_log": false}
 --prompt x -> {"prompt": "x"}
