@@ -250,11 +250,9 @@ class Chat:
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
         environment = make_environment()
         environment.globals |= token_names
-        try:
-            self.template = environment.from_string(with_clock(environment, source))
-            self.tool_template = None
-            if tool_source:
-                self.tool_template = environment.from_string(with_clock(environment, tool_source))
+        sources = [source, tool_source or source]
+        try:  # the templates without and with tools
+            self.templates = [environment.from_string(with_clock(environment, s)) for s in sources]
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
 
@@ -300,8 +298,7 @@ class Chat:
 
         unset = {"tools": None, "documents": None}
         own = {"messages": messages, "check_clock": check_clock}
-        with_tools = options.get("tools") is not None
-        template = (self.tool_template if with_tools else None) or self.template
+        template = self.templates[options.get("tools") is not None]
         try:
             return template.render(unset | options | own)
         except TokenizerError:

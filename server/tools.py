@@ -30,7 +30,7 @@ AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
-THINKING, TEXT, NAME = range(-1, 2)  # places of a reader
+START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
 NEVER = "\ud800"  # half a character, which is in no text
 
 
@@ -117,11 +117,10 @@ class Reader:
         self.hidden = hidden
         before, after = tags(tag or "")
         before = NEVER if tag is None else before
-        # the third: after the arguments; the last: after thoughts
-        self.markers = [before, '", "arguments": ', "}\n" + after, *ahead[-1:]]
-        self.opening = ahead[0] if ahead[1:] else ""  # with which an answer may begin
-        self.place = THINKING if len(ahead) == 1 else TEXT  # before which of them the text is
-        self.at_border = len(ahead) == 1  # newlines beside a thought are not part of it
+        # the third: after the arguments; the last: those of thoughts
+        self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
+        self.place = -len(ahead)  # before which of them the text is
+        self.at_border = self.place == THINKING  # newlines beside a thought are not part of it
         self.text = ""  # not read yet
         self.thought = self.content = ""
         self.calls = []
@@ -130,7 +129,8 @@ class Reader:
         """Whether this token after this text may be text, which stop strings end."""
         text = self.text + text
         at_border = self.at_border
-        if self.place == THINKING or (self.opening and text.lstrip().startswith(self.opening)):
+        thinks = self.place == START and text.lstrip().startswith(self.markers[START])
+        if thinks or self.place == THINKING:
             _, at_border, text = text.partition(self.markers[THINKING])
             if not at_border:
                 return False
@@ -141,15 +141,14 @@ class Reader:
     def read(self, text: str, is_end: bool) -> list[dict]:
         """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
         self.text += text
-        if self.opening:
-            start = self.text.lstrip()
-            if start.startswith(self.opening):
-                self.text = start.removeprefix(self.opening)
-                self.place = THINKING
-                self.at_border = True
-            elif self.opening.startswith(start) and not is_end:
+        if self.place == START:
+            start, opening = self.text.lstrip(), self.markers[START]
+            if opening.startswith(start) and start != opening and not is_end:
                 return []
-            self.opening = ""
+            self.at_border = start.startswith(opening)
+            self.place = THINKING if self.at_border else TEXT
+            if self.at_border:
+                self.text = start.removeprefix(opening)
         deltas = []
         is_found = True
         while is_found:

@@ -7,6 +7,8 @@ Its weights know nothing of calls. A token of its own begins one: a bias of 100 
 answer that is free to call a tool begin with it.
 """
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -31,6 +33,18 @@ QWEN = r"""{{ '\n<tool_call>\n{"name": "' + call.name + '", "arguments": ' }}
 HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
 {{- ', "name": "' + call.name + '"}\n</tool_call> ' }}"""
 TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
+
+
+def ids_of(tokens: Iterable[str]) -> dict[str, int]:
+    """Of the tokens that `save_tokens` adds."""
+    return {name: TAG + i for i, name in enumerate(tokens)}
+
+
+def with_tokens(text: str, tokens: Iterable[str]) -> list[int]:
+    """The bytes of a text, with tokens for its markers where there are some."""
+    ids = ids_of(tokens)
+    parts = re.split(r"(</?think>|<tool_call>|(?<=\n)</tool_call>)", text)  # in JSON it is none
+    return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
 
 
 def save_tokens(folder: Path, tokens: dict[str, bool], template: str = TEMPLATE):

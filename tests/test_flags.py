@@ -26,8 +26,9 @@ DEFAULTS = """{
     "api_key_file": null, "api_key": null, "allow_remote": false, "allowed_hosts": [],
     "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
-    "drain_seconds": 30.0, "reasoning": "on", "log_requests": false, "access_log": true, "prompt": null, "chat":
-    false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
+    "drain_seconds": 30.0, "reasoning": "on", "log_requests": false, "access_log": true,
+    "prompt": null, "chat": false, "raw": false, "max_tokens": null, "temperature": 0.8,
+    "seed": null, "record": null,
     "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
     {}, "sampling_note": ""}"""
 

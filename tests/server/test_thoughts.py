@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from callers import SHOWN, TALK, save_tokens
+from callers import SHOWN, TALK, save_tokens, with_tokens
 from test_tools import HELLO, ONE, TOOLS
 from wires import House
 
@@ -27,13 +27,6 @@ KINDS = {
     "plain": dict.fromkeys(MARKERS, False),
     "control": dict.fromkeys(MARKERS, True),
 }
-
-
-def with_tokens(text: str, kind: str) -> list[int]:
-    """The bytes of a text, with tokens for its markers where there are some."""
-    ids = {name: 257 + i for i, name in enumerate(KINDS[kind])}
-    parts = re.split(f"({'|'.join(MARKERS)})", text)
-    return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
 
 
 def house_of(folder, kind: str, *flags: str) -> House:
@@ -99,7 +92,7 @@ def test_thoughts_are_a_field_of_their_own(row, kind, stream, tmp_path):
     fields = json.loads((fields or "{}").replace("TOOLS", json.dumps(TOOLS)))
     fields |= {"OPENS": OPENS, "OFF": OFF, None: {}}[kwargs] | {"stream": stream}
     text = text.replace(r"\n", "\n").replace("ONE", ONE)
-    tokens = with_tokens(text, kind)
+    tokens = with_tokens(text, KINDS[kind])
     if fields.get("stop") and "<" in fields["stop"] and kind == "text":
         return  # it ends the text, which is not known to begin thoughts
     for size in (1, 3, 200):
@@ -148,7 +141,7 @@ def test_what_holds_an_answer_begins_after_thoughts(row, kind, opens, tmp_path):
 
     def fits(text: str) -> bool:
         """Whether an answer may have this text, and end after it."""
-        tokens = with_tokens(text.replace("ONE", ONE), kind)
+        tokens = with_tokens(text.replace("ONE", ONE), KINDS[kind])
         matcher = library.compile(**grammar)
         assert not matcher.is_error(), matcher.get_error()
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -166,14 +159,14 @@ def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
     with house_of(tmp_path, "plain", "--reasoning", "off") as house:
         caller = call(house, response_format={"type": "json_object"})
         assert "before" not in house.engine.of("add")[-1]["grammar"]
-        house.engine.step({"0": with_tokens("<think>hm</think>5", "plain")}, "length")
+        house.engine.step({"0": with_tokens("<think>hm</think>5", KINDS["plain"])}, "length")
         assert told(caller, False)["content"] == "<think>hm</think>5"
 
 
 def test_each_choice_has_thoughts_and_all_tokens_are_scored_and_counted(tmp_path):
     with house_of(tmp_path, "control") as house:
         caller = call(house, n=2, logprobs=True)
-        tokens = with_tokens("<think>hm</think>5", "control")
+        tokens = with_tokens("<think>hm</think>5", KINDS["control"])
         score = [-1.0, [], []]
         for id, part in zip([*house.choices], (tokens, tokens[:2]), strict=True):
             row = [id, part, "length", 0, [score] * len(part), None]
@@ -195,7 +188,7 @@ def test_markers_that_mark_nothing_are_hidden_where_they_are_control_tokens(tmp_
     ):
         with house_of(tmp_path, kind) as house:
             caller = call(house, skip_special_tokens=skips)
-            house.engine.step({"0": with_tokens(text, kind)}, "length")
+            house.engine.step({"0": with_tokens(text, KINDS[kind])}, "length")
             assert told(caller, False)["content"] == said
 
 

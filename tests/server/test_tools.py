@@ -17,8 +17,10 @@ from callers import (
     TAG,
     TALK,
     TEMPLATE,
+    ids_of,
     save_caller,
     save_tokens,
+    with_tokens,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -80,13 +82,6 @@ MARKERS = {
 }
 
 
-def with_tokens(text: str, kind: str) -> list[int]:
-    """The bytes of a text, with tokens for its tags where there are some."""
-    ids = dict(zip(MARKERS[kind], (TAG, CLOSING), strict=False))
-    parts = re.split(r"(<tool_call>|(?<=\n)</tool_call>)", text)  # in JSON no tag is a tag
-    return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
-
-
 def house_with(template: str, folder, kind: str = "text") -> House:
     save_tokens(folder, MARKERS[kind], template)
     return House(directory=folder, tokenizer=load_tokenizer(folder) if MARKERS[kind] else None)
@@ -132,7 +127,8 @@ def test_tools_are_shown_and_results_go_back(house):
     tokens = house.call("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
     assert tokens.answer().json["tokens"] == added(house)["prompt"]
     named = "{% for m in messages %}{{ m.name }}{% endfor %}"
-    house.encoder.chat.template = house.encoder.chat.template.environment.from_string(named)
+    chat = house.encoder.chat
+    chat.templates = [None, chat.templates[0].environment.from_string(named)]
     call(house, talk, tool_choice="required")
     assert prompt_of(house) == "weather"
 
@@ -226,8 +222,8 @@ def tokens_of(kind: str) -> llguidance.LLTokenizer:
 
 def allowed(body: ChatRequest, tag: str, tokens: list[int], kind: str = "text") -> tuple[int, bool]:
     """How many of the tokens the grammar takes, and whether it may end there."""
-    ids = dict(zip(MARKERS[kind], (TAG, CLOSING), strict=False))
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body, tag, ids))
+    lark = grammar_of_calls(body, tag, ids_of(MARKERS[kind]))
+    lark = llguidance.LLMatcher.grammar_from_lark(lark)
     matcher = llguidance.LLMatcher(tokens_of(kind), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     return matcher.try_consume_tokens(tokens), matcher.is_accepting()
@@ -280,8 +276,11 @@ def test_answers_are_held_to_calls(row, tag, kind):
     if not tag and "tool_choice" not in fields:
         return  # the call is refused
     taken, _, refused = spelled(text, tag).partition("¦")
-    expected = len(with_tokens(taken, kind)), json.loads(may_end)
-    assert allowed(body_of(**fields), tag, with_tokens(taken + refused, kind), kind) == expected
+    expected = len(with_tokens(taken, MARKERS[kind])), json.loads(may_end)
+    assert (
+        allowed(body_of(**fields), tag, with_tokens(taken + refused, MARKERS[kind]), kind)
+        == expected
+    )
     if (kind, fields) == ("both", {"tool_choice": "required"}):
         assert allowed(body_of(**fields), tag, list(taken.encode()), kind)[0] == 0
 
@@ -354,7 +353,7 @@ def test_a_whole_answer_has_its_calls(kind, row):
     kind, house = kind
     text, content, expected = parsed(row)
     caller = call(house)
-    house.engine.step({added(house)["id"]: with_tokens(spelled(text), kind)}, "length")
+    house.engine.step({added(house)["id"]: with_tokens(spelled(text), MARKERS[kind])}, "length")
     (choice,) = caller.answer().json["choices"]
     message = choice["message"]
     calls = message.pop("tool_calls", [])
@@ -456,7 +455,7 @@ def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
 def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
     kind, house = kind
     caller = call(house, stop=["<", "a<"])
-    tokens = with_tokens(f"a{ONE}", kind)
+    tokens = with_tokens(f"a{ONE}", MARKERS[kind])
     for start in range(0, len(tokens), size):
         house.engine.step({added(house)["id"]: tokens[start : start + size]})
     is_token = "<tool_call>" in MARKERS[kind]
