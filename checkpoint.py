@@ -51,6 +51,7 @@ HEAD = "lm_head.weight"
 # files of the tokenizer, of chat and of sampling: training a model further does not change them
 COMPANIONS = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"]
 COMPANIONS += ["vocab.json", "merges.txt", "chat_template*", "generation_config.json"]
+COMPANIONS += ["additional_chat_templates/*.jinja"]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -116,7 +117,9 @@ def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family
 def copy_companions(source: str | Path, directory: Path):
     for pattern in COMPANIONS:
         for path in Path(source).glob(pattern):
-            write_atomically(directory / path.name, partial(copyfile, path))
+            copy = directory / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            write_atomically(copy, partial(copyfile, path))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -174,6 +174,8 @@ def add_http_flags(group):
         metavar="ORIGIN",
     )
     add("--served-model-name", "the model's name in the API; not given: what --model says")
+    reasoning = "off: what a model thinks is part of its answer's text, not a field of its own"
+    add("--reasoning", reasoning, "on", choices=["on", "off"])
     add("--log-requests", "log the fields of each request, texts included", False)
     add("--no-access-log", "log no line for each request", True, dest="access_log")
 

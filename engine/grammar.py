@@ -74,7 +74,7 @@ class Grammars:
         importlib.import_module("llguidance")
         model = [os.path.abspath(directory), config.vocab_size, *config.eos_token_ids]
         self.command = [sys.executable, "-m", "engine.matcher", *map(str, model)]
-        self.kept: dict[tuple, Compiled] = {}  # by kind and text, the least recently used first
+        self.kept: dict[tuple, Compiled] = {}  # by their texts, the least recently used first
         self.unsent: list[Compiled] = []  # those that have something to send
         self.start()
 
@@ -91,23 +91,24 @@ class Grammars:
                 process_group=0,  # Ctrl-C at a terminal is the engine's
             )
 
-    def compile(self, kind: str, text: str) -> "Grammar":
+    def compile(self, *key: str) -> "Grammar":
         """
-        `kind`: "json", a schema; "regex"; "choice", a JSON list of texts; "grammar", in Lark's
-        notation or llama.cpp's (GBNF); "tools", the server's own (server/tools.py). It stands at
-        the beginning, and is kept to be copied. Raises Refused with the library's reason.
+        Compile a grammar. It stands at the beginning, and is kept to be copied. The arguments are
+        those of `begin`. Raises Refused with the library's reason.
         """
-        compiled = self.begin(kind, text)
+        compiled = self.begin(*key)
         while not (grammar := self.finish(compiled, soon())):
             pass
         return grammar
 
-    def begin(self, kind: str, text: str) -> "Compiled":
+    def begin(self, kind: str, text: str, before: str = "") -> "Compiled":
         """
-        Begin to compile a grammar, unless it is kept. Raises OSError: no files, no processes, or a
-        text of 400 KB.
+        Begin to compile a grammar, unless it is kept. `kind`: "json", a schema; "regex"; "choice",
+        a JSON list of texts; "grammar", in Lark's notation or llama.cpp's (GBNF); "tools", the
+        server's own (server/tools.py). `before`: Lark for all of an answer, in which the grammar is
+        `@answer`; none: it is all. Raises OSError: no files, no processes, or a text of 400 KB.
         """
-        key = kind, text
+        key = kind, text, before
         kept = self.kept.get(key)
         if kept and not kept.is_gone():
             return kept
@@ -164,7 +165,7 @@ class Compiled:
     size    bytes that it takes with all that its answers left, told when one of them ends
     """
 
-    def __init__(self, key: tuple[str, str], sock: socket.socket, unsent: list["Compiled"]):
+    def __init__(self, key: tuple[str, ...], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
         self.sock = sock
         self.unsent = unsent  # shared with other grammars

@@ -11,7 +11,7 @@ closed. Then all answers of this grammar end: each could have met the same trap.
 Not run by itself: engine/grammar.py starts the fork server and is the other end of the sockets,
 which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
 
-    to the fork server          a socket for the grammar's process, and (kind, text)
+    to the fork server          a socket for the grammar's process, and (kind, text, before)
     from a grammar's process    a report: (bytes of its address space before and with the
                                 grammar, the first mask), or (why it is refused, numbers of the
                                 tools at fault)
@@ -93,8 +93,8 @@ class Library:
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=eos)
         self.limits = llguidance.LLParserLimits(**LIMITS)
 
-    def compile(self, kind: str, text: str):
-        """Compile, as Grammars.compile says. Returns the library's matcher. Raises ValueError."""
+    def compile(self, kind: str, text: str, before: str = ""):
+        """Compile, as Grammars.begin says. Returns the library's matcher. Raises ValueError."""
         schemas = [text] if kind == "json" else []
         if kind == "tools":
             (text, schemas), kind = json.loads(text), "lark"
@@ -102,18 +102,23 @@ class Library:
             if "x-guidance" in unescaped(text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             kind = "gbnf" if "::=" in text else "lark"
-        matcher = self.matcher(kind, text, JSON_OPTIONS)
+        matcher = self.matcher(kind, text, JSON_OPTIONS, before)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
         return matcher
 
-    def matcher(self, kind: str, text: str, options: dict):
+    def matcher(self, kind: str, text: str, options: dict, before: str = ""):
         """Return the library's matcher, with these options for a schema. Raises ValueError."""
         if kind == "json":
             # a schema can bring options of its own ("x-guidance"): ours come last
             text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
         else:
             text = self.module.grammar_from(kind, text)
+        if before:
+            is_json = text.lstrip().startswith("{")  # else Lark
+            parts = json.loads(text)["grammars"] if is_json else [{"lark_grammar": text}]
+            parts[0]["name"] = "answer"
+            text = json.dumps({"grammars": [{"lark_grammar": before}, *parts]})
         return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
 
     def has_dead_end(self, schema: str) -> bool:
@@ -136,10 +141,10 @@ class Library:
                     return True
         return False
 
-    def try_to_compile(self, kind: str, text: str) -> tuple:
+    def try_to_compile(self, kind: str, text: str, before: str = "") -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
         try:
-            matcher = self.compile(kind, text)
+            matcher = self.compile(kind, text, before)
             mask = mask_of(matcher, "no text fits it")
         except MemoryError:
             raise
@@ -245,7 +250,7 @@ def has_hung_up(sock: socket.socket) -> bool:
     return bool(poll.poll(0))
 
 
-def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str, text: str):
+def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
     """Compile the grammar, report, close the file `compiles`, then answer questions."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
     # if the engine hangs up from here on, SIGIO ends this process
@@ -257,7 +262,8 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, kind: str,
     let_grow(COMPILE_MIB)
     before = address_space()
     try:
-        matcher, mask = library.try_to_compile(kind, text)
+        matcher, mask = library.try_to_compile(*grammar)
+        kind, text, *_ = grammar
         refused = library.refused_tools(text) if kind == "tools" and not matcher else {}
     except MemoryError:
         return

@@ -22,7 +22,7 @@ import orjson
 
 from server.live import EVENTS, PING, PING_SECONDS
 from server.protocol import ApiError, ClientGone, error_body
-from server.tools import CallReader, grammar_of_calls, schema_of
+from server.tools import Reader, grammar_before, grammar_of_calls, schema_of
 from tokenizer import token_name
 
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
@@ -38,8 +38,8 @@ class Choice:
     One continuation of a prompt: steps of the engine put tokens in; `text`, `tokens` and `entries`
     (the log-probabilities of each token, if asked for, in the shape of the answer) were not sent
     yet, `prompt_entries` are those of an echoed prompt. Entries are made as their tokens come: all
-    of a long answer's at its end would hold up the event loop for a second. With tools the text is
-    read as it comes (`calls`), and `deltas` were not sent yet.
+    of a long answer's at its end would hold up the event loop for a second. With tools or
+    thoughts the text is read as it comes (`reader`), and `deltas` were not sent yet.
 
     A subclass for each path knows the shapes of its answers.
     """
@@ -65,7 +65,11 @@ class Choice:
         self.spell = tokenizer.spelled_bytes  # of control tokens too: "<|endoftext|>"
         context = () if body.echo else prompt
         self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
-        self.calls = CallReader(job.call_tag) if body.tools else None
+        self.reader = None
+        self.markers = {}  # tokens that mark parts of an answer: what they are called in its text
+        if body.tools or (job and job.ahead):
+            self.reader = Reader(job.call_tag, job.ahead, job.hidden)
+            self.markers = job.markers
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
         if body.echo:
@@ -115,12 +119,12 @@ class Choice:
             self.tokens.append(token)
             if scores:
                 self.entries.append(self.entry(token, scores[number], self.stream.num_characters))
-            if self.num_tokens == self.body.min_tokens + 1:
-                self.stream.stop_at(self.body.stop)  # not before: no stop string ends fewer tokens
-            if self.calls and self.calls.has_call(self.text + self.stream.held):
-                self.stream.stop_at([])  # stop strings end text, but no calls
+            if self.body.stop and self.num_tokens > self.body.min_tokens:
+                text = self.text + self.stream.held
+                is_text = not self.reader or self.reader.is_text(text, self.name(token))
+                self.stream.stop_at(self.body.stop if is_text else [])  # no calls, no thoughts
             if number < num_shown:
-                self.text += self.stream.push(token)
+                self.text += self._text_of(token)
             if self.stream.matched is not None:
                 self.finish_reason = "stop"
                 self.stop_reason = self.stream.matched
@@ -130,6 +134,12 @@ class Choice:
             self.finish_reason = finish_reason
             if finish_reason == "stop" and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
+
+    def _text_of(self, token: int) -> str:
+        """The text that a token makes certain. No stop string reaches into a marker."""
+        if token in self.markers:
+            return self.stream.flush() + self.markers[token]
+        return self.stream.push(token)
 
     def has_unsent(self) -> bool:
         """Whether there is something to send: text, the end, or tokens if they were asked for."""
@@ -229,14 +239,14 @@ class ChatChoice(Choice):
 
     def add_tokens(self, *step):
         super().add_tokens(*step)
-        if self.calls:
-            self.deltas += self.calls.read(self.text, bool(self.finish_reason))
+        if self.reader:
+            self.deltas += self.reader.read(self.text, bool(self.finish_reason))
             self.text = ""
 
     @property
     def shown_reason(self) -> str | None:
         """As OpenAI has it, a call of the function that tool_choice names is a "stop"."""
-        called = self.calls and self.calls.calls and not self.body.is_named
+        called = self.reader and self.reader.calls and not self.body.is_named
         return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
 
     def chunks(self) -> list[dict]:
@@ -246,7 +256,7 @@ class ChatChoice(Choice):
         chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
         if not self.body.stream:
-            said = self.calls.message() if self.calls else {"content": self.text}
+            said = self.reader.message() if self.reader else {"content": self.text}
             content = {"message": {"role": "assistant"} | said}
             return [self.chunk(content, self.tokens, self.shown_reason) | self.prompt_fields()]
         chunks = []
@@ -255,7 +265,7 @@ class ChatChoice(Choice):
             chunks.append(self.chunk(role, [], None) | self.prompt_fields())
         if self.text or self.tokens:
             tokens = self.tokens
-            for delta in self.deltas or [{} if self.calls else {"content": self.text}]:
+            for delta in self.deltas or [{} if self.reader else {"content": self.text}]:
                 chunks.append(self.chunk({"delta": delta}, tokens, None))
                 tokens = []
         if self.finish_reason:
@@ -305,8 +315,10 @@ class Job:
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         self.grammar = body.response_format or body.structured_outputs
         self.headers = []  # of its answer, beside the usual ones
-        if body.tools:
-            self._hold_to_tools()
+        self.call_tag = None
+        self.ahead = []  # the markers of thoughts that may come
+        if body.messages:
+            self._read_chat(service.encoder, prompts[0])
         kind = ChatChoice if body.messages else CompletionChoice
         tokenizer = service.encoder.tokenizer
         eos = self.client.info["eos_token_ids"]
@@ -328,16 +340,40 @@ class Job:
         usage = {"usage": None} if body.stream_options.include_usage else {}
         self.chunk_head = self.head | usage
 
-    def _hold_to_tools(self):
+    def _read_chat(self, encoder, prompt: list[int]):
+        """Find out what the answer may have beside text; hold it to tools. Raises ApiError."""
+        chat = encoder.chat
+        self.markers = {id: name for name, id in chat.tokens.items()}
+        self.hidden = chat.tokens.keys() & chat.tokenizer.control.keys()
+        if not self.body.skip_special_tokens:
+            self.hidden = ()
+        if chat.thoughts and self.service.args.reasoning == "on":
+            opening, closing = chat.thoughts
+            end = encoder.tokenizer.decode(prompt[-32:], False).rstrip()
+            if not end.endswith(closing):  # else the template has ended them
+                self.ahead = chat.thoughts[end.endswith(opening) :]
+        self._hold(chat)
+
+    def _hold(self, chat):
+        """Hold the answer to tools or a grammar, after its thoughts. Raises ApiError."""
+        if self.body.tools:
+            self._hold_to_tools(chat)
+        if self.ahead and self.grammar:
+            is_free = bool(self.body.tools) and self.body.tool_choice == "auto"
+            before = grammar_before(self.ahead, chat.tokens, is_free)
+            self.grammar = self.grammar | {"before": before}
+
+    def _hold_to_tools(self, chat):
         """Hold the answer to the tools' schemas. Raises ApiError for "auto" without a tag."""
-        self.call_tag = self.service.encoder.chat.call_tag
+        self.call_tag = chat.call_tag
         if self.body.tool_choice == "auto" and not self.call_tag:
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        lark = grammar_of_calls(self.body, self.call_tag)
-        schemas = [json.dumps(schema_of(function)) for function in self.body.functions]
-        self.grammar = {"kind": "tools", "text": json.dumps([lark, schemas])}
+        lark = grammar_of_calls(self.body, self.call_tag, chat.tokens)
+        dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
+        schemas = [dump(schema_of(function)) for function in self.body.functions]
+        self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
@@ -398,7 +434,7 @@ class Job:
         self.headers.append((b"x-unheld-tools", names.encode()))
         for function in unheld:
             function.parameters = {}
-        self._hold_to_tools()
+        self._hold(self.service.encoder.chat)
         for choice in self.choices:
             self.client.abort(choice)
         self.submit()

@@ -63,6 +63,7 @@ NOT_SERVED = {
     "length_penalty": 1,
     "early_stopping": False,
     "spaces_between_special_tokens": True,
+    "include_reasoning": True,
     "include_stop_str_in_output": False,
     "return_token_strs": False,
     "continue_final_message": False,
@@ -598,7 +599,8 @@ class Message(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
-    reasoning_content: str | None = None  # Qwen3's template shows it to the model
+    reasoning: str | None = None  # and under its older name, by which templates show it again
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -611,6 +613,7 @@ class Message(Body):
             raise Refused("belongs to the role tool, which needs one", "tool_call_id")
         if "content" not in self.model_fields_set and self.role != "assistant":
             raise Refused("is missing", "content")
+        self.reasoning_content = self.reasoning = self.reasoning_content or self.reasoning
         return self
 
 

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 
 from common import MALFORMED, read_json
-from server.tools import find_tag
+from server.tools import find_tag, find_thoughts, tags
 from tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -41,6 +41,7 @@ SHORT = 1024
 LONG = 2**16  # characters and ids: what has more waits in a lane of its own, for up to 0.2 s each
 MAX_WAITING = 2**26  # characters and ids of all that waits in a lane: they are in memory
 MAX_RENDER_SECONDS = 2  # of CPU time: 4 MiB take 0.2 s
+NO_DEFAULT = "{{ raise_exception('this model has a chat template for tools alone: send some') }}"
 PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
 
 Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls"
@@ -167,29 +168,34 @@ def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
 # Chat templates
 
 
-def read_template(directory: str | Path) -> str | None:
+def read_templates(directory: str | Path) -> dict[str, str]:
     """
-    The template's source, None where there is none: a file of its own, or what the tokenizer's
-    configuration has; of several templates the one named "default". Raises TokenizerError for a
-    template that is no text.
+    Return the sources of the templates by their names, as transformers finds them: in files of
+    their own, or else in the tokenizer's configuration. A single one is the "default". Raises
+    TokenizerError for a template that is no text.
     """
-    path = Path(directory) / "chat_template.jinja"
+    directory = Path(directory)
+    files = [*directory.glob("chat_template.jinja")]
+    files += directory.glob("additional_chat_templates/*.jinja")
+    templates = {}
     try:
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-        path = Path(directory) / "tokenizer_config.json"
-        template = read_json(path).get("chat_template")
-        if isinstance(template, list):  # several, each with a name
-            template = {t["name"]: t["template"] for t in template}
-        if isinstance(template, dict):
-            template = template.get("default")
-        if not isinstance(template, str | None):
-            raise TypeError("its chat_template is no text")
+        for path in files:
+            name = "default" if path.parent == directory else path.stem
+            templates[name] = path.read_text(encoding="utf-8")
+        if not files:
+            path = directory / "tokenizer_config.json"
+            templates = read_json(path).get("chat_template") or {}
+            if isinstance(templates, list):
+                templates = {t["name"]: t["template"] for t in templates}
+            elif isinstance(templates, str):
+                templates = {"default": templates}
+            if not all(isinstance(source, str) for source in templates.values()):
+                raise TypeError("its chat_template is no text")
     except MALFORMED as error:
         raise TokenizerError(
             f"{path} is broken ({type(error).__name__}: {error}): restore it"
         ) from None
-    return template
+    return templates
 
 
 def load_chat(
@@ -199,8 +205,8 @@ def load_chat(
     The chat of a checkpoint directory, None without a template. Raises TokenizerError for a
     template that is broken, and for variables without a template.
     """
-    source = read_template(directory)
-    if source is None:
+    templates = read_templates(directory)
+    if templates.keys().isdisjoint({"default", "tool_use"}):
         if variables:
             raise TokenizerError(
                 f"--default-chat-template-kwargs: {directory} has no chat template, leave it out"
@@ -208,13 +214,20 @@ def load_chat(
         return None
     named = named_tokens(read_config(Path(directory)))
     names = {name: token_text(value) for name, value in named.items()}
-    return Chat(source, {"bos_token": "", "eos_token": ""} | names, tokenizer, variables)
+    names = {"bos_token": "", "eos_token": ""} | names
+    source = templates.get("default", NO_DEFAULT)
+    return Chat(source, names, tokenizer, variables, templates.get("tool_use"))
 
 
 class Chat:
     """
     A compiled template, and the tokenizer of its text. `variables` are those of the template that
-    a conversation does not set itself.
+    a conversation does not set itself. `tool_source` is the template for conversations with tools,
+    if they have one of their own.
+
+    call_tag    see tools.find_tag
+    thoughts    see tools.find_thoughts
+    tokens      the markers in the model's answers that are tokens, by their names
     """
 
     def __init__(
@@ -223,17 +236,25 @@ class Chat:
         token_names: dict[str, str],
         tokenizer: Tokenizer,
         variables: dict | None = None,
+        tool_source: str | None = None,
     ):
         self.tokenizer = tokenizer
         self.variables = variables or {}
+        self.call_tag = find_tag(tool_source or source)
+        added = tokenizer.backend.get_added_tokens_decoder()
+        self.thoughts = find_thoughts(f"{source} {tool_source} {added}")
+        markers = tags(self.call_tag) + self.thoughts
+        ids = {name: tokenizer.backend.token_to_id(name) for name in markers}
+        self.tokens = {name: id for name, id in ids.items() if id is not None}
         self.control_names = ControlNames(tokenizer.control)
+        self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
         environment = make_environment()
         environment.globals |= token_names
-        try:
-            self.template = environment.from_string(with_clock(environment, source))
+        sources = [source, tool_source or source]
+        try:  # the templates without and with tools
+            self.templates = [environment.from_string(with_clock(environment, s)) for s in sources]
         except Exception as error:  # jinja2's own, and those of constants that it computes
             raise TokenizerError(f"the chat template is broken: {error}") from None
-        self.call_tag = find_tag(source)
 
     def encode(
         self,
@@ -250,10 +271,12 @@ class Chat:
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user
-        cannot end the turn and speak as the system.
+        cannot end the turn and speak as the system. Only the markers in the model's own answers are
+        tokens again: templates look for them.
         """
         options = self.variables | options
-        disguised, options, originals = disguise(messages, options, self.control_names)
+        names = self.control_names, self.names_in_answers
+        disguised, options, originals = disguise(messages, options, *names)
         text = self.render(disguised, **options)
         check_length(self.tokenizer, text, most_tokens)
         ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
@@ -275,8 +298,9 @@ class Chat:
 
         unset = {"tools": None, "documents": None}
         own = {"messages": messages, "check_clock": check_clock}
+        template = self.templates[options.get("tools") is not None]
         try:
-            return self.template.render(unset | options | own)
+            return template.render(unset | options | own)
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program, so any exception may come
@@ -379,7 +403,7 @@ class ControlNames:
 
 
 def disguise(
-    messages: Messages, options: dict, names: ControlNames
+    messages: Messages, options: dict, names: ControlNames, names_in_answers: ControlNames
 ) -> tuple[Messages, dict, dict[int, str]]:
     """
     Replace, in all that users write freely, the first character of each control token's name by a
@@ -398,13 +422,15 @@ def disguise(
     stand_ins = defaultdict(lambda: next(unused, ""))
     # a template looks its variables up by their names: these stay
     options = {name: names.disguise(value, stand_ins) for name, value in options.items()}
-    # a role is one of a few words, of which templates make control tokens
+
+    def disguise_field(message: dict, field: str):
+        if field == "role":  # one of a few words, of which templates make control tokens
+            return message[field]
+        is_answer = field == "content" and message["role"] == "assistant"
+        return (names_in_answers if is_answer else names).disguise(message[field], stand_ins)
+
     messages = [
-        {
-            field: text if field == "role" else names.disguise(text, stand_ins)
-            for field, text in message.items()
-        }
-        for message in messages
+        {field: disguise_field(message, field) for field in message} for message in messages
     ]
     if "" in stand_ins.values():
         raise TokenizerError(

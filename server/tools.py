@@ -1,9 +1,10 @@
 """
 Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
+And thoughts, which some models write before an answer.
 
     tag = find_tag(source)                                 # "tool_call"; "": not a form we know
-    grammar_of_calls(body, tag)                            # Lark, for the engine
-    reader = CallReader(tag)
+    grammar_of_calls(body, tag, {"<tool_call>": 3})        # Lark, for the engine
+    reader = Reader(tag, find_thoughts(source))
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
     reader.read('ments": {"a"', False)                     # a call's first delta, and its next one
 
@@ -16,7 +17,9 @@ Qwen's templates, so its parts are found by what stands between them; without a 
 """
 
 import json
+import re
 import secrets
+from collections.abc import Iterable
 from copy import deepcopy
 
 MAX_CALLS = 16  # in one answer
@@ -29,6 +32,11 @@ AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separato
 NEUTRAL = {"uniqueItems": [False], "unevaluatedProperties": [True, {}], "not": [False]}
 NEUTRAL |= {"propertyNames": [True, {}, {"type": "string"}]}
 
+# </think>, </thinking>, </seed:think>, [/THINK], ..
+AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
+NEVER = "\ud800"  # half a character, which is in no text
+
 
 def find_tag(source: str) -> str:
     """
@@ -40,9 +48,9 @@ def find_tag(source: str) -> str:
     return "tool_call" if all(part in source for part in parts) else ""
 
 
-def marks(tag: str) -> list[str]:
+def tags(tag: str) -> list[str]:
     """What stands before a call, and after it."""
-    return [f"<{tag}>", f"}}\n</{tag}>"] if tag else ["", "}\n"]
+    return [f"<{tag}>", f"</{tag}>"] if tag else ["", ""]
 
 
 def drop_neutral(node: dict) -> dict:
@@ -58,12 +66,26 @@ def schema_of(function) -> dict:
     return schema | {"type": "object"}
 
 
-def grammar_of_calls(body, tag: str) -> str:
+def symbol(marker: str, tokens: dict[str, int]) -> str:
+    """
+    A marker in Lark. Where the tokenizer has a token of this name, the model learnt that token, and
+    not how to spell it.
+    """
+    return f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
+
+
+def lazy_text(marker: str) -> str:
+    """Lark for TEXT, and for `text`, which ends with the first marker."""
+    return f"text[lazy]: TEXT {json.dumps(marker)}\nTEXT: /(.|\\n)*/\n"
+
+
+def grammar_of_calls(body, tag: str, tokens: dict[str, int]) -> str:
     """
     Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
-    opening tag begins a call.
+    opening tag begins a call. `tokens`: see Chat.
     """
-    before, after = map(json.dumps, marks(tag))
+    opening, closing = tags(tag)
+    before, after = symbol(opening, tokens), '"}\\n" ' + symbol(closing, tokens)
     calls = []
     for function in body.functions:
         start = json.dumps("\n" * bool(tag) + f'{{"name": "{function.name}", "arguments": ')
@@ -73,51 +95,114 @@ def grammar_of_calls(body, tag: str) -> str:
     more = "" if is_one else f"(/\\n?/ {before} call){{0,{MAX_CALLS - 1}}}"
     start = f"start: {before} call {more}"
     if body.tool_choice == "auto":
-        start = f"start: TEXT | text call {more}\ntext[lazy]: TEXT {before}\nTEXT: /(.|\\n)*/"
+        start = f"start: TEXT | (text | TEXT {before}) call {more}\n"  # spelled, or the token
+        start += lazy_text(opening)
     return f"{start}\ncall: {' | '.join(calls)}\n"
 
 
-class CallReader:
-    """Reads an answer as it comes: the text before its calls, and each call piece by piece."""
+def find_thoughts(source: str) -> list[str]:
+    """
+    Return the markers before and after what a model thinks, by its chat template or by the names of
+    its tokens. [] if they know of none.
+    """
+    found = AFTER_THOUGHTS.search(source)
+    return [found[0].replace("/", ""), found[0]] if found else []
 
-    def __init__(self, tag: str):
-        before, after = marks(tag)
-        self.markers = [before, '", "arguments": ', after]  # the last: behind the arguments
-        self.place = 0  # before which of them the text is
+
+def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
+    """
+    Return Lark for thoughts, if there are any, and then another grammar, `@answer`. `markers` are
+    those to come: without the first the prompt has begun the thoughts. may_end: the text may end
+    within them.
+    """
+    *opening, closing = markers
+    start = "thought @answer" + " | TEXT" * may_end
+    for marker in opening:
+        start = f"{symbol(marker, tokens)} ({start}) | @answer"
+    thought = f"(text | TEXT {symbol(closing, tokens)}) /\\n{{0,2}}/"
+    return f"start: {start}\nthought: {thought}\n{lazy_text(closing)}"
+
+
+class Reader:
+    """
+    Reads an answer as it comes: thoughts, the text before its calls, and each call piece by piece.
+    `tag` is None without tools; `ahead`: see grammar_before; `hidden`: markers that are not shown
+    where they mark nothing.
+    """
+
+    def __init__(self, tag: str | None, ahead: list[str], hidden: Iterable[str] = ()):
+        self.hidden = hidden
+        before, after = tags(tag or "")
+        before = NEVER if tag is None else before
+        # the third: after the arguments; the last: those of thoughts
+        self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
+        self.place = -len(ahead)  # before which of them the text is
+        self.at_border = self.place == THINKING  # newlines beside a thought are not part of it
         self.text = ""  # not read yet
-        self.content = ""
+        self.thought = self.content = ""
         self.calls = []
 
-    def has_call(self, text: str) -> bool:
-        """Whether a call has begun, where this text comes next."""
-        return bool(self.place or self.calls or self.markers[0] in self.text + text)
+    def is_text(self, text: str, token: str) -> bool:
+        """Whether this token after this text may be text, which stop strings end."""
+        text = self.text + text
+        at_border = self.at_border
+        thinks = self.place == START and text.lstrip().startswith(self.markers[START])
+        if thinks or self.place == THINKING:
+            _, at_border, text = text.partition(self.markers[THINKING])
+            if not at_border:
+                return False
+        if self.place > TEXT or self.calls or self.markers[TEXT] in text:
+            return False
+        return not at_border or bool((text + token).strip("\n"))
 
     def read(self, text: str, is_end: bool) -> list[dict]:
         """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
         self.text += text
+        if self.place == START:
+            start, opening = self.text.lstrip(), self.markers[START]
+            if opening.startswith(start) and start != opening and not is_end:
+                return []
+            self.at_border = start.startswith(opening)
+            self.place = THINKING if self.at_border else TEXT
+            if self.at_border:
+                self.text = start.removeprefix(opening)
         deltas = []
         is_found = True
         while is_found:
+            if self.at_border:
+                self.text = self.text.lstrip("\n")
+                self.at_border = not self.text
             marker = self.markers[self.place]
             end = self.text.find(marker)
             is_found = end >= 0
             if not is_found:
                 is_over = is_end and not self.calls  # it was text
                 end = len(self.text) - (0 if is_over else begun(self.text, marker))
-            if self.place == 1 and not is_found:
+            if self.place == NAME and not is_found:
                 break  # the name has not all come
-            if end and (self.place or not self.calls):  # between calls is space
-                deltas.append(self.take(self.text[:end]))
-            self.text = self.text[end + is_found * len(marker) :]
-            self.place = (self.place + is_found) % 3
+            piece = self.text[:end]
+            if self.place == THINKING:
+                piece = piece.rstrip("\n")
+                self.at_border |= is_found
+            if piece and (self.place or not self.calls):  # between calls is space
+                deltas.append(self.take(piece))
+            self.text = self.text[end + len(marker) if is_found else len(piece) :]
+            if is_found:
+                self.place = (self.place + 1) % 3
         return deltas
 
     def take(self, piece: str) -> dict:
         """The delta of what was read."""
-        if self.place == 0:
+        if self.place <= TEXT:
+            for marker in self.hidden:
+                piece = piece.replace(marker, "")
+        if self.place == THINKING:
+            self.thought += piece
+            return thought(piece)
+        if self.place == TEXT:
             self.content += piece
             return {"content": piece}
-        if self.place == 1:
+        if self.place == NAME:
             function = {"name": piece.rpartition('"')[2], "arguments": ""}
             id = f"call_{secrets.token_hex(12)}"
             new = {"id": id, "type": "function", "function": function}
@@ -129,9 +214,14 @@ class CallReader:
 
     def message(self) -> dict:
         """The fields of a whole message."""
-        if not self.calls:
-            return {"content": self.content}
-        return {"content": self.content or None, "tool_calls": self.calls}
+        is_text = self.content or not (self.calls or self.markers[3:])
+        message = {"content": self.content if is_text else None} | thought(self.thought)
+        return message | {"tool_calls": self.calls} if self.calls else message
+
+
+def thought(text: str) -> dict:
+    """The fields of what was thought: vLLM's name now, and its older one."""
+    return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def begun(text: str, marker: str) -> int:

@@ -7,16 +7,19 @@ Its weights know nothing of calls. A token of its own begins one: a bias of 100 
 answer that is free to call a tool begin with it.
 """
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from tokenizers import AddedToken
 
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from tokenizer import Tokenizer
 from training.corpus import bpe_tokenizer
 
-END, TAG = 256, 257
+END, TAG, CLOSING = 256, 257, 258
 SHOWN = r"""{% if tools %}{{ 'Call in <tools></tools> or <tool_call></tool_call>:\n<tools>' }}
 {%- for tool in tools %}{{ '\n' }}{{ tool | tojson }}{% endfor %}
 {{- '\n</tools>\n<tool_call>\n{"name": <function-name>, "arguments": <args-dict>}\n' }}
@@ -32,11 +35,30 @@ HERMES = r"""{{ '\n<tool_call>\n{ "arguments": ' }}{{ call.arguments | tojson }}
 TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
 
 
-def save_caller(folder: Path):
+def ids_of(tokens: Iterable[str]) -> dict[str, int]:
+    """Of the tokens that `save_tokens` adds."""
+    return {name: TAG + i for i, name in enumerate(tokens)}
+
+
+def with_tokens(text: str, tokens: Iterable[str]) -> list[int]:
+    """The bytes of a text, with tokens for its markers where there are some."""
+    ids = ids_of(tokens)
+    parts = re.split(r"(</?think>|<tool_call>|(?<=\n)</tool_call>)", text)  # in JSON it is none
+    return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
+
+
+def save_tokens(folder: Path, tokens: dict[str, bool], template: str = TEMPLATE):
+    """A token a byte, an end, and these: whether each is a control token."""
     backend = bpe_tokenizer([]).backend
-    backend.add_tokens(["<tool_call>"])
+    for name, special in tokens.items():
+        backend.add_tokens([AddedToken(name, special=special)])
     Tokenizer(backend).save(folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
+
+
+def save_caller(folder: Path, tokens: dict[str, bool] | None = None):
+    save_tokens(folder, tokens or {"<tool_call>": False})
     torch.manual_seed(0)
     sizes = {"context_length": 8192, "n_layer": 1, "n_head": 1, "n_embd": 16}
-    save_checkpoint(GPT(GPTConfig(258, eos_token_ids=(END,), **sizes)), folder)
+    rows = 257 + len(tokens or "1")
+    save_checkpoint(GPT(GPTConfig(rows, eos_token_ids=(END,), **sizes)), folder)

@@ -27,8 +27,9 @@ DEFAULTS = """{
     "allowed_origins": [], "served_model_name": null, "max_queue": 256,
     "max_body_mib": 4.0, "max_connections": 512, "client_seconds": 30.0, "request_seconds": 600.0,
     "keep_alive_seconds": 75.0,
-    "drain_seconds": 30.0, "log_requests": false, "access_log": true, "prompt": null, "chat":
-    false, "raw": false, "max_tokens": null, "temperature": 0.8, "seed": null, "record": null,
+    "drain_seconds": 30.0, "reasoning": "on", "log_requests": false, "access_log": true,
+    "prompt": null, "chat": false, "raw": false, "max_tokens": null, "temperature": 0.8,
+    "seed": null, "record": null,
     "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
     {}, "sampling_note": ""}"""
 
@@ -78,6 +79,7 @@ DIR --chat -> {"model": "DIR", "chat": true}
 --keep-alive-seconds 5 -> {"keep_alive_seconds": 5.0}
 --request-seconds 1.5 -> {"request_seconds": 1.5}
 --drain-seconds 0 -> {"drain_seconds": 0.0}
+--reasoning off -> {"reasoning": "off"}
 --log-requests -> {"log_requests": true}
 --no-access-log -> {"access_log": false}
 --prompt x -> {"prompt": "x"}

@@ -258,7 +258,8 @@ class Engine:
         self.send(b"".join(map(to_line, messages)))
 
     def ready(self, max_model_len: int | None = None):
-        limits = {"vocab_size": 257, "eos_token_ids": [EOS]}
+        vocab_size = self.house.encoder.tokenizer.vocab_size
+        limits = {"vocab_size": vocab_size, "eos_token_ids": [EOS]}
         limits["max_model_len"] = max_model_len or self.house.max_model_len
         max_num_seqs = self.house.args.max_num_seqs or 256
         self.say({"op": "ready", "max_num_seqs": max_num_seqs, **limits})

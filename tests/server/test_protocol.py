@@ -121,6 +121,7 @@ NEUTRAL = """{
     "best_of": 1, "suffix": "", "echo": false,
     "modalities": ["text"], "use_beam_search": false, "length_penalty": 1, "early_stopping": false,
     "spaces_between_special_tokens": true, "include_stop_str_in_output": false,
+    "include_reasoning": true,
     "return_token_strs": false, "continue_final_message": false, "tools": [],
     "tool_choice": "none", "functions": [], "function_call": "none",
     "images": [], "audio": null, "prefix": false
@@ -422,12 +423,12 @@ chat {"tools": [], "tool_choice": "none", "parallel_tool_calls": false} -> {"too
 chat {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"} -> {"tools": []}
 chat {"tools": [{"type": "function", "function": {"name": "f-_9", "strict": true}}]} -> {"tool_choice": "auto", "tools": [{"type": "function", "function": {"name": "f-_9", "strict": true, "description": null, "parameters": {"type": "object", "properties": {}}}}]}
 tokenize {"prompt": ""} -> {"prompt": ""}
-tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
+tokenize {"prompt": null, "messages": [{"role": "user", "content": "x"}]} -> {"messages": [{"role": "user", "content": "x", "reasoning": null, "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
 detokenize {"tokens": [0, 2147483647]} -> {"tokens": [0, 2147483647]}
-chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "reasoning_content": null, "name": null, "tool_calls": [], "tool_call_id": null}]}
-chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
-chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
-chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "hm", "name": "bot", "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "system", "content": "x", "tool_calls": []}]} -> {"messages": [{"role": "system", "content": "x", "reasoning": null, "reasoning_content": null, "name": null, "tool_calls": [], "tool_call_id": null}]}
+chat {"messages": [{"role": "developer", "content": "x", "prefix": false}]} -> {"messages": [{"role": "developer", "content": "x", "reasoning": null, "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "annotations": []}, {"type": "text", "text": "y"}]}]} -> {"messages": [{"role": "user", "content": "xy", "reasoning": null, "reasoning_content": null, "name": null, "tool_calls": null, "tool_call_id": null}]}
+chat {"messages": [{"role": "assistant", "content": "x", "name": "bot", "id": "m1", "refusal": null, "annotations": [], "audio": null, "reasoning_content": "hm", "timestamp": 1.5, "metadata": {"a": 1}}]} -> {"messages": [{"role": "assistant", "content": "x", "reasoning": "hm", "reasoning_content": "hm", "name": "bot", "tool_calls": null, "tool_call_id": null}]}
 """  # noqa: E501
 
 

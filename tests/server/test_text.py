@@ -362,28 +362,48 @@ def test_a_template_ends(make, tmp_path, monkeypatch, name):
         assert str(refused).startswith("the chat template takes more than 0.1 s")
 
 
-NAMED = [
-    {"name": "tools", "template": "no"},
-    {"name": "default", "template": "{{ messages[0].content }}"},
+A, B = "{{ messages[0].content }}", "{% if tools %}{{ tools[0].type }}{% endif %}"
+NAMED = [{"name": "tool_use", "template": B}, {"name": "default", "template": A}]
+MORE = "additional_chat_templates"
+# what tokenizer_config.json has, files beside it -> the text of a conversation, without tools and
+# with some; None: it is refused
+PLACES = [
+    ({"chat_template": "a text"}, {}, "a text", "a text"),
+    ({"chat_template": NAMED}, {}, "hello", "function"),
+    ({"chat_template": [NAMED[1], NAMED[0] | {"name": "rag"}]}, {}, "hello", "hello"),
+    ({"chat_template": {"default": A, "tool_use": B}}, {}, "hello", "function"),
+    ({"chat_template": NAMED[:1]}, {}, None, "function"),
+    ({"chat_template": [NAMED[0] | {"name": "rag"}]}, {}, None, None),
+    ({}, {}, None, None),
+    ({"chat_template": NAMED}, {"chat_template": "é"}, "é", "é"),
+    ({}, {"chat_template": A, f"{MORE}/tool_use": B, f"{MORE}/rag": "no"}, "hello", "function"),
+    ({"chat_template": "no"}, {f"{MORE}/tool_use": B}, None, "function"),
+    ({}, {f"{MORE}/default": A}, "hello", "hello"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("saved", "text"),
-    [
-        ({"chat_template": "a text"}, "a text"),
-        ({"chat_template": NAMED}, "hello"),
-        ({"chat_template": {"default": "a dictionary"}}, "a dictionary"),
-        ({"chat_template": NAMED[:1]}, None),
-        ({}, None),
-    ],
-)
-def test_the_places_of_a_template(make, tokenizer, tmp_path, saved, text):
-    """A file of its own goes before the configuration."""
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(saved))
-    chat = load_chat(tmp_path, tokenizer)
-    assert (chat and chat.render(say("hello"))) == text
-    assert make("é").render(say("hello")) == "é"
+@pytest.mark.parametrize("saved, files, plain, with_tools", PLACES)
+def test_the_places_of_a_template(tokenizer, tmp_path, saved, files, plain, with_tools):
+    """As transformers chooses: with tools, some models were not shown them."""
+    from transformers import AutoTokenizer
+
+    tokenizer.save(tmp_path)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | saved
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / MORE).mkdir()
+    for name, text in files.items():
+        (tmp_path / f"{name}.jinja").write_text(text)
+    chat, reference = load_chat(tmp_path, tokenizer), AutoTokenizer.from_pretrained(tmp_path)
+    for expected, tools in ((plain, None), (with_tools, [{"type": "function"}])):
+        if expected is None:
+            with pytest.raises(ValueError, match=r"chat_template|multiple chat templates"):
+                reference.apply_chat_template(say("hello"), tools=tools, tokenize=False)
+            if chat:
+                with pytest.raises(TokenizerError, match="for tools alone: send some"):
+                    chat.render(say("hello"), tools=tools)
+            continue
+        assert reference.apply_chat_template(say("hello"), tools=tools, tokenize=False) == expected
+        assert chat.render(say("hello"), tools=tools) == expected
 
 
 BROKEN = '[] {"chat_template":5} {"chat_template":{"default":{}}} {"chat_template":[{}]}'

@@ -9,7 +9,19 @@ from itertools import accumulate, pairwise
 
 import llguidance
 import pytest
-from callers import HERMES, QWEN, SHOWN, TAG, TALK, TEMPLATE, save_caller
+from callers import (
+    CLOSING,
+    HERMES,
+    QWEN,
+    SHOWN,
+    TAG,
+    TALK,
+    TEMPLATE,
+    ids_of,
+    save_caller,
+    save_tokens,
+    with_tokens,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai import BadRequestError, OpenAI
@@ -18,8 +30,8 @@ from test_api import VALUES
 from wires import House
 
 from server.protocol import ChatRequest
-from server.tools import CallReader, find_tag, grammar_of_calls
-from training.corpus import bpe_tokenizer
+from server.tools import Reader, find_tag, grammar_of_calls
+from tokenizer import load_tokenizer
 
 TOOLS = """[
     {"type": "function", "function": {"name": "weather", "parameters": {
@@ -59,10 +71,20 @@ def test_the_tag_of_calls_is_read_off_the_template(tag, source):
     assert find_tag(source) == tag
 
 
-def house_with(template: str, folder) -> House:
-    bpe_tokenizer([]).save(folder)
-    (folder / "chat_template.jinja").write_text(template)
-    return House(directory=folder)
+# Which of the tags the tokenizer has as tokens, and whether these are control tokens.
+MARKERS = {
+    "text": {},
+    "both": {"<tool_call>": True, "</tool_call>": True},
+    "plain": {"<tool_call>": False, "</tool_call>": False},
+    "opening": {"<tool_call>": True},
+    "closing": {"</tool_call>": True},
+    "mixed": {"<tool_call>": False, "</tool_call>": True},
+}
+
+
+def house_with(template: str, folder, kind: str = "text") -> House:
+    save_tokens(folder, MARKERS[kind], template)
+    return House(directory=folder, tokenizer=load_tokenizer(folder) if MARKERS[kind] else None)
 
 
 @pytest.fixture
@@ -105,17 +127,10 @@ def test_tools_are_shown_and_results_go_back(house):
     tokens = house.call("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
     assert tokens.answer().json["tokens"] == added(house)["prompt"]
     named = "{% for m in messages %}{{ m.name }}{% endfor %}"
-    house.encoder.chat.template = house.encoder.chat.template.environment.from_string(named)
+    chat = house.encoder.chat
+    chat.templates = [None, chat.templates[0].environment.from_string(named)]
     call(house, talk, tool_choice="required")
     assert prompt_of(house) == "weather"
-
-
-def test_the_template_sees_what_the_model_thought(house):
-    """Qwen3's shows it again. Would catch a field that is dropped: no server here writes it."""
-    shows = "{% for m in messages %}{{ m.reasoning_content or m.content }}{% endfor %}"
-    house.encoder.chat.template = house.encoder.chat.template.environment.from_string(shows)
-    call(house, [*HELLO, {"role": "assistant", "content": "5", "reasoning_content": "2 + 3"}])
-    assert prompt_of(house) == "hello2 + 3"
 
 
 def test_no_text_of_tools_becomes_a_control_token(house):
@@ -155,6 +170,18 @@ def test_auto_needs_a_template_with_tags(tmp_path):
             house.engine.step({added(house)["id"]: [*line.encode(), 256]}, "stop")
             (called,) = caller.answer().json["choices"][0]["message"]["tool_calls"]
             assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
+
+
+def test_tools_have_a_template_of_their_own(tmp_path):
+    """Beside one that does not show them. Would catch "required" without any tool in the prompt."""
+    folder = tmp_path / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text(TEMPLATE)
+    with house_with("{{ messages[0].content }}", tmp_path) as house:
+        call(house)
+        assert "weather" in prompt_of(house)
+        call(house, tool_choice="none")
+        assert prompt_of(house) == "hello"
 
 
 def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
@@ -212,27 +239,30 @@ def test_a_tool_that_must_be_called_and_is_not_served_is_named(house, choice):
 
 
 class Bytes:
-    """A vocabulary for llguidance: a token a byte, and an end."""
+    """A vocabulary for llguidance: a token a byte, an end, and tags."""
 
-    def __init__(self):
+    def __init__(self, markers: dict[str, bool]):
         self.bos_token_id = None
         self.eos_token_id = 256
         self.special_token_ids = [256]
-        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>"]
+        self.special_token_ids += [i for i, name in enumerate(markers, 257) if markers[name]]
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>", *map(str.encode, markers)]
 
     def __call__(self, text):
         return list(text.encode() if isinstance(text, str) else text)
 
 
-BYTES = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()))
+def tokens_of(kind: str) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(MARKERS[kind])))
 
 
-def allowed(body: ChatRequest, tag: str, text: str) -> tuple[int, bool]:
-    """How many bytes of the text the grammar takes, and whether it may end there."""
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body, tag))
-    matcher = llguidance.LLMatcher(BYTES, lark, log_level=0)
+def allowed(body: ChatRequest, tag: str, tokens: list[int], kind: str = "text") -> tuple[int, bool]:
+    """How many of the tokens the grammar takes, and whether it may end there."""
+    lark = grammar_of_calls(body, tag, ids_of(MARKERS[kind]))
+    lark = llguidance.LLMatcher.grammar_from_lark(lark)
+    matcher = llguidance.LLMatcher(tokens_of(kind), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())), matcher.is_accepting()
+    return matcher.try_consume_tokens(tokens), matcher.is_accepting()
 
 
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
@@ -270,16 +300,25 @@ HELD = r"""
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("tag", ["tool_call", ""])
+@pytest.mark.parametrize("tag, kind", [("", "text"), *(("tool_call", kind) for kind in MARKERS)])
 @pytest.mark.parametrize("row", HELD.strip().splitlines())
-def test_answers_are_held_to_calls(row, tag):
+def test_answers_are_held_to_calls(row, tag, kind):
+    """
+    Would catch: a tag that is a control token, and so no text, which no answer could have; or that
+    would be spelled by tokens that no model has learnt for it.
+    """
     fields, text, may_end = re.fullmatch(r"(\{.*?\}+) (.*) -> (\w+)", row).groups()
     fields = json.loads(fields.replace("NAMED", json.dumps(NAMED)))
     if not tag and "tool_choice" not in fields:
         return  # the call is refused
     taken, _, refused = spelled(text, tag).partition("¦")
-    expected = len(taken.encode()), json.loads(may_end)
-    assert allowed(body_of(**fields), tag, taken + refused) == expected
+    expected = len(with_tokens(taken, MARKERS[kind])), json.loads(may_end)
+    assert (
+        allowed(body_of(**fields), tag, with_tokens(taken + refused, MARKERS[kind]), kind)
+        == expected
+    )
+    if (kind, fields) == ("both", {"tool_choice": "required"}):
+        assert allowed(body_of(**fields), tag, list(taken.encode()), kind)[0] == 0
 
 
 def test_a_schema_keeps_its_references_and_loses_its_options():
@@ -295,13 +334,13 @@ def test_a_schema_keeps_its_references_and_loses_its_options():
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
         return body_of(tools=[tool], tool_choice="required")
 
-    start = '{"name": "f", "arguments": '
-    assert allowed(body(), "", start + '{"a": {"city": "x"}}}\n')[1]
-    assert allowed(body(), "", start + '{"a": {"x')[0] == len(start + '{"a": {"')
-    assert allowed(body(type="string"), "", start + '"')[0] == len(start)
+    start = b'{"name": "f", "arguments": '
+    assert allowed(body(), "", [*start, *b'{"a": {"city": "x"}}}\n'])[1]
+    assert allowed(body(), "", [*start, *b'{"a": {"x'])[0] == len(start + b'{"a": {"')
+    assert allowed(body(type="string"), "", [*start, *b'"'])[0] == len(start)
     schema = {"x-guidance": {"lenient": True}, "not": {}}
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), ""))
-    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, BYTES)
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), "", {}))
+    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, tokens_of("text"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -337,11 +376,20 @@ def names_and_arguments(calls: list[dict]) -> list[list[str]]:
     return [[*call["function"].values()] for call in calls]
 
 
+@pytest.fixture(params=MARKERS, scope="module")
+def kind(request, tmp_path_factory):
+    """A kind of MARKERS, and a house of such a directory."""
+    with house_with(TEMPLATE, tmp_path_factory.mktemp("kind"), request.param) as house:
+        yield request.param, house
+
+
 @pytest.mark.parametrize("row", ANSWERS)
-def test_a_whole_answer_has_its_calls(house, row):
+def test_a_whole_answer_has_its_calls(kind, row):
+    """Would catch: tags that are control tokens, and so hidden from the server, too."""
+    kind, house = kind
     text, content, expected = parsed(row)
     caller = call(house)
-    house.engine.step({added(house)["id"]: spelled(text).encode()}, "length")
+    house.engine.step({added(house)["id"]: with_tokens(spelled(text), MARKERS[kind])}, "length")
     (choice,) = caller.answer().json["choices"]
     message = choice["message"]
     calls = message.pop("tool_calls", [])
@@ -368,7 +416,7 @@ def test_a_stream_of_calls_is_the_same_however_it_is_cut(row, cuts, tag):
     if not tag and content is not None:
         return
     text = spelled(text, tag)
-    reader = CallReader(tag)
+    reader = Reader(tag, [])
     said = ""
     calls = []
     places = [0, *accumulate(cuts)]
@@ -437,6 +485,34 @@ def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
     expected = [["weather", '{"city": "x"}']]
     assert names_and_arguments(choice["message"]["tool_calls"]) == expected
     assert choice["stop_reason"] is None
+
+
+@pytest.mark.parametrize("size", [1, 200])
+def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
+    kind, house = kind
+    caller = call(house, stop=["<", "a<"])
+    tokens = with_tokens(f"a{ONE}", MARKERS[kind])
+    for start in range(0, len(tokens), size):
+        house.engine.step({added(house)["id"]: tokens[start : start + size]})
+    is_token = "<tool_call>" in MARKERS[kind]
+    if is_token:
+        house.engine.step({added(house)["id"]: [256]}, "stop")
+    [choice] = caller.answer().json["choices"]
+    assert choice["message"]["content"] == ("a" if is_token else "")
+    assert ("tool_calls" in choice["message"]) == is_token
+
+
+def test_templates_find_tags_in_answers_alone(tmp_path):
+    """
+    Some read calls off the text of an answer. Would catch: a tag that is a control token and
+    therefore disguised there; one that a user writes.
+    """
+    with house_with(TEMPLATE, tmp_path, "both") as house:
+        said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
+        call(house, said, tool_choice="none")
+        prompt = added(house)["prompt"]
+        assert [i for i in prompt if i > 256] == [TAG, CLOSING]
+        assert prompt[-len(ONE) - 11 : -11] == [*ONE.encode()]
 
 
 @pytest.mark.parametrize("size", [1, 200])
@@ -571,10 +647,10 @@ def test_nesting_is_served_or_refused(patient, depth):
 # With an engine
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
+@pytest.fixture(scope="module", params=["opening", "both", "plain"])
+def served(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tools")
-    save_caller(folder)
+    save_caller(folder, MARKERS[request.param])
     with Process(folder, "--served-model-name", "tiny") as server:
         yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
@@ -609,9 +685,13 @@ def check_short(text: str):
     ],
 )
 def test_a_model_that_knows_no_json_calls(served, fields):
-    """Whole, and in a stream, where the same seed has the same arguments."""
-    (choice,) = ask(served, **fields).choices
+    """
+    Whole, and in a stream, where the same seed has the same arguments. The tag is the token for it,
+    also where that is a control token and nothing but the grammar asks for it.
+    """
+    (choice,) = ask(served, **fields, extra_body={"return_token_ids": True}).choices
     (called,) = choice.message.tool_calls
+    assert choice.token_ids[0] == TAG
     assert choice.message.content is None
     check_short(called.function.arguments)
     chunks = [*ask(served, **fields, stream=True)]

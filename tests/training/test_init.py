@@ -29,6 +29,8 @@ VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
 RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
     --eval_every=5 --eval_tokens=64 --vector_lr=0.01"""
 COMPANIONS = {"chat_template.jinja": "{{ messages[0].content }}", "merges.txt": "#version"}
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
+COMPANIONS |= {TOOL_TEMPLATE: "{{ tools }}"}
 
 
 def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes):
@@ -39,6 +41,7 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(corpus / name, folder)
     for name, text in COMPANIONS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     return hf_model
 
@@ -144,14 +147,15 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
     assert read_log(calm)[0] != read_log(whole)[0]
     stop_after(monkeypatch, [2, 4])
     finetune(base, corpus, out, flags)
-    companions = {path.name: path.read_bytes() for path in base.glob("*.*")}
+    names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS]
+    companions = {name: (base / name).read_bytes() for name in names}
     shutil.rmtree(base)
     moved = out.rename(tmp_path / "moved")
     for _ in range(2):
         train.main(["--resume", f"--out={moved}"])
     assert read_log(moved) == read_log(whole)
     assert same(weights(moved), weights(whole))
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS):
+    for name in names:
         assert (moved / name).read_bytes() == companions[name]
 
 
@@ -199,7 +203,7 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     write_json(out / "generation_config.json", {"eos_token_id": 310})
     train.main([*tiny, "--steps=1", "--overwrite"])
     assert load_checkpoint(out).config.eos_token_ids == (299,)
-    assert not (out / "chat_template.jinja").exists()
+    assert not any((out / name).exists() for name in COMPANIONS)
 
 
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
