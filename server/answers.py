@@ -17,6 +17,7 @@ import asyncio
 import json
 import secrets
 import time
+from functools import partial
 
 import orjson
 
@@ -336,8 +337,9 @@ class Job:
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
         lark = grammar_of_calls(self.body, self.call_tag)
-        schemas = [json.dumps(schema_of(function)) for function in self.body.functions]
-        self.grammar = {"kind": "tools", "text": json.dumps([lark, schemas])}
+        dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
+        schemas = [dump(schema_of(function)) for function in self.body.functions]
+        self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
