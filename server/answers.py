@@ -17,6 +17,7 @@ import asyncio
 import json
 import secrets
 import time
+from functools import partial
 
 import orjson
 

@@ -659,7 +659,7 @@ class ChatRequest(SamplingRequest):
 
     @model_validator(mode="after")
     def check_logprobs(self):
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise Refused("needs logprobs: send logprobs true or leave it out", "top_logprobs")
         return self
 

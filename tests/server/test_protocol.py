@@ -202,7 +202,7 @@ chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_u
 chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of the type text, with a text, are served, got 'text'
 chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
-chat {"top_logprobs": 0} -> top_logprobs needs logprobs: send logprobs true or leave it out
+chat {"top_logprobs": 1} -> top_logprobs needs logprobs: send logprobs true or leave it out
 text {"tools": [{}]} -> tools is not served here: leave it out or send []
 chat {"tools": [{}]} -> tools.0.type: Field required, ...
 chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: String should match pattern '^[a-zA-Z0-9_-]{1,64}$', got ''
@@ -419,6 +419,7 @@ text {"structured_outputs": {"json": "{\"type\": \"object\", \"propertyNames\": 
 chat {"structured_outputs": {"regex": "a+"}} -> {"structured_outputs": {"kind": "regex", "text": "a+"}}
 text {"structured_outputs": {"choice": ["a", "b"]}} -> {"structured_outputs": {"kind": "choice", "text": "[\"a\", \"b\"]"}}
 text {"structured_outputs": {"grammar": "start: /a/"}} -> {"structured_outputs": {"kind": "grammar", "text": "start: /a/"}}
+chat {"logprobs": false, "top_logprobs": 0} -> {"top_logprobs": 0}
 chat {"tools": [], "tool_choice": "none", "parallel_tool_calls": false} -> {"tools": []}
 chat {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"} -> {"tools": []}
 chat {"tools": [{"type": "function", "function": {"name": "f-_9", "strict": true}}]} -> {"tool_choice": "auto", "tools": [{"type": "function", "function": {"name": "f-_9", "strict": true, "description": null, "parameters": {"type": "object", "properties": {}}}}]}

@@ -198,6 +198,14 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
         assert (answer.error["message"], answer.error["param"]) == ("no", name)
 
 
+def test_the_largest_tools_fit_into_a_message(house):
+    """A socket takes 400 KB. Would catch characters that are spelled, and the spelling escaped."""
+    house.engine.ready(10**6)
+    function = {"name": "f", "parameters": {"description": "é" * 32_000}}
+    call(house, tools=[{"type": "function", "function": function}])
+    assert len(added(house)["grammar"]["text"].encode()) < 400_000
+
+
 def refuse(house, *numbers: int):
     """As the engine does where these tools have schemas that are not served."""
     error = {"op": "error", "id": added(house)["id"], "kind": "invalid", "tools": numbers}
