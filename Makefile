@@ -7,8 +7,9 @@
 # make clean      delete what is made again without loss: environments, caches, the corpora that train.py makes
 # make clean-models  list models (out/) and README's record (run.jsonl), ask, delete
 #
-# PIP_OPTIONS goes to pip as it is, for example to choose the CPU-only wheels of torch, 200 MB instead of 3 GB:
-#   make run PIP_OPTIONS="--extra-index-url https://download.pytorch.org/whl/cpu"
+# PIP_OPTIONS goes to pip as it is, for example to choose torch's build for CPUs, 200 MB instead of 3 GB, with the
+# index that pytorch.org/get-started names for CPU:
+#   make run PIP_OPTIONS="--extra-index-url <that index>"
 # VENV is the folder of the environment: make test VENV=.venv-3.13 PYTHON=python3.13
 
 PYTHON ?= python3
@@ -21,7 +22,6 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --di
 NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkpoint.py tests/test_families.py \
 	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py
 MODEL := out/stdlib
-CPU_BUILD := --extra-index-url https://download.pytorch.org/whl/cpu
 # an installation that was interrupted: packages that pip takes for whole may be half there
 AGAIN = $(wildcard $(VENV)/installing)
 # on a terminal with its progress (stdout is the substitution's)
@@ -62,7 +62,8 @@ $(VENV)/ready: requirements.txt
 	@echo "installing requirements.txt into $(VENV)$(if $(PIP_OPTIONS),,: 3 GB with torch for CUDA, some minutes)" \
 		"(if nothing moves, pip does not reach its index: Ctrl-C, and name another in PIP_OPTIONS)"
 	@$(if $(PIP_OPTIONS),true,nvidia-smi -L > /dev/null 2>&1) || echo "no NVIDIA GPU is seen here: torch's build for \
-	CPUs is 200 MB. To get it instead: Ctrl-C, then make run PIP_OPTIONS='$(CPU_BUILD)'"
+	CPUs is 200 MB. To get it instead: Ctrl-C, then make run PIP_OPTIONS='--extra-index-url URL' with the index that \
+	pytorch.org/get-started names for CPU"
 	@mkdir -p $(VENV) && touch $(VENV)/installing
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(if $(AGAIN),--clear) $(VENV)
 	@touch $(VENV)/installing
@@ -85,7 +86,7 @@ $(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis .carry
+	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis
 	find . -path "./.*" -prune -o -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(CORPORA) compare.png out/replay.png out/page.html
 	@echo "kept: models in out/ (make clean-models), corpora of your own files in data/"

@@ -530,8 +530,8 @@ def compiler(folder: Path, command: str) -> str:
 @needs_compiler
 def test_a_source_is_built_once(source, tmp_path, monkeypatch):
     """
-    By $CC, with what stands behind its name; again for another source or compiler. Nothing is left
-    in the cache but libraries.
+    By $CC, with what stands behind its name; again for another source, compiler or CPU, for homes
+    are shared by machines. Nothing is left in the cache but libraries.
     """
     path = compiler(tmp_path, f'exec {shlex.join(COMPILER)} "$@"')
     monkeypatch.setenv("CC", f"{path} -DSIGN=1")
@@ -544,8 +544,10 @@ def test_a_source_is_built_once(source, tmp_path, monkeypatch):
     second = cpu.library(cpu.c_compiler())
     source.write_text("int answer = 43;\n")
     third = cpu.library(cpu.c_compiler())
-    assert {*first.parent.iterdir()} == {first, second, third}
-    assert len({first, second, third}) == 3
+    compiler(tmp_path, f'exec {shlex.join(COMPILER)} -DANOTHER_CPU "$@"')
+    fourth = cpu.library(cpu.c_compiler())
+    assert {*first.parent.iterdir()} == {first, second, third, fourth}
+    assert len({first, second, third, fourth}) == 4
 
 
 @needs_compiler
