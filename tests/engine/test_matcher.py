@@ -309,7 +309,7 @@ library = Mock()
 try:
     run_grammar(library, theirs, os.dup(1), "regex", "a")
 finally:
-    print(library.compile.called)
+    print(library.try_to_compile.called)
 """
 
 
