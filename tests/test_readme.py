@@ -335,6 +335,7 @@ def clone(tmp_path) -> Path:
 
 
 @needs_make
+@pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
 def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
     """It is begun anew, as pip takes half a package for installed."""
     calls = clone / "calls"

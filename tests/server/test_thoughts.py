@@ -163,6 +163,18 @@ def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
         assert told(caller, False)["content"] == "<think>hm</think>5"
 
 
+def test_a_tool_that_is_not_served_leaves_room_for_thoughts(tmp_path):
+    """The call begins again, with another grammar for the same answer."""
+    with house_of(tmp_path, "control") as house:
+        call(house, tools=TOOLS)
+        (first,) = house.engine.of("add")
+        refusal = {"op": "error", "id": first["id"], "message": "no", "kind": "invalid"}
+        house.engine.say(refusal | {"tools": [0]})
+        again = house.engine.of("add")[-1]["grammar"]
+        assert again["text"] != first["grammar"]["text"]
+        assert again["before"] == first["grammar"]["before"]
+
+
 def test_each_choice_has_thoughts_and_all_tokens_are_scored_and_counted(tmp_path):
     with house_of(tmp_path, "control") as house:
         caller = call(house, n=2, logprobs=True)
