@@ -332,6 +332,7 @@ for turn in range(5):
     messages.append(message)
     for one in message.tool_calls or ():
         result += check(one.function.parsed_arguments)
+        result.append(not thinks or message.reasoning == message.reasoning_content != "")
         messages.append({"role": "tool", "tool_call_id": one.id, "content": "6"})
 """,
     "instructor": """
@@ -404,10 +405,31 @@ for turn in range(5):
 }
 
 
+# A model whose prompt begins its thoughts, and which soon ends them.
+THINKS = """
+thinks = True
+call["logit_bias"] = begins.pop("logit_bias") | {"260": 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("thinker")
+    save_caller(folder, dict.fromkeys(["<tool_call>", "</tool_call>", "<think>", "</think>"], True))
+    with open(folder / "chat_template.jinja", "a") as template:
+        template.write("{{ '<think>\\n' }}{# </think> #}")
+    with Process(folder, "--served-model-name", "tiny") as server:
+        yield server
+
+
 @pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("server", ["caller", "thinker"])
 @pytest.mark.parametrize("name", TURNS)
-def test_a_conversation_goes_on_after_calls(name, streamed, bin, caller, tmp_path):
-    """Would catch: a library's own form of an answer that is refused as history."""
-    result = run(f"{PERSON}streamed = {streamed}\n{TURNS[name]}", bin, caller, tmp_path)
+def test_a_conversation_goes_on_after_calls(name, server, streamed, bin, request, tmp_path):
+    """
+    And after thoughts. Would catch: a library's own form of an answer that is refused as history.
+    """
+    script = f"{PERSON}\nthinks = False\n{THINKS * (server == 'thinker')}streamed = {streamed}\n"
+    result = run(script + TURNS[name], bin, request.getfixturevalue(server), tmp_path)
     assert len(result) >= 4
     assert all(result)
