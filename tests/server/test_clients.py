@@ -323,17 +323,18 @@ client = OpenAI(base_url=url, api_key="none", max_retries=0)
 call |= {"model": "tiny", "messages": messages, "tools": [pydantic_function_tool(Person)]}
 result = []
 for turn in range(5):
-    last = {"tool_choice": "none"} if turn == 4 else begins
+    last = {"tool_choice": "none", "logit_bias": ends}
+    last = call | (last if turn == 4 else begins)
     if streamed:
-        with client.chat.completions.stream(**last, **call) as stream:
+        with client.chat.completions.stream(**last) as stream:
             message = stream.get_final_completion().choices[0].message
     else:
-        message = client.chat.completions.parse(**last, **call).choices[0].message
+        message = client.chat.completions.parse(**last).choices[0].message
     messages.append(message)
     for one in message.tool_calls or ():
         result += check(one.function.parsed_arguments)
-        result.append(not thinks or message.reasoning == message.reasoning_content != "")
         messages.append({"role": "tool", "tool_call_id": one.id, "content": "6"})
+result.append(thinks == any(getattr(message, "reasoning_content", 0) for message in messages))
 """,
     "instructor": """
 import instructor
@@ -408,6 +409,7 @@ for turn in range(5):
 # A model whose prompt begins its thoughts, and which soon ends them.
 THINKS = """
 thinks = True
+ends["260"] = 4
 call["logit_bias"] = begins.pop("logit_bias") | {"260": 4}
 """
 
@@ -429,7 +431,7 @@ def test_a_conversation_goes_on_after_calls(name, server, streamed, bin, request
     """
     And after thoughts. Would catch: a library's own form of an answer that is refused as history.
     """
-    script = f"{PERSON}\nthinks = False\n{THINKS * (server == 'thinker')}streamed = {streamed}\n"
+    script = f"{PERSON}\nthinks, ends = False, {{'256': 4}}\n{THINKS * (server == 'thinker')}streamed = {streamed}\n"
     result = run(script + TURNS[name], bin, request.getfixturevalue(server), tmp_path)
     assert len(result) >= 4
     assert all(result)
