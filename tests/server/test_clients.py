@@ -228,6 +228,8 @@ function = {"name": "Person", "parameters": Person.model_json_schema()}
 tool = {"type": "function", "function": function}
 named = {"tool_choice": {"type": "function", "function": {"name": "Person"}}}
 begins = {"logit_bias": {"257": 100}, "parallel_tool_calls": False}
+ends = {"256": 4}  # a bias
+thinks = False
 """
 SCHEMA_USERS = {
     "openai": """
@@ -431,7 +433,7 @@ def test_a_conversation_goes_on_after_calls(name, server, streamed, bin, request
     """
     And after thoughts. Would catch: a library's own form of an answer that is refused as history.
     """
-    script = f"{PERSON}\nthinks, ends = False, {{'256': 4}}\n{THINKS * (server == 'thinker')}streamed = {streamed}\n"
+    script = f"{PERSON}\n{THINKS * (server == 'thinker')}streamed = {streamed}\n"
     result = run(script + TURNS[name], bin, request.getfixturevalue(server), tmp_path)
     assert len(result) >= 4
     assert all(result)
