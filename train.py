@@ -465,10 +465,9 @@ class Run:
             self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
         )
         self.record(step=self.step, val_loss=round(nats / count, 5))
-        text = generate_text(self)
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
-            f"a token; a sample:\n{textwrap.indent(text, '    ')}"
+            f"a token; a sample:\n{textwrap.indent(generate_text(self), '    ')}"
         )
 
     def save(self):

@@ -39,7 +39,6 @@ import signal
 import socket
 import sys
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 from tokenizer import Tokenizer, load_tokenizer
@@ -128,10 +127,10 @@ class Library:
         """
         nodes = []
         json.loads(schema, object_hook=lambda node: nodes.append(node) or node)
-        names = [node.get(key) for node in nodes for key in ("properties", "required")]
-        names = chain(*(each for each in names if isinstance(each, dict | list)))
+        declared = [node.get(key) for node in nodes for key in ("properties", "required")]
+        names = [str(name) for each in declared if isinstance(each, dict | list) for name in each]
         probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
-        probe["properties"] = dict.fromkeys(map(str, names), False)  # also what may be combined
+        probe["properties"] = dict.fromkeys(names, False)  # also what may be combined
         for node in nodes:
             patterns = node.get("patternProperties")
             if isinstance(patterns, dict) and node.get("additionalProperties") is False:
@@ -146,23 +145,24 @@ class Library:
         try:
             matcher = self.compile(kind, text, before)
             mask = mask_of(matcher, "no text fits it")
+            if isinstance(mask, bytes):
+                return matcher, mask
         except MemoryError:
             raise
         except Exception as error:
             mask = plain(str(error), "the grammar library refuses it")
         except BaseException:  # a panic of the library's Rust
             mask = plain("panic")
-        if isinstance(mask, bytes):
-            return matcher, mask
         if kind != "grammar":  # it would be shown in the library's form
             mask = re.sub(r"^at \d+\(\d+\): ", "", mask).partition("\n")[0]
         return None, mask
 
-    def refused_tools(self, text: str) -> dict[int, str]:
-        """Return why each tool that cannot be served is refused, by its number."""
-        _, schemas = json.loads(text)
+    def refusal(self, reason: str, kind: str, text: str, before: str = "") -> tuple:
+        """Return why a grammar is refused, and the numbers of the tools that are at fault."""
+        _, schemas = json.loads(text) if kind == "tools" else ("", [])
         tried = [self.try_to_compile("json", schema) for schema in schemas]
-        return {i: reason for i, (matcher, reason) in enumerate(tried) if not matcher}
+        reasons = {i: why for i, (matcher, why) in enumerate(tried) if not matcher}
+        return next(iter(reasons.values()), reason), [*reasons]
 
 
 def unescaped(text: str) -> str:
@@ -263,15 +263,12 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: 
     before = address_space()
     try:
         matcher, mask = library.try_to_compile(*grammar)
-        kind, text, *_ = grammar
-        refused = library.refused_tools(text) if kind == "tools" and not matcher else {}
+        refusal = None if matcher else library.refusal(mask, *grammar)
     except MemoryError:
         return
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
-    refusal = next(iter(refused.values()), mask), [*refused]
-    report = (before, address_space(), mask) if matcher else refusal
-    sock.send(marshal.dumps([report]))
+    sock.send(marshal.dumps([refusal or (before, address_space(), mask)]))
     os.close(compiles)
     if matcher:
         let_grow(STEP_MIB)

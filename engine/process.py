@@ -13,15 +13,15 @@ For a thread or a process of its own. Over the link (link.py has the wire) go
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
          {"op": "step", "out": rows of `queue_output`, "stats"}
          {"op": "events", "lines"}: what happens, while there are listeners; see events.py
-         {"op": "error", "id", "message", "kind"}: "invalid" for what the client can change, else
-         "internal"; with "tools", numbers of those whose schemas are refused
+         {"op": "error", "id", "message", "kind", "tools"}: "invalid" for what the client can
+         change, else "internal"; numbers of the tools whose schemas are refused
 """
 
 from collections.abc import Callable
 
 from engine.engine import Engine, Output
 from engine.events import Publisher
-from engine.grammar import STUCK, Compiler, Grammars, Refused
+from engine.grammar import STUCK, Compiler, Grammars
 from engine.link import Link
 from params import SamplingParams
 
@@ -72,8 +72,8 @@ def handle_message(engine: Engine, link: Link, message: dict):
             try:
                 add_request(engine, message)
             except (ValueError, TypeError) as error:
-                more = {"tools": error.tools} if isinstance(error, Refused) else {}
-                queue_error(link, message["id"], "invalid", str(error), **more)
+                tools = getattr(error, "tools", [])
+                queue_error(link, message["id"], "invalid", str(error), tools)
         case "abort":
             engine.abort(message["id"])
 
@@ -103,5 +103,5 @@ def queue_output(link: Link, output: Output):
     link.queue_row([*row, scores, output.prompt_logprobs])
 
 
-def queue_error(link: Link, id: str, kind: str, message: str, **more):
-    link.queue({"op": "error", "id": id, "message": message, "kind": kind} | more)
+def queue_error(link: Link, id: str, kind: str, message: str, tools=()):
+    link.queue({"op": "error", "id": id, "message": message, "kind": kind, "tools": tools})

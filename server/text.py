@@ -212,9 +212,8 @@ def load_chat(
                 f"--default-chat-template-kwargs: {directory} has no chat template, leave it out"
             )
         return None
-    named = named_tokens(read_config(Path(directory)))
+    named = {"bos_token": "", "eos_token": ""} | named_tokens(read_config(Path(directory)))
     names = {name: token_text(value) for name, value in named.items()}
-    names = {"bos_token": "", "eos_token": ""} | names
     source = templates.get("default", NO_DEFAULT)
     return Chat(source, names, tokenizer, variables, templates.get("tool_use"))
 

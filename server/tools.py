@@ -29,8 +29,12 @@ NO_PARAMETERS = {"type": "object", "properties": {}}
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Keywords of schemas that are not served, with values that ask for nothing. zod says of each record
 # that its names are strings.
-NEUTRAL = {"uniqueItems": [False], "unevaluatedProperties": [True, {}], "not": [False]}
-NEUTRAL |= {"propertyNames": [True, {}, {"type": "string"}]}
+NEUTRAL = {
+    "uniqueItems": [False],
+    "unevaluatedProperties": [True, {}],
+    "not": [False],
+    "propertyNames": [True, {}, {"type": "string"}],
+}
 
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
@@ -144,16 +148,11 @@ class Reader:
 
     def is_text(self, text: str, token: str) -> bool:
         """Whether this token after this text may be text, which stop strings end."""
-        text = self.text + text
-        at_border = self.at_border
-        thinks = self.place == START and text.lstrip().startswith(self.markers[START])
-        if thinks or self.place == THINKING:
-            _, at_border, text = text.partition(self.markers[THINKING])
-            if not at_border:
-                return False
-        if self.place > TEXT or self.calls or self.markers[TEXT] in text:
+        ahead = deepcopy(self)
+        ahead.read(text, False)
+        if ahead.calls or ahead.place not in (START, TEXT):
             return False
-        return not at_border or bool((text + token).strip("\n"))
+        return not ahead.at_border or bool(token.strip("\n"))
 
     def read(self, text: str, is_end: bool) -> list[dict]:
         """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
@@ -214,8 +213,8 @@ class Reader:
 
     def message(self) -> dict:
         """The fields of a whole message."""
-        is_text = self.content or not (self.calls or self.markers[3:])
-        message = {"content": self.content if is_text else None} | thought(self.thought)
+        nothing = None if self.calls or self.markers[3:] else ""
+        message = {"content": self.content or nothing} | thought(self.thought)
         return message | {"tool_calls": self.calls} if self.calls else message
 
 

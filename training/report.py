@@ -130,8 +130,7 @@ def report_result(run, nats: float, count: int):
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    text = generate_text(run)
-    print(f"a sample:\n{textwrap.indent(text, '    ')}")
+    print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
     print(f"bits per byte: {bits:.3f}")
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
     draw(curves, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
