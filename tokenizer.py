@@ -574,14 +574,11 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
         return  # a broken model is reported when the model is loaded
     ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
     needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
+    has = tokenizer.vocab_size
     if type(rows) is not int:
         return
-    missing = rows - tokenizer.vocab_size
-    if missing > max(63, MOST_PADDING * rows) or rows > end >= tokenizer.vocab_size:
-        needed = tokenizer.vocab_size
-    elif rows >= needed:
-        return
-    raise TokenizerError(
-        f"it has {needed} tokens, but config.json beside it says that the model has {rows}: they "
-        "do not belong together, copy the model's own tokenizer there"
-    )
+    if needed > rows or rows - has > max(63, MOST_PADDING * rows) or rows > end >= has:
+        raise TokenizerError(
+            f"it has {has} tokens, but config.json beside it says that the model has {rows}: they "
+            "do not belong together, copy the model's own tokenizer there"
+        )

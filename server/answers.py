@@ -345,9 +345,8 @@ class Job:
         """Find out what the answer may have beside text; hold it to tools. Raises ApiError."""
         chat = encoder.chat
         self.markers = {id: name for name, id in chat.tokens.items()}
-        self.hidden = chat.tokens.keys() & chat.tokenizer.control.keys()
-        if not self.body.skip_special_tokens:
-            self.hidden = ()
+        hidden = chat.tokens.keys() & chat.tokenizer.control.keys()
+        self.hidden = hidden if self.body.skip_special_tokens else ()
         if chat.thoughts and self.service.args.reasoning == "on":
             opening, closing = chat.thoughts
             end = encoder.tokenizer.decode(prompt[-32:], False).rstrip()
@@ -419,16 +418,16 @@ class Job:
         schemas of these tools, and none must be called, it begins again, and any object will do for
         them.
         """
-        is_invalid = kind == "invalid"  # the client can change it
+        if kind != "invalid":  # the client cannot change it
+            return self.fail(ApiError(500, message))
         refused = [self.body.functions[number] for number in tools]
         if refused and self.body.tool_choice == "auto":
             return self._begin_again(refused)
-        param = self.body.constraints[:1] if is_invalid else ()
-        logged = message.partition(": ")[0] if is_invalid else None  # then a grammar is quoted
+        logged = message.partition(": ")[0]  # a grammar may be quoted
         if refused:
             number = [tool.function for tool in self.body.tools].index(refused[0])
             message = f"tools.{number}.function.parameters ({refused[0].name}): {message}"
-        self.fail(ApiError(400 if is_invalid else 500, message, *param, logged=logged))
+        self.fail(ApiError(400, message, *self.body.constraints[:1], logged=logged))
 
     def _begin_again(self, unheld: list):
         names = ", ".join(function.name for function in unheld)

@@ -240,13 +240,12 @@ def content_text(value, info: ValidationInfo):
         return value
     texts = []
     for number, part in enumerate(value):
-        part = part if isinstance(part, dict) else {}
-        kind = part.get("type")
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            only = "only parts of the type text, with a text, are served"
-            raise Refused(f"cannot be read: {only}, got {reprlib.repr(kind)}", number)
-        texts.append(text)
+        match part:
+            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+                texts.append(text)
+            case _:
+                only = "only parts of the type text, with a text, are served"
+                raise Refused(f"cannot be read: {only}, got {reprlib.repr(part)}", number)
     return "".join(texts)
 
 
@@ -287,8 +286,7 @@ def grammar_of_format(value) -> dict | None:
             schema = value.get("schema") or {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as named}:
             check_known(value, "type", "json_schema")
-            known = ("name", "description", "schema", "strict")
-            check_known(named, *known, path=("json_schema",))
+            check_known(named, "name", "description", "schema", "strict", path=("json_schema",))
         case _:
             kinds = "text, json_object, or json_schema with json_schema.schema, an object"
             raise Refused(f"must be of the type {kinds}")

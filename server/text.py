@@ -240,11 +240,10 @@ class Chat:
         self.tokenizer = tokenizer
         self.variables = variables or {}
         self.call_tag = find_tag(tool_source or source)
-        added = tokenizer.backend.get_added_tokens_decoder()
-        self.thoughts = find_thoughts(f"{source} {tool_source} {added}")
+        backend = tokenizer.backend
+        self.thoughts = find_thoughts(f"{source}{tool_source}{backend.get_added_tokens_decoder()}")
         markers = tags(self.call_tag) + self.thoughts
-        ids = {name: tokenizer.backend.token_to_id(name) for name in markers}
-        self.tokens = {name: id for name, id in ids.items() if id is not None}
+        self.tokens = {m: id for m in markers if (id := backend.token_to_id(m)) is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
         environment = make_environment()
