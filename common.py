@@ -64,10 +64,7 @@ def missing_file(path: Path) -> str:
     folder = path.parent
     fetch = "`hf download OWNER/NAME --local-dir DIR`"
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        return (
-            f"GGUF is llama.cpp's: `llama-server -m {folder}` serves it; here, fetch the model's "
-            f"own directory, with safetensors files: {fetch}"
-        )
+        return f"GGUF is llama.cpp's: `llama-server -m {folder}` serves it; safetensors: {fetch}"
     if (folder / "adapter_config.json").exists():
         return (
             f"an adapter is in {folder}, without its model: merge both with peft "
@@ -92,9 +89,8 @@ def missing_file(path: Path) -> str:
         )
     return (
         f"no model in {folder}: {path.name} is missing. A model is a folder with config.json, "
-        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one of the "
-        "Hugging Face Hub; one in older files is written anew by transformers "
-        "(save_pretrained(NEW))"
+        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one; older "
+        "files are written anew by transformers (save_pretrained(NEW))"
     )
 
 

@@ -132,12 +132,12 @@ class Library:
         probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
         probe["properties"] = dict.fromkeys(names, False)  # also what may be combined
         for node in nodes:
-            patterns = node.get("patternProperties")
-            if isinstance(patterns, dict) and node.get("additionalProperties") is False:
-                probe["patternProperties"] = {pattern: {} for pattern in patterns}
-                matcher = self.matcher("json", json.dumps(probe), {"whitespace_flexible": False})
-                if matcher.compute_ff_bytes() == b"{":
-                    return True
+            match node:
+                case {"patternProperties": dict(patterns), "additionalProperties": False}:
+                    probe["patternProperties"] = {pattern: {} for pattern in patterns}
+                    grammar = json.dumps(probe), {"whitespace_flexible": False}
+                    if self.matcher("json", *grammar).compute_ff_bytes() == b"{":
+                        return True
         return False
 
     def try_to_compile(self, kind: str, text: str, before: str = "") -> tuple:

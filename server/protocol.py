@@ -187,11 +187,10 @@ def check_encoding(content_encoding: str, data: bytes):
     forms = {
         f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
         "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
-        "UTF-16": data.startswith((b"\xff\xfe", b"\xfe\xff")) or 0 in data[:2],
+        "UTF-16": 0 in data[:4],  # perhaps after its mark
     }
     for form in filter(forms.get, forms):
-        message = f"the body is sent with {form:.99}: send plain UTF-8"
-        raise ApiError(400, message, logged="the body is not plain UTF-8")
+        raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
 
 
 # --------------------------------------------------------------------------------------------------

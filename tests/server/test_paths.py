@@ -58,10 +58,10 @@ POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call
 POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions, a base ...
 POST /v1/tokenize {} -> 404 - - there is no POST /v1/tokenize here; call /tokenize
 GET /v1 -> 404 - - there is no GET /v1 here; there is /v1/completions, ...
-POST /v1/completions \xef\xbb\xbf{"prompt": "a"} -> 400 - - the body is sent with a byte-order mark: send plain UTF-8
-POST /v1/completions \xff\xfe{\0}\0 -> 400 - - the body is sent with UTF-16: send plain UTF-8
-POST /v1/completions {\0}\0 -> 400 - - the body is sent with UTF-16: ...
-POST /v1/completions \0{\0} -> 400 - - the body is sent with UTF-16: ...
+POST /v1/completions \xef\xbb\xbf{"prompt": "a"} -> 400 - - the body must be plain UTF-8, got a byte-order mark
+POST /v1/completions \xff\xfe{\0}\0 -> 400 - - the body must be plain UTF-8, got UTF-16
+POST /v1/completions {\0}\0 -> 400 - - the body must be plain UTF-8, got UTF-16
+POST /v1/completions \0{\0} -> 400 - - the body must be plain UTF-8, got UTF-16
 GET /v1/nothing -> 404 - - there is no GET /v1/nothing here; there is /v1/completions, ...
 GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL ends in /v1
 PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ends in /v1
@@ -96,7 +96,7 @@ def test_a_compressed_body_is_named(house, form):
     answer = house.call("POST", "/detokenize", b"\x1f\x8b", Content_Encoding=form).answer()
     expected = "the body must be a JSON object"
     if form != "identity":
-        expected = f"the body is sent with Content-Encoding {form}: send plain UTF-8"
+        expected = f"the body must be plain UTF-8, got Content-Encoding {form}"
     assert answer.refusal[2].startswith(expected)
 
 
