@@ -246,9 +246,9 @@ class Parser(argparse.ArgumentParser):
         name = flag.replace("_", "-")
         for row in FOREIGN.splitlines():
             ours, names = row.split(": ")
-            if name.lstrip("-") in names.split() and ours.split()[0] in flags.values():
+            if name.lstrip("-") in names.split() and ours.split()[0] in self._option_string_actions:
                 return f"; {flag} is {ours} here"
-        similar = difflib.get_close_matches(name, flags, 1, cutoff=0.8)
+        similar = difflib.get_close_matches(name, flags, 1, 0.8)
         return f"; did you mean {flags[similar[0]]}?" if similar else ""
 
     def error(self, message: str):

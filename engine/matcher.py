@@ -140,10 +140,10 @@ class Library:
                         return True
         return False
 
-    def try_to_compile(self, kind: str, text: str, before: str = "") -> tuple:
+    def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
         try:
-            matcher = self.compile(kind, text, before)
+            matcher = self.compile(kind, *texts)
             mask = mask_of(matcher, "no text fits it")
             if isinstance(mask, bytes):
                 return matcher, mask
@@ -157,7 +157,7 @@ class Library:
             mask = re.sub(r"^at \d+\(\d+\): ", "", mask).partition("\n")[0]
         return None, mask
 
-    def refusal(self, reason: str, kind: str, text: str, before: str = "") -> tuple:
+    def refusal(self, reason: str, kind: str, text: str, *_) -> tuple:
         """Return why a grammar is refused, and the numbers of the tools that are at fault."""
         _, schemas = json.loads(text) if kind == "tools" else ("", [])
         tried = [self.try_to_compile("json", schema) for schema in schemas]
