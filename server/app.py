@@ -355,9 +355,8 @@ def refusals_about(field: str):
         yield
     except TokenizerError as error:
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        # a template may repeat what it was given
-        logged = f"{field} cannot be encoded"
-        raise ApiError(400, str(error), field, code, logged=logged) from None
+        # a template may repeat what it was given: the log has other words
+        raise ApiError(400, str(error), field, code, logged=f"{field} cannot be encoded") from None
     except EncoderBusy as error:
         raise ApiError(429, str(error), code="encoder_busy") from None
 
