@@ -643,8 +643,10 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
             f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
             "continues"
         )
-    seconds = time.perf_counter() - began
-    process.print(f"{plural(run.step, 'step')}, {seconds:.0f} s in all; checkpoint in {run.out}")
+    process.print(
+        f"{plural(run.step, 'step')}, {time.perf_counter() - began:.0f} s in all; checkpoint in "
+        f"{run.out}"
+    )
     run.train_step = None  # NCCL waits for the end of a graph with its messages
     process.shut_down()
 

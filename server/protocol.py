@@ -345,7 +345,6 @@ Stops = Annotated[
 ]
 Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
-Arguments = Annotated[dict[str, Any], BeforeValidator(arguments_object)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
@@ -579,7 +578,7 @@ class CalledFunction(Part):
     nullable: ClassVar = {"arguments"}
 
     name: FunctionName
-    arguments: Arguments
+    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_object)]
 
 
 class ToolCall(Part):
