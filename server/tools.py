@@ -20,7 +20,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterable
-from copy import deepcopy
+from copy import copy, deepcopy
 
 MAX_CALLS = 16  # in one answer
 NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -148,7 +148,10 @@ class Reader:
 
     def is_text(self, text: str, token: str) -> bool:
         """Whether this token after this text may be text, which stop strings end."""
-        ahead = deepcopy(self)
+        if self.calls:
+            return False
+        ahead = copy(self)  # a deep copy would take 18 us for each token
+        ahead.calls = []
         ahead.read(text, False)
         if ahead.calls or ahead.place not in (START, TEXT):
             return False
