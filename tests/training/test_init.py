@@ -4,10 +4,12 @@ opens as that family in transformers again.
 """
 
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -288,6 +290,18 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
         with pytest.raises(SystemExit, match=message):
             finetune(base, tmp_path / name, out)
     assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("token", "fits"), [(319, True), (~319, True), (320, False), (~320, False)]
+)
+def test_the_last_token_of_the_vocabulary_is_one_of_it(base, corpus, out, token, fits):
+    """Also as one that is read and not predicted, which is ~token in a corpus."""
+    loaded = load_corpus(str(corpus), MACHINE)
+    loaded.train = np.array([1, token] * 200, np.int32)
+    args = train.parse_args(argv(base, corpus, out))
+    with nullcontext() if fits else pytest.raises(ValueError, match="other tokens"):
+        assert machine.load_to_train(args, loaded, MACHINE)
 
 
 def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
