@@ -257,19 +257,18 @@ def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
 
 
 def test_tools_are_shown_as_to_a_request(checkpoint, tmp_path):
-    """They were ignored. As in a request, an empty list is none."""
+    """They were ignored. As in a request, an empty list is none, and each dialogue has its own."""
     (checkpoint / "chat_template.jinja").write_text("{{ tools | tojson }}" + PLAIN)
-    tools = {"some": [{"type": "function"}], "none": []}
-    paths = []
-    for name in tools:
-        paths.append(tmp_path / name)
-        line = {"messages": turns("hi", "yes"), "tools": tools[name]}
-        paths[-1].write_text(json.dumps(line))
-    some, none = paths
-    corpus = prepare("chat", some, tmp_path, f"--init={checkpoint}", f"--val={none}")
+    said = {"messages": turns("hi", "yes")}
+    lines = [said | {"tools": [{"type": "function"}]}, said, said | {"tools": []}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    val = write_lines(tmp_path / "b.jsonl", turns("hi", "yes"))
+    corpus = prepare("chat", path, tmp_path, f"--init={checkpoint}", f"--val={val}")
     rest = [*unscored(*b"u:hi\na:"), *b"yes\n"]
-    assert corpus.train.tolist() == unscored(*b'[{"type": "function"}]') + rest
-    assert corpus.val.tolist() == unscored(*b"null") + rest
+    none = unscored(*b"null") + rest
+    assert corpus.train.tolist() == [*unscored(*b'[{"type": "function"}]'), *rest, *none, *none]
+    assert corpus.val.tolist() == none
 
 
 def test_arguments_of_a_call_are_an_object_as_in_a_request(checkpoint, tmp_path):
