@@ -94,8 +94,13 @@ def notes(tmp_path) -> Path:
 
 
 def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
-    """Line ends stay, what looks like a control token is text, and train.py takes the folder."""
+    """
+    Line ends stay, what looks like a control token is text, a byte order mark is none, and train.py
+    takes the folder.
+    """
     out = tmp_path / "out"
+    marked = notes / "04.txt"
+    marked.write_bytes(b"\xef\xbb\xbf" + marked.read_bytes())
     corpus = prepare("text", notes, out)
     contents = [b"note %d\r\n" % i for i in range(20)] + [b"<|endoftext|> is text"]
     assert documents(out, "val") == contents[::10]
