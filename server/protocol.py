@@ -270,7 +270,7 @@ def schema_text(value) -> str:
     """A schema for the engine, without what asks for nothing."""
     text = grammar_text(value)
     try:
-        return json.dumps(json.loads(text, object_hook=drop_neutral), ensure_ascii=False)
+        return json.dumps(drop_neutral(json.loads(text)), ensure_ascii=False)
     except (ValueError, RecursionError):  # the engine says what is wrong
         return text
 

@@ -35,6 +35,7 @@ NEUTRAL = {
     "not": [False],
     "propertyNames": [True, {}, {"type": "string"}],
 }
+VALUES = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
 
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
@@ -57,17 +58,23 @@ def tags(tag: str) -> list[str]:
     return [f"<{tag}>", f"</{tag}>"] if tag else ["", ""]
 
 
-def drop_neutral(node: dict) -> dict:
-    """A JSON object without what asks for nothing, unless it may be a list of properties."""
-    if all(isinstance(value, dict) for value in node.values()):
+def drop_neutral(node):
+    """
+    A schema without what asks for nothing. An object of objects stays, which may be a list of
+    properties, and so do values.
+    """
+    if isinstance(node, list):
+        return [drop_neutral(each) for each in node]
+    if not isinstance(node, dict):
         return node
-    return {key: value for key, value in node.items() if value not in NEUTRAL.get(key, ())}
+    if not all(isinstance(value, dict) for value in node.values()):
+        node = {key: value for key, value in node.items() if value not in NEUTRAL.get(key, ())}
+    return {key: value if key in VALUES else drop_neutral(value) for key, value in node.items()}
 
 
 def schema_of(function) -> dict:
     """The schema of a function's arguments."""
-    schema = json.loads(json.dumps(function.parameters), object_hook=drop_neutral)
-    return schema | {"type": "object"}
+    return drop_neutral(function.parameters) | {"type": "object"}
 
 
 def symbol(marker: str, tokens: dict[str, int]) -> str:

@@ -416,6 +416,7 @@ text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": 
 text {"structured_outputs": {"json": "{"}} -> {"structured_outputs": {"kind": "json", "text": "{"}}
 text {"structured_outputs": {"json": {"properties": {"a": {"type": "array", "uniqueItems": false}, "propertyNames": {"type": "string"}}}}} -> {"structured_outputs": {"kind": "json", "text": "{\"properties\": {\"a\": {\"type\": \"array\"}, \"propertyNames\": {\"type\": \"string\"}}}"}}
 text {"structured_outputs": {"json": "{\"type\": \"object\", \"propertyNames\": {\"type\": \"string\"}, \"uniqueItems\": true}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"type\": \"object\", \"uniqueItems\": true}"}}
+text {"structured_outputs": {"json": {"const": {"not": false, "n": 1}, "anyOf": [{"enum": [{"not": false, "n": 1}], "not": false}]}}} -> {"structured_outputs": {"kind": "json", "text": "{\"const\": {\"not\": false, \"n\": 1}, \"anyOf\": [{\"enum\": [{\"not\": false, \"n\": 1}]}]}"}}
 chat {"structured_outputs": {"regex": "a+"}} -> {"structured_outputs": {"kind": "regex", "text": "a+"}}
 text {"structured_outputs": {"choice": ["a", "b"]}} -> {"structured_outputs": {"kind": "choice", "text": "[\"a\", \"b\"]"}}
 text {"structured_outputs": {"grammar": "start: /a/"}} -> {"structured_outputs": {"kind": "grammar", "text": "start: /a/"}}
