@@ -274,10 +274,17 @@ RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
 
 
+@pytest.fixture(autouse=True)
+def no_other_make(monkeypatch):
+    """Drop what a make that runs these tests hands on: flags, and variables of its command line."""
+    for name in os.environ:
+        if name.startswith("MAKE") or name in ("PYTHON", "VENV", "PIP_OPTIONS"):
+            monkeypatch.delenv(name)
+
+
 def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
-    """Run make there, where a Python of its own may be, without the variables of another make."""
-    environment = {name: x for name, x in os.environ.items() if not name.startswith("MAKE")}
-    environment["PATH"] = f"{folder}:{environment['PATH']}"
+    """Run make there, where a Python of its own may be."""
+    environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     pipes = {"env": environment, "capture_output": True, "text": True}
     return subprocess.run(["make", *argv], cwd=folder, **pipes, **options)
 
