@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from callers import save_caller
-from wires import House
+from wires import House, request
 
 import serve
 from engine import events, process
@@ -439,12 +439,16 @@ def test_listeners_are_sent_lines(title):
         play(EVENTS[title], audience.act, audience.news)
 
 
-def test_no_key_takes_all_places_of_listeners():
+@pytest.mark.parametrize("keys", ["abc", ""], ids=["keys", "addresses"])
+def test_nobody_takes_all_places_of_listeners(keys):
     """Sixteen listeners that never read held them all for as long as they liked."""
-    with House(keys=["a", "b", "c"]) as house:
+    with House(keys=keys) as house:
         codes = []
-        for key in [*"a" * 9, *"b" * 9, "c"]:
-            caller = house.call("GET", "/events", Authorization=f"Bearer {key}")
+        for owner in [*"a" * 9, *"b" * 9, "c"]:
+            caller = house.connect()
+            if not keys:
+                caller.wire.protocol.client = owner, 5000
+            caller.send(request("GET", "/events", Authorization=f"Bearer {owner}"))
             codes.append(caller.said[9:12])
     assert codes == [*["200"] * 8, "429"] * 2 + ["429"]
 

@@ -868,6 +868,20 @@ def test_hovering_says_what_a_step_did(open_record):
     assert page.inner_text("#tip").split("\n")[0] == words[3]
 
 
+def test_after_a_pause_nobody_knows_how_long_a_step_took(open_record):
+    """It is as wide as the one before: the pause itself would be a minute of nothing."""
+    events = ["step", "step", "idle", "step", "step"]
+    times = [1, 1.002, 1.1, 61, 61.003]
+    told = [(small_record()[0][0] | {"time": 0}, None)]
+    for step, (event, time) in enumerate(zip(events, times, strict=True)):
+        told.append(({"event": event, "time": time, "step": step, "decodes": []}, None))
+    page = open_record(told)
+    page("seek(5)")
+    took = page("chart.columns.map(({ ms }) => Math.round(ms))")
+    assert [ms if ms == ms else None for ms in took] == [None, 2, None, None, 3]
+    assert page("chart.columns.map(({ w }) => Math.round(w.time))") == [1, 2, 2, 2, 3]
+
+
 def test_the_timeline_by_keyboard(open_record):
     told = random_record(1)
     page = open_record(told)
