@@ -40,6 +40,7 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import unquote
 
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -57,6 +58,7 @@ OFFER, COUNT, MASK, END = range(4)
 # the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
+ENDLESS = "no value of it has an end, by {}: allow null there, or require less"
 # words of the library that mean nothing to others, and ours
 OWN_WORDS = {
     "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
@@ -104,6 +106,9 @@ class Library:
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
+        for schema in [] if matcher.is_error() else schemas:
+            if endless := self.endless(schema):
+                raise ValueError(ENDLESS.format(", ".join(endless)))
         return matcher
 
     def matcher(self, kind: str, text: str, options: dict, before: str = ""):
@@ -140,6 +145,35 @@ class Library:
                         return True
         return False
 
+    def endless(self, text: str) -> list[str]:
+        """
+        Return the references that have no finite value, if the schema has none itself, else []. A
+        reference has one if its schema can be met without those that are not known to have one.
+        """
+        nodes = []
+        root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
+        refs = [node["$ref"] for node in nodes if isinstance(node.get("$ref"), str)]
+        waiting = {ref: target_of(ref, root) for ref in refs} | {"": root}
+
+        def cut(node: dict):
+            ref = node.get("$ref")
+            return ref not in waiting if isinstance(ref, str) else node
+
+        count = len(waiting) + 1 if refs else 0
+        while "" in waiting and len(waiting) < count:
+            count = len(waiting)
+            for ref, schema in reversed([*waiting.items()]):
+                if self.can_be_met(json.loads(json.dumps(schema), object_hook=cut)):
+                    del waiting[ref]
+        return [ref for ref in waiting if ref] if refs and "" in waiting else []
+
+    def can_be_met(self, schema) -> bool:
+        """Return whether the library finds no contradiction in a schema."""
+        if not isinstance(schema, dict):
+            return bool(schema)
+        matcher = self.matcher("json", json.dumps(schema), JSON_OPTIONS)
+        return not matcher.get_error().startswith("Unsatisfiable")
+
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
         try:
@@ -163,6 +197,19 @@ class Library:
         tried = [self.try_to_compile("json", schema) for schema in schemas]
         reasons = {i: why for i, (matcher, why) in enumerate(tried) if not matcher}
         return next(iter(reasons.values()), reason), [*reasons]
+
+
+def target_of(ref: str, root):
+    """Return the schema that a JSON pointer names; True, which all values meet, for other forms."""
+    if ref != "#" and not ref.startswith("#/"):
+        return True
+    for name in unquote(ref).split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        try:
+            root = root[int(name) if isinstance(root, list) else name]
+        except (LookupError, TypeError, ValueError):
+            return True
+    return root
 
 
 def unescaped(text: str) -> str:
