@@ -153,26 +153,24 @@ class Library:
         nodes = []
         root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
         refs = [node["$ref"] for node in nodes if isinstance(node.get("$ref"), str)]
-        waiting = {ref: target_of(ref, root) for ref in refs} | {"": root}
+        library = self.module.LLMatcher
+        waiting = {ref: json.dumps([target_of(ref, root)]) for ref in [*refs, "#"]}
 
         def cut(node: dict):
             ref = node.get("$ref")
             return ref not in waiting if isinstance(ref, str) else node
 
-        count = len(waiting) + 1 if refs else 0
-        while "" in waiting and len(waiting) < count:
+        count = None
+        while refs and "#" in waiting and count != len(waiting):
             count = len(waiting)
-            for ref, schema in reversed([*waiting.items()]):
-                if self.can_be_met(json.loads(json.dumps(schema), object_hook=cut)):
+            # to and fro: a chain of references may stand in either order
+            waiting = dict(reversed(waiting.items()))
+            for ref, schema in [*waiting.items()]:
+                probe = json.dumps({"allOf": json.loads(schema, object_hook=cut)})
+                grammar = library.grammar_from_json_schema(probe)
+                if not library.validate_grammar(grammar).startswith("Unsatisfiable"):
                     del waiting[ref]
-        return [ref for ref in waiting if ref] if refs and "" in waiting else []
-
-    def can_be_met(self, schema) -> bool:
-        """Return whether the library finds no contradiction in a schema."""
-        if not isinstance(schema, dict):
-            return bool(schema)
-        matcher = self.matcher("json", json.dumps(schema), JSON_OPTIONS)
-        return not matcher.get_error().startswith("Unsatisfiable")
+        return sorted(waiting.keys() & refs) if "#" in waiting else []
 
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
@@ -201,15 +199,13 @@ class Library:
 
 def target_of(ref: str, root):
     """Return the schema that a JSON pointer names; True, which all values meet, for other forms."""
-    if ref != "#" and not ref.startswith("#/"):
-        return True
-    for name in unquote(ref).split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        try:
+    first, *names = unquote(ref).split("/")
+    with suppress(LookupError, TypeError, ValueError):
+        for name in names:
+            name = name.replace("~1", "/").replace("~0", "~")
             root = root[int(name) if isinstance(root, list) else name]
-        except (LookupError, TypeError, ValueError):
-            return True
-    return root
+        return first != "#" or root
+    return True
 
 
 def unescaped(text: str) -> str:
