@@ -40,7 +40,6 @@ import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from urllib.parse import unquote
 
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -106,9 +105,9 @@ class Library:
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
-        for schema in [] if matcher.is_error() else schemas:
-            if endless := self.endless(schema):
-                raise ValueError(ENDLESS.format(", ".join(endless)))
+        if not matcher.is_error():
+            for schema in schemas:
+                self.check_end(schema)
         return matcher
 
     def matcher(self, kind: str, text: str, options: dict, before: str = ""):
@@ -145,23 +144,24 @@ class Library:
                         return True
         return False
 
-    def endless(self, text: str) -> list[str]:
+    def check_end(self, text: str):
         """
-        Return the references that have no finite value, if the schema has none itself, else []. A
-        reference has one if its schema can be met without those that are not known to have one.
+        Raise ValueError if a schema has no finite value. A reference has one if its schema can be
+        met without those that are not known to have one.
         """
         nodes = []
         root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
-        refs = [node["$ref"] for node in nodes if isinstance(node.get("$ref"), str)]
+        refs = [str(node["$ref"]) for node in nodes if "$ref" in node]
         library = self.module.LLMatcher
         waiting = {ref: json.dumps([target_of(ref, root)]) for ref in [*refs, "#"]}
 
         def cut(node: dict):
-            ref = node.get("$ref")
-            return ref not in waiting if isinstance(ref, str) else node
+            return str(node["$ref"]) not in waiting if "$ref" in node else node
 
-        count = None
-        while refs and "#" in waiting and count != len(waiting):
+        count = 0
+        while refs and "#" in waiting:
+            if count == len(waiting):
+                raise ValueError(ENDLESS.format(", ".join(sorted(waiting.keys() & refs))))
             count = len(waiting)
             # to and fro: a chain of references may stand in either order
             waiting = dict(reversed(waiting.items()))
@@ -170,7 +170,6 @@ class Library:
                 grammar = library.grammar_from_json_schema(probe)
                 if not library.validate_grammar(grammar).startswith("Unsatisfiable"):
                     del waiting[ref]
-        return sorted(waiting.keys() & refs) if "#" in waiting else []
 
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
@@ -199,7 +198,7 @@ class Library:
 
 def target_of(ref: str, root):
     """Return the schema that a JSON pointer names; True, which all values meet, for other forms."""
-    first, *names = unquote(ref).split("/")
+    first, *names = ref.split("/")
     with suppress(LookupError, TypeError, ValueError):
         for name in names:
             name = name.replace("~1", "/").replace("~0", "~")

@@ -199,6 +199,16 @@ def test_recursion_that_can_end_is_served(grammars, schema):
     assert grammars.compile("json", schema).mask.any()
 
 
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_chain_of_references_is_served_in_either_order(grammars, step):
+    """Would catch: one found at a time, until the time for compiling is over."""
+    names = [f"#/$defs/{i}" for i in range(300)]
+    schemas = [{"type": "array", "minItems": 1, "items": {"$ref": name}} for name in names[1:]]
+    schemas = [*enumerate([*schemas, {}])][::step]
+    schema = {"$ref": names[0], "$defs": {str(i): schema for i, schema in schemas}}
+    assert grammars.compile("json", json.dumps(schema)).mask.any()
+
+
 SCHEMAS_TO_FINISH = r"""
 {}
 {"type": "object"}
