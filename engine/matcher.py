@@ -57,6 +57,7 @@ OFFER, COUNT, MASK, END = range(4)
 # the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
 DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
+ENDLESS = "no value of it has an end, by {}: allow null there, or require less"
 # words of the library that mean nothing to others, and ours
 OWN_WORDS = {
     "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
@@ -104,6 +105,9 @@ class Library:
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
+        if not matcher.is_error():
+            for schema in schemas:
+                self.check_end(schema)
         return matcher
 
     def matcher(self, kind: str, text: str, options: dict, before: str = ""):
@@ -140,6 +144,33 @@ class Library:
                         return True
         return False
 
+    def check_end(self, text: str):
+        """
+        Raise ValueError if a schema has no finite value. A reference has one if its schema can be
+        met without those that are not known to have one.
+        """
+        nodes = []
+        root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
+        refs = [str(node["$ref"]) for node in nodes if "$ref" in node]
+        library = self.module.LLMatcher
+        waiting = {ref: json.dumps([target_of(ref, root)]) for ref in [*refs, "#"]}
+
+        def cut(node: dict):
+            return str(node["$ref"]) not in waiting if "$ref" in node else node
+
+        count = 0
+        while refs and "#" in waiting:
+            if count == len(waiting):
+                raise ValueError(ENDLESS.format(", ".join(sorted(waiting.keys() & refs))))
+            count = len(waiting)
+            # to and fro: a chain of references may stand in either order
+            waiting = dict(reversed(waiting.items()))
+            for ref, schema in [*waiting.items()]:
+                probe = json.dumps({"allOf": json.loads(schema, object_hook=cut)})
+                grammar = library.grammar_from_json_schema(probe)
+                if not library.validate_grammar(grammar).startswith("Unsatisfiable"):
+                    del waiting[ref]
+
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
         try:
@@ -163,6 +194,17 @@ class Library:
         tried = [self.try_to_compile("json", schema) for schema in schemas]
         reasons = {i: why for i, (matcher, why) in enumerate(tried) if not matcher}
         return next(iter(reasons.values()), reason), [*reasons]
+
+
+def target_of(ref: str, root):
+    """Return the schema that a JSON pointer names; True, which all values meet, for other forms."""
+    first, *names = ref.split("/")
+    with suppress(LookupError, TypeError, ValueError):
+        for name in names:
+            name = name.replace("~1", "/").replace("~0", "~")
+            root = root[int(name) if isinstance(root, list) else name]
+        return first != "#" or root
+    return True
 
 
 def unescaped(text: str) -> str:

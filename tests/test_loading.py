@@ -224,7 +224,7 @@ def watch():
     while loading:
         peak = max(peak, resident())
         time.sleep(0.0005)
-watcher = threading.Thread(target=watch)
+watcher = threading.Thread(target=watch, daemon=True)  # it ends where loading fails
 watcher.start()
 model = load_checkpoint(sys.argv[1], convert=convert)
 loading = False
@@ -263,6 +263,7 @@ def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
         cwd=ROOT,
         check=True,
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": str(2**16)},
+        timeout=120,
     )
     *sizes, is_without_compiler = done.stdout.split()
     peak, after, size = map(int, sizes)

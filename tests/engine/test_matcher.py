@@ -161,6 +161,54 @@ def test_a_schema_with_a_dead_end_is_refused(grammars, schema):
     assert caught.value.tools == [1]
 
 
+# Every value of these has another one inside.
+ENDLESS = r"""
+{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}
+{"type": "array", "minItems": 1, "items": {"$ref": "#"}}
+{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]}
+{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}}
+{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]}
+{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]}
+{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}}
+"""  # noqa: E501
+WITH_AN_END = r"""
+{"type": "object", "required": ["v", "next"], "properties": {"v": {}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
+{"type": "object", "required": ["a"], "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}
+{"type": "object", "properties": {"a": {"$ref": "#"}}}
+{"required": ["a"], "properties": {"a": {"$ref": "#"}}}
+{"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}
+{"type": "object", "properties": {"a": {"$ref": "#"}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/$defs/b"}}}, "b": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("schema", ENDLESS.strip().splitlines())
+def test_a_schema_without_a_finite_value_is_refused(grammars, schema):
+    """Its answers went on until max_tokens."""
+    with pytest.raises(Refused, match="no value of it has an end, by #"):
+        grammars.compile("json", schema)
+    tools = json.dumps([f"start: %json {schema}", ['{"type": "object"}', schema]])
+    with pytest.raises(Refused, match="no value of it has an end, by #") as caught:
+        grammars.compile("tools", tools)
+    assert caught.value.tools == [1]
+
+
+@pytest.mark.parametrize("schema", WITH_AN_END.strip().splitlines())
+def test_recursion_that_can_end_is_served(grammars, schema):
+    """Would catch: each schema that names itself taken for endless."""
+    assert grammars.compile("json", schema).mask.any()
+
+
+@pytest.mark.parametrize("step", [1, -1])
+def test_a_chain_of_references_is_served_in_either_order(grammars, step):
+    """Would catch: one found at a time, until the time for compiling is over."""
+    names = [f"#/$defs/{i}" for i in range(300)]
+    schemas = [{"type": "array", "minItems": 1, "items": {"$ref": name}} for name in names[1:]]
+    schemas = [*enumerate([*schemas, {}])][::step]
+    schema = {"$ref": names[0], "$defs": {str(i): schema for i, schema in schemas}}
+    assert grammars.compile("json", json.dumps(schema)).mask.any()
+
+
 SCHEMAS_TO_FINISH = r"""
 {}
 {"type": "object"}
