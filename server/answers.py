@@ -378,9 +378,10 @@ class Job:
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
         self.service.check_room(len(self.choices))
-        self.submit()
-        tasks = [asyncio.create_task(self.watch(receive))]
+        tasks = []
         try:
+            self.submit()
+            tasks.append(asyncio.create_task(self.watch(receive)))
             if self.body.stream:
                 tasks.append(asyncio.create_task(self.ping()))
                 await self.send_stream(send)

@@ -270,7 +270,9 @@ def schema_text(value) -> str:
     """A schema for the engine, without what asks for nothing."""
     text = grammar_text(value)
     try:
-        return json.dumps(drop_neutral(json.loads(text)), ensure_ascii=False)
+        lean = json.dumps(drop_neutral(json.loads(text)), ensure_ascii=False)
+        lean.encode()  # an escape may be half a character, which no message can carry
+        return lean
     except (ValueError, RecursionError):  # the engine says what is wrong
         return text
 

@@ -465,11 +465,20 @@ def test_the_launchers_check_what_their_kernels_assume(name, change, message):
         step.attend()
 
 
+@needs_triton
+def test_a_gpu_has_tritons_operators():
+    """Its sampler, too: torch's is right there, but waits for the device."""
+    ops, reason = choose_ops("auto", "cuda:1")
+    assert ops.name == "triton"
+    assert ops.prepare is prefix.prepare
+    assert reason == "the fastest on CUDA"
+    assert ops.sample is sampling_kernels.sample_triton
+    assert not choose_ops("flex", "cuda")[0].fixed_shapes
+    assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
+
+
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
-    """
-    A typo, or a backend that is not there, must not fall back in silence. A GPU's sampler is
-    Triton's: torch's is right there too, but waits for the device.
-    """
+    """A typo, or a backend that is not there, must not fall back in silence."""
     ops, reason = choose_ops("auto")
     assert ops.name == "cpu"
     assert reason == "the fastest on a CPU"
@@ -478,14 +487,6 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         assert choose_ops("flex")[1] == "as asked"
     with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, packed"):
         choose_ops("trition")
-    if kernels.triton:
-        ops, reason = choose_ops("auto", "cuda:1")
-        assert ops.name == "triton"
-        assert ops.prepare is prefix.prepare
-        assert reason == "the fastest on CUDA"
-        assert ops.sample is sampling_kernels.sample_triton
-        assert not choose_ops("flex", "cuda")[0].fixed_shapes
-        assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
         with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave it out"):
