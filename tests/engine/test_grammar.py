@@ -448,7 +448,7 @@ HOSTILE = {
     "not": ("json", '{"not": {"type": "string"}}', '"not"'),
     "uniqueItems": ("json", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
     "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
-    "itself": ("json", '{"$ref": "#"}', "no text fits it"),
+    "itself": ("json", '{"$ref": "#"}', "no value of it has an end, by #"),
     "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
     "a typo in Lark": ("grammar", 'start "a"', "Expected token ':'"),
     "overlapping oneOf": ("json", '{"oneOf": [{}, {}]}', "may overlap: say anyOf"),
