@@ -151,6 +151,9 @@ class Library:
         """
         nodes = []
         root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
+        values = json.dumps([node.get(key) for node in nodes for key in ("const", "enum")])
+        if '"$ref"' in values:  # a constant is no schema, and must stay as it is
+            return
         refs = [str(node["$ref"]) for node in nodes if "$ref" in node]
         library = self.module.LLMatcher
         waiting = {ref: json.dumps([target_of(ref, root)]) for ref in [*refs, "#"]}

@@ -178,6 +178,10 @@ WITH_AN_END = r"""
 {"required": ["a"], "properties": {"a": {"$ref": "#"}}}
 {"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}
 {"type": "object", "properties": {"a": {"$ref": "#"}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
+{"type": "object", "const": {"$ref": "#"}}
+{"type": "object", "enum": [{"a": {"$ref": "#"}}]}
+{"type": "object", "required": ["$ref"], "properties": {"$ref": {"type": "string"}}}
+{"type": "object", "required": ["const"], "properties": {"const": {"type": "object", "properties": {"a": {"$ref": "#"}}}}}
 {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/$defs/b"}}}, "b": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
 """  # noqa: E501
 

@@ -34,6 +34,21 @@ def test_a_choice_that_has_ended_gets_nothing_more(house, client):
     assert ops(house)[1:] == [("abort", "0.1")]
 
 
+def test_a_submission_that_raises_leaves_nothing(house, client, monkeypatch):
+    """Its choices took places of others for ever, and an idle engine was said to be dead."""
+    write = client._write
+
+    def fails_to_add(**message):
+        if message["op"] == "add":
+            raise TypeError("no message can carry this")
+        write(**message)
+
+    monkeypatch.setattr(client, "_write", fails_to_add)
+    assert house.ask(["a", "b"], n=2).answer().status == 500
+    assert not house.choices
+    assert not client.unsent
+
+
 # --------------------------------------------------------------------------------------------------
 # A link that is full
 
