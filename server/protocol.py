@@ -270,9 +270,9 @@ def schema_text(value) -> str:
     """A schema for the engine, without what asks for nothing."""
     text = grammar_text(value)
     try:
-        lean = json.dumps(drop_neutral(json.loads(text)), ensure_ascii=False)
-        lean.encode()  # an escape may be half a character, which no message can carry
-        return lean
+        # `from_json` takes no half characters, which no message could carry
+        lean = drop_neutral(from_json(text))
+        return json.dumps(lean, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # the engine says what is wrong
         return text
 

@@ -414,6 +414,7 @@ chat {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "s
 text {"structured_outputs": {"json": {"a": 1}, "regex": null}} -> {"structured_outputs": {"kind": "json", "text": "{\"a\": 1}"}}
 text {"structured_outputs": {"json": "{ }"}} -> {"structured_outputs": {"kind": "json", "text": "{}"}}
 text {"structured_outputs": {"json": "{\"const\": \"\\ud800\"}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"const\": \"\\ud800\"}"}}
+text {"structured_outputs": {"json": "{\"const\": 1e999}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"const\": 1e999}"}}
 text {"structured_outputs": {"json": "{"}} -> {"structured_outputs": {"kind": "json", "text": "{"}}
 text {"structured_outputs": {"json": {"properties": {"a": {"type": "array", "uniqueItems": false}, "propertyNames": {"type": "string"}}}}} -> {"structured_outputs": {"kind": "json", "text": "{\"properties\": {\"a\": {\"type\": \"array\"}, \"propertyNames\": {\"type\": \"string\"}}}"}}
 text {"structured_outputs": {"json": "{\"type\": \"object\", \"propertyNames\": {\"type\": \"string\"}, \"uniqueItems\": true}"}} -> {"structured_outputs": {"kind": "json", "text": "{\"type\": \"object\", \"uniqueItems\": true}"}}
