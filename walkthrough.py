@@ -242,7 +242,7 @@ def planned(engine):
         work = " ".join(f"{r.id}[{r.num_filled_slots}:+{n}]" for r, n in plan.work)
         tables = " ".join(f"{r.id}{r.block_table}" for r in scheduler.running)
         notes = [f"{r.id} enters, {r.num_filled_slots} hit" for r in plan.admitted]
-        notes += [f"{block} evicted" for block in plan.evicted]
+        notes += [f"block {block} evicted" for block in plan.evicted]
         notes += [f"block {old} copied to {new}" for new, old in plan.copies.items()]
         notes += [f"{r.id} preempted" for r in plan.preempted]
         notes += [f"{r.id} waits" for r in scheduler.waiting]
@@ -382,7 +382,7 @@ def show(number, before):
     *text, question = STAGES[number].__doc__.split("\n")
     print(*text, "", sep="\n")
     if number in (8, 9) and not triton:
-        print("the package triton is not installed: this stage is left out\n")
+        print("this stage is left out: it needs the package triton (pip install triton)\n")
         return before
     compute = STAGES[number](prefilled("auto" if number == 10 else "torch"))
     heading, *accounts = TABLE.splitlines()

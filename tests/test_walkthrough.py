@@ -25,7 +25,7 @@ SAYS = {  # one of the numbers that a stage prints, worked by hand
     3: "* 16 + 8: 296",  # request 2 has blocks 22, 62 and 18
     4: "rows [1160, 1176, 1192, 1208]",  # block 18, 4 heads of 16 rows: 18 * 64 + 8, and so on
     5: "9 * 64 = 576 rows, on one axis 72",
-    6: "3 evicted, 1 evicted",
+    6: "block 3 evicted, block 1 evicted",
     8: "32 programs; 4 for a request alone",
     9: "[[0, 4], [1, 5], [2, 6], [3]]",
     10: ", None]",  # a token to come
@@ -158,7 +158,7 @@ def test_the_numbers_that_it_states():
 def test_without_triton(monkeypatch, capsys):
     monkeypatch.setattr(walkthrough, "triton", None)
     out = walk(monkeypatch, capsys, "7", "8", "9", "10")
-    assert out.count("triton is not installed") == 2
+    assert out.count("(pip install triton)") == 2
     assert out.count("logits as before") == 2
 
 
