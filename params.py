@@ -210,7 +210,7 @@ class Settings(SchedulerSettings):
 
     # how it is computed
     attention: str = setting(
-        "auto", "attention backend: triton, cpu, flex or torch; auto takes the fastest here"
+        "auto", "attention backend: triton, cpu or torch; auto takes the fastest here"
     )
     deterministic: bool = setting(
         False, "on a GPU: answers equal to the bit, whatever else is served; on a CPU they are"
