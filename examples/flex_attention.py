@@ -25,13 +25,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from checkpoint import load_checkpoint
 from engine.engine import Engine
-from kernels import Batch
-from model import GPT, Attention, may_see, soft_cap
+from model import may_see, soft_cap
 from ops.gather import GatherPlan, pool_rows
 from params import GREEDY, Settings
 from tokenizer import load_tokenizer
@@ -40,10 +38,10 @@ TEXTS = ("def add(a, b):", "import os\n" * 20, "import os\n" * 20 + "import ", "
 TILE = 128  # queries in a tile of the mask
 
 
-def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
+def prepare(batch, H, kv, window=0):
     """
     Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
-    one flat token axis, so one mask serves both.
+    one flat token axis, so one mask serves both. Returns a `GatherPlan` that has it as its calls.
     """
     _, num_blocks, Hk, S, _ = kv.shape  # the sink included
     B, M = batch.block_tables.shape
@@ -56,7 +54,8 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
 
     def sees(_, head, query, key):
         page = key // S
-        position = logical[request[query], page // Hk] * S + key % S
+        block = logical[request[query], page // Hk]
+        position = block * S + key % S
         is_own_head = page % Hk == head // (H // Hk)
         return is_own_head & may_see(batch.positions[query], position, window)
 
@@ -67,7 +66,7 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
     return GatherPlan(store_rows.flatten(), mask)
 
 
-def attend(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
+def attend(q, kv, attn, batch):
     """
     Attention of q [T, H, D] to one layer's pool kv [2, num_blocks + 1, Hk, S, D], without a copy of
     it. Returns [T, H, D]. Masked keys weigh 0, and 0 * NaN is NaN, so the pool must have no NaN.
@@ -81,15 +80,15 @@ def attend(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     return mixed[0].transpose(0, 1)
 
 
-def answers(model: GPT, prompts: list[list[int]], **operators) -> list[list[int]]:
+def answers(model, prompts, **operators):
     """Return the greedy answers of an engine in plain torch with these operators replaced."""
-    sizes = {"num_blocks": 64, "max_num_seqs": 8, "token_budget": 32}
-    engine = Engine(model, Settings(attention="torch", **sizes))
+    settings = Settings(attention="torch", num_blocks=64, max_num_seqs=8, token_budget=32)
+    engine = Engine(model, settings)
     engine.runner.ops = engine.runner.ops._replace(**operators)
     return engine.generate(prompts, GREEDY)
 
 
-def main(directory: str = "out/stdlib", *texts: str):
+def main(directory="out/stdlib", *texts):
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
     try:
         model = load_checkpoint(directory)
