@@ -13,7 +13,8 @@ of one KV head; with 2 heads:
     page     | block 0, head 0 | block 0, head 1 | block 1, head 0 | block 1, head 1 | ..
 
 The mask turns a key's place in that sequence back into its position in a text. FlexAttention runs
-eagerly here, on a CPU, and computes all scores; torch.compile would make one kernel of it.
+eagerly here, on a CPU: it computes all scores, then masks them. What it is made for is a GPU and
+torch.compile(flex_attention), which skips the tiles that the mask leaves out.
 Letters: T tokens of a step, B requests, M blocks per table, H query heads, Hk KV heads, D head
 size, S block size.
 """
