@@ -295,7 +295,7 @@ def bench_kernels() -> dict:
     bandwidth = read_bandwidth("cuda")
     floor = 1e6 * 4 * B * CONTEXT * SHAPE.n_embd / bandwidth  # K and V in bf16
     result = {"read, GB/s": round(bandwidth / 1e9), "floor, us": round(floor, 1)}
-    for backend in ("triton", "flex", "torch"):
+    for backend in ("triton", "torch"):
         us = attention_us(backend=backend)
         result[f"{backend}, us"] = f"{us} ({floor / us:.0%})"
     result["block sizes, us"] = {S: attention_us(S) for S in (1, 4, 8, 16, 32, 64, 128)}
@@ -306,7 +306,6 @@ def attention_us(S=16, backend="triton") -> float:
     """
     Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
     """
-    torch._dynamo.reset()  # FlexAttention compiles for each shape, and has a limit
     torch.cuda.empty_cache()
     kv, attend = one_layer(S, backend)
     number = max(2, min(64, 600_000_000 // kv.nbytes))

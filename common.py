@@ -192,6 +192,7 @@ def collect_garbage_rarely():
 FOREIGN = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
+`python examples/flex_attention.py`: attention=flex
 --batch_size: device-batch-size per-device-train-batch-size
 --chat: cnv conversation i interactive
 --clip: grad-clip max-grad-norm
@@ -226,6 +227,14 @@ FOREIGN = """\
 --temperature: temp
 --token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
 --warmup: warmup-iters warmup-steps"""
+
+
+def refuse_withdrawn(name: str, value: str):
+    """Raise ValueError for a value of a flag that FOREIGN has a replacement for."""
+    for row in FOREIGN.split("\n"):
+        ours, names = row.split(": ")
+        if f"{name}={value}" in names.split():
+            raise ValueError(f"{name} {value} is withdrawn; {ours} has it now")
 
 
 class Parser(argparse.ArgumentParser):

@@ -42,6 +42,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_limits(partial(add_flag, parser.add_argument_group("limits of HTTP clients")))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
+    try:
+        engine_settings(args)  # what is out of range is refused before anything is loaded
+    except ValueError as error:
+        parser.error(str(error))
     directory = vars(args).pop("directory")
     if directory and args.model != parser.get_default("model"):
         parser.error(f"{directory} and --model {args.model}: name one of them")

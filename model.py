@@ -88,6 +88,11 @@ class Ops(NamedTuple):
     # whether the host never waits for the device and launches what the step's padded shape alone
     # decides, so that a CUDA graph can hold it
     fixed_shapes: bool = False
+    # whether an answer is equal to the bit whatever else is in its steps
+    is_deterministic: bool = False
+    # whether `attend` reads blocks that several decodes begin with once for all of them, if the
+    # batch names such groups: see ops/prefix.py
+    shares_prefixes: bool = False
 
 
 @dataclass

@@ -31,7 +31,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from common import MALFORMED, read_json
+from common import MALFORMED, read_json, refuse_withdrawn
 from paged import POLICIES, SchedulerSettings, setting
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
@@ -210,7 +210,7 @@ class Settings(SchedulerSettings):
 
     # how it is computed
     attention: str = setting(
-        "auto", "attention backend: triton, cpu, flex or torch; auto takes the fastest here"
+        "auto", "attention backend: triton, cpu or torch; auto takes the fastest here"
     )
     deterministic: bool = setting(
         False, "on a GPU: answers equal to the bit, whatever else is served; on a CPU they are"
@@ -227,6 +227,10 @@ class Settings(SchedulerSettings):
 
     # for debugging
     check: bool = setting(False, "verify the scheduler's invariants after each step")
+
+    def __post_init__(self):
+        super().__post_init__()
+        refuse_withdrawn("attention", self.attention)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -171,7 +171,7 @@ class Runner:
             self.shapes = padded_shapes(most_rows, settings.token_budget)
         self.finder = None  # of the groups of decodes that share prefixes
         self.sharing_shapes = []
-        if self.ops.attend is prefix.attend and not self.window:
+        if self.ops.shares_prefixes and not self.window:
             G = config.n_head // config.n_kv_head
             self.finder = prefix.GroupFinder(G, settings.block_size)
             if self.shapes:

@@ -9,7 +9,6 @@ an engine is built.
     cpu            the operators of cpu.c, if there is a C compiler
     TRITON         fused kernels that read K and V where they are; CUDA graphs can hold a step
     DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
-    flex           TRITON or PACKED with FlexAttention
 
 Each batch carries its table, so no code further down asks which device it is on.
 """
@@ -25,7 +24,6 @@ from model import Ops
 from ops import (
     cpu,
     deterministic,
-    flex,
     fused,
     gather,
     inputs,
@@ -64,6 +62,7 @@ TRITON = TORCH._replace(
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,
     fixed_shapes=True,
+    shares_prefixes=True,
 )
 DETERMINISTIC = TRITON._replace(
     add_norm=linear.norm_now,
@@ -72,29 +71,21 @@ DETERMINISTIC = TRITON._replace(
     linear=deterministic.linear,
     head=deterministic.head,
     prepare=deterministic.prepare,
+    is_deterministic=True,
+    shares_prefixes=False,
 )
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",
-    "flex": "needs triton on CUDA, a C++ compiler elsewhere",
     "cpu": "needs a CPU, a C compiler, and weights in fp32 or int8",
 }
 
 
 def tables_for(on_gpu: bool) -> dict[str, Ops]:
     """The tables that work on such a device without cpu.c: the fastest first, then torch."""
-    compiler = flex.cpp_compiler()
     fastest = PACKED
     if on_gpu:
-        compiler = kernels.triton
         fastest = TRITON if kernels.triton else TORCH
     tables = {fastest.name: fastest, "torch": TORCH}
-    if compiler:
-        tables["flex"] = fastest._replace(
-            name="flex",
-            prepare=flex.prepare_flex,
-            attend=flex.paged_attention_flex,
-            fixed_shapes=False,
-        )
     if kernels.triton and kernels.INTERPRETED:
         tables["triton"] = TRITON
     return tables
@@ -112,9 +103,9 @@ def choose_ops(
     Raises ValueError where it does not work.
     """
     ops, reason = find_ops(attention, device, dtype)
-    if not deterministic or ops.name == "cpu":  # cpu.c's operators always are
+    if not deterministic or ops.is_deterministic:
         return ops, reason
-    if ops.name == "triton":
+    if ops is TRITON:
         return DETERMINISTIC, "--deterministic"
     raise ValueError(
         f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "

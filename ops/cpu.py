@@ -173,8 +173,22 @@ class CpuKernels:
 
     def table(self, other: Ops) -> Ops:
         """The table of these operators, and for what they do not do those of another."""
-        ours = {name: getattr(self, name) for name in Ops._fields if hasattr(self, name)}
-        return other._replace(name="cpu", pack_weights=packed_for_kernels, **ours)
+        return other._replace(
+            name="cpu",
+            embed=self.embed,
+            rotation=self.rotation,
+            add_norm=self.add_norm,
+            project_qkv=self.project_qkv,
+            attend=self.attend,
+            linear=self.linear,
+            head=self.head,
+            prepare=self.prepare,
+            sample=self.sample,
+            logprobs=self.logprobs,
+            pack_weights=packed_for_kernels,
+            record=self.record,
+            is_deterministic=True,
+        )
 
     def room(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """

@@ -37,7 +37,7 @@ class GatherPlan(NamedTuple):
     """The result of `prepare_torch` in batch.prepared, for a window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
-    calls: list  # of `Gather`, or of another operator's calls (ops/flex.py)
+    calls: list  # of `Gather`
 
 
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:

@@ -71,8 +71,6 @@ class Judge:
         self.candidates = candidates
         self.engine = Engine(ours, Settings(check=True, **settings))
         poison(self.engine.runner, self.engine.scheduler)
-        if self.engine.settings.attention == "flex":  # which computes with what it then masks
-            self.engine.runner.pool.kv.fill_(1e4)
         self.num_asked = 0
         self.asked = {}  # id: prompt, temperature, outputs
 

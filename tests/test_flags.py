@@ -45,7 +45,7 @@ DIR --chat -> {"model": "DIR", "chat": true}
 --default-chat-template-kwargs {"a":1} -> {"default_chat_template_kwargs": {"a": 1}}
 --dtype fp32 -> {"dtype": "fp32"}
 --quantize int8 -> {"quantize": "int8"}
---attention flex -> {"attention": "flex"}
+--attention torch -> {"attention": "torch"}
 --kv-blocks 7 -> {"num_blocks": 7}
 --block-size 8 -> {"block_size": 8}
 --max-model-len 99 -> {"max_model_len": 99}
@@ -128,6 +128,8 @@ WRONG = """
 --dtype int8 -> invalid choice: 'int8'
 --device mps -> invalid choice: 'mps', wanted cpu, cuda or cuda:1
 --device gpu -> invalid choice: 'gpu'
+--attention flex -> attention flex is withdrawn; `python examples/flex_attention.py` has it now
+--prefill-share 1.5 -> prefill_share is 1.5, wanted a share of the token budget
 --device cuda: -> invalid choice: 'cuda:'
 --model a b -> b and --model a: name one of them
 --model a --ctx-size 9 -> unrecognized arguments: --ctx-size; --ctx-size is --max-model-len here

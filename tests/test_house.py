@@ -31,15 +31,15 @@ ORDER = [
     "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
     "checkpoint", "kernels",
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
-    "ops.flex", "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
+    "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
     "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
     "engine.matcher", "engine.grammar", "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",
     "training.loss", "training.fast", "training.report", "training.machine", "train",
-    "bench", "walkthrough", "examples.beam_search", "examples.from_nanogpt", "examples.post",
-    "examples.ray_serve", "examples.replicas",
+    "bench", "walkthrough", "examples.beam_search", "examples.flex_attention",
+    "examples.from_nanogpt", "examples.post", "examples.ray_serve", "examples.replicas",
 ]  # fmt: skip
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "
 WITHOUT_TORCH += "engine.matcher, training.corpus"

@@ -204,7 +204,7 @@ def test_each_attention_backend_is_explained():
     (field,) = [field for field in fields(Settings) if field.name == "attention"]
     listed = field.metadata["help"].partition(": ")[2].partition(";")[0]
     names = set(re.findall(r"\w+", listed)) - {"or"}
-    assert len(names) == 4
+    assert len(names) == 3
     section = REFERENCE.partition("### The operators, by machine\n")[2].partition("\n#")[0]
     assert names == set(re.findall(r"`(?:--attention )?(\w+)`(?: is|, the default)", section))
 

@@ -53,6 +53,8 @@ def test_a_count_is_a_whole_number_of_at_least_1_and_a_share_below_1():
     for wrong in -0.001, 1, float("nan"):
         with raises(ValueError, f"prefill_share is {wrong}", "0 or more, below 1"):
             Settings(prefill_share=wrong)
+    with raises(ValueError, "attention flex is withdrawn; `python examples/flex_attention.py` has"):
+        Settings(attention="flex")
 
 
 def test_every_setting_reaches_the_scheduler():

@@ -3,8 +3,7 @@ store_kv and paged_attention against an fp64 reference that knows the block tabl
 
 Block tables are permuted, lengths odd, and every slot that belongs to no request (the sink, the
 tails of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it is
-read, there is NaN in the output. FlexAttention reads whole tiles and weighs what is masked by zero,
-so for it such slots hold large numbers. A backend's error may be at most twice that of plain torch
+read, there is NaN in the output. A backend's error may be at most twice that of plain torch
 attention in the same dtype, or what rounding explains. A new backend is one more name in BACKENDS.
 """
 
@@ -14,7 +13,7 @@ import multiprocessing
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -26,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interpreting import quick_on_a_cpu
 from torch import Tensor, nn
-from torch.nn.attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,8 +34,8 @@ import paged
 from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, flex, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
-from ops.choice import DETERMINISTIC, choose_ops, tables_for
+from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
+from ops.choice import DETERMINISTIC, choose_ops
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
 
@@ -47,14 +45,11 @@ if DEVICE == "cpu":
     BACKENDS.append("packed")
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
     BACKENDS += ["triton", "deterministic"]
-GARBAGE = {"flex": 1e4}  # what slots hold that belong to no request, NaN by default
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # the interpreter has no bf16 dot product
 KERNEL_FLOATS = FLOATS if DEVICE == "cuda" else FLOATS[:2]
 all_backends = pytest.mark.parametrize("backend", BACKENDS)
 needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="needs triton")
-has_flex = "flex" in tables_for(DEVICE == "cuda")
-needs_flex = pytest.mark.skipif(not has_flex, reason="needs a C++ compiler")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -106,7 +101,7 @@ class Step:
         num_blocks = sum(counts) + 3  # three blocks are in no table
         ids = torch.randperm(num_blocks, generator=self.generator).tolist()
         pool = KVBlockPool(num_blocks, S, 1, Hk, D, DEVICE, shape.dtype)
-        self.kv = pool.kv[0].fill_(GARBAGE.get(backend, torch.nan))
+        self.kv = pool.kv[0].fill_(torch.nan)
         plan = Plan()
         for i, (n, context) in enumerate(shape.requests):
             table = [ids.pop() for _ in range(counts[i])]
@@ -473,7 +468,6 @@ def test_a_gpu_has_tritons_operators():
     assert ops.prepare is prefix.prepare
     assert reason == "the fastest on CUDA"
     assert ops.sample is sampling_kernels.sample_triton
-    assert not choose_ops("flex", "cuda")[0].fixed_shapes
     assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
 
 
@@ -483,8 +477,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert ops.name == "cpu"
     assert reason == "the fastest on a CPU"
     assert isinstance(ops.sample.__self__, cpu.CpuKernels)
-    if has_flex:
-        assert choose_ops("flex")[1] == "as asked"
+    assert choose_ops("torch")[1] == "as asked"
     with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, packed"):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
@@ -499,67 +492,6 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert ops.name == "torch"
     assert reason.startswith("as there is no package triton: ")
     assert ops.sample is sampling.sample_torch
-    with pytest.raises(ValueError, match="'flex' needs triton on CUDA, a C"):
-        choose_ops("flex", "cuda")
-
-
-# --------------------------------------------------------------------------------------------------
-# FlexAttention: the compiler takes 10 s for each kind of call, so that is for `make test-all`
-
-FLEX = [replace(MIXED, Hk=3, G=2, S=S) for S in (1, 4, 7, 8, 24, 100, 128)]
-FLEX += [replace(MIXED, window=window) for window in (1, 5, 31, 100)]
-FLEX += [replace(MIXED, D=64, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)]
-FLEX += [DECODES, replace(DECODES, Hk=1, G=6, D=80), LONG, replace(MIXED, Hk=2, G=2)]
-
-
-@needs_flex
-@pytest.mark.parametrize("shape", FLEX, ids=str)
-def test_flex_attention(shape, monkeypatch):
-    """
-    Without the compiler: mask off by one, heads or requests mixed up; a tile that is left out, or
-    listed twice (as the sink may be, before a window).
-    """
-    monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(flex, "compiled_flex", lambda: flex_attention.flex_attention)
-    step = check_attention(shape, "flex")
-    for _, mask in step.batch.prepared[shape.window].calls:
-        listed = mask.to_dense()
-        sizes = (len(listed), None, *mask.seq_lengths, DEVICE, mask.BLOCK_SIZE)
-        needed = flex_attention.create_block_mask(mask.mask_mod, *sizes).to_dense()
-        assert (listed >= needed).all()
-        assert shape.window or torch.equal(listed.sum(-1), mask.kv_num_blocks)
-        is_paged = mask.BLOCK_SIZE[1] == shape.S
-        if is_paged and not shape.window:  # of one tile of queries, or of decodes
-            assert torch.equal(listed.amax(2), needed.amax(2))
-
-
-COMPILED = [(shape, "inductor") for shape in FLEX]
-COMPILED = [pytest.param(*case, marks=pytest.mark.slow) for case in COMPILED]
-
-
-@needs_flex
-@pytest.mark.parametrize(("shape", "compiler"), [(FLEX[-1], "eager"), *COMPILED], ids=str)
-def test_flex_attention_compiled(shape, compiler, monkeypatch):
-    """Wrong tile, a tile counted twice. "eager" writes no kernel, but captures the graph."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
-    monkeypatch.setattr(flex, "compiled_flex", cache(flex.compiled_flex.__wrapped__))
-    torch._dynamo.reset()
-    check_attention(shape, "flex")
-
-
-@pytest.mark.slow
-def test_flex_attention_compiles_once():
-    """A compilation for each new number of requests is seconds in every step."""
-    torch._dynamo.reset()
-    counts = []
-    for seed, contexts in enumerate([[2000, 1999, 2000], [1990, 2000], [2000, 5, 1, 1800]]):
-        step = Step(Shape(contexts, Hk=8, D=64), "flex", seed)
-        missing = 600 - step.kv.shape[1]
-        step.kv = F.pad(step.kv, (0, 0, 0, 0, 0, 0, 0, missing))  # a pool keeps its size
-        step.prepare()
-        step.run()
-        counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    assert counts[1] == counts[2]
 
 
 class Largest(TorchDispatchMode):

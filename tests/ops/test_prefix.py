@@ -145,13 +145,12 @@ def test_the_groups_of_a_step_are_among_its_inputs():
 
 
 def test_only_the_table_of_a_gpu_shares():
-    """--deterministic has one order of additions, and FlexAttention a kernel of its own."""
-    assert TRITON.attend is prefix.attend
+    """--deterministic has one order of additions, so it shares nothing."""
+    tables = [*tables_for(on_gpu=True).values(), *tables_for(on_gpu=False).values()]
+    for ops in (*tables, DETERMINISTIC):
+        assert ops.shares_prefixes == (ops.attend is prefix.attend)
+    assert TRITON.shares_prefixes
     assert DETERMINISTIC.attend is deterministic.attend
-    tables = tables_for(on_gpu=True).values()
-    assert [ops.name for ops in tables if ops.attend is prefix.attend] == ["triton"] * bool(
-        kernels.triton
-    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,0 +1,110 @@
+"""
+FlexAttention over the pool of KV blocks: paged attention, written as a mask. Each text is continued
+twice, by an engine in plain torch and by one whose attention is in this file, and the answers must
+be equal.
+
+    python examples/flex_attention.py out/stdlib "def" "import os"    # a model, and texts
+
+A machine's operators are a table (ops/choice.py), so another attention is two other entries. To
+FlexAttention the pool is one long sequence of keys, page after page. A page is what a block holds
+of one KV head; with 2 heads:
+
+    keys     | 0 .. S - 1      | S .. 2 S - 1    | 2 S .. 3 S - 1  | 3 S .. 4 S - 1  | ..
+    page     | block 0, head 0 | block 0, head 1 | block 1, head 0 | block 1, head 1 | ..
+
+The mask turns a key's place in that sequence back into its position in a text. FlexAttention runs
+eagerly here, on a CPU: it computes all scores, then masks them. What it is made for is a GPU and
+torch.compile(flex_attention), which skips the tiles that the mask leaves out.
+Letters: T tokens of a step, B requests, M blocks per table, H query heads, Hk KV heads, D head
+size, S block size.
+"""
+
+import sys
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from checkpoint import load_checkpoint
+from engine.engine import Engine
+from model import may_see, soft_cap
+from ops.gather import GatherPlan, pool_rows
+from params import GREEDY, Settings
+from tokenizer import load_tokenizer
+
+TEXTS = ("def add(a, b):", "import os\n" * 20, "import os\n" * 20 + "import ", "class")
+TILE = 128  # queries in a tile of the mask
+
+
+def prepare(batch, H, kv, window=0):
+    """
+    Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
+    one flat token axis, so one mask serves both. Returns a `GatherPlan` that has it as its calls.
+    """
+    _, num_blocks, Hk, S, _ = kv.shape  # the sink included
+    B, M = batch.block_tables.shape
+    # the block tables turned around: [request, physical block] -> logical block
+    logical = torch.full((B, num_blocks), 2**40)  # not its own: after the end of any text
+    numbers = torch.arange(M).expand(B, M)
+    # after a text's end its table may name any block, its own ones too: the lowest number counts
+    logical.scatter_reduce_(1, batch.block_tables.long(), numbers, "amin")
+    request = torch.arange(B).repeat_interleave(batch.query_start.diff())  # [T]
+
+    def sees(_, head, query, key):
+        page = key // S
+        block = logical[request[query], page // Hk]
+        position = block * S + key % S
+        is_own_head = page % Hk == head // (H // Hk)
+        return is_own_head & may_see(batch.positions[query], position, window)
+
+    sizes = (1, H, len(request), num_blocks * Hk * S)
+    # a tile of keys is a page: tiles in which no query of a tile sees a key can be left out
+    mask = create_block_mask(sees, *sizes, "cpu", (TILE, S))
+    store_rows = pool_rows(batch.slot_mapping[:, None], kv)
+    return GatherPlan(store_rows.flatten(), mask)
+
+
+def attend(q, kv, attn, batch):
+    """
+    Attention of q [T, H, D] to one layer's pool kv [2, num_blocks + 1, Hk, S, D], without a copy of
+    it. Returns [T, H, D]. Masked keys weigh 0, and 0 * NaN is NaN, so the pool must have no NaN.
+    """
+    k, v = kv.reshape(2, 1, 1, -1, attn.D)  # views: [1, 1, (num_blocks + 1) Hk S, D]
+    options = {"block_mask": batch.prepared[attn.window].calls, "enable_gqa": True}
+    if attn.softcap:
+        options["score_mod"] = lambda score, *_: soft_cap(score, attn.softcap)
+    queries = q.transpose(0, 1)[None]  # [1, H, T, D]
+    mixed = flex_attention(queries, k, v, scale=attn.scale, **options)
+    return mixed[0].transpose(0, 1)
+
+
+def answers(model, prompts, **operators):
+    """Return the greedy answers of an engine in plain torch with these operators replaced."""
+    settings = Settings(attention="torch", num_blocks=64, max_num_seqs=8, token_budget=32)
+    engine = Engine(model, settings)
+    engine.runner.ops = engine.runner.ops._replace(**operators)
+    return engine.generate(prompts, GREEDY)
+
+
+def main(directory="out/stdlib", *texts):
+    warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+    try:
+        model = load_checkpoint(directory)
+    except ValueError as error:
+        sys.exit(str(error))
+    tokenizer = load_tokenizer(directory)
+    prompts = [tokenizer.encode(text) for text in texts or TEXTS]
+    plain = answers(model, prompts)
+    flex = answers(model, prompts, prepare=prepare, attend=attend)
+    for pair in zip(plain, flex, strict=True):
+        print("torch {!r}\nflex  {!r}".format(*map(tokenizer.decode, pair)))
+    if plain != flex:
+        sys.exit("the answers differ")
+    print("the answers are equal")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
