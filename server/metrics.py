@@ -31,9 +31,9 @@ KINDS = {
     "tokens": partial(Histogram, buckets=LENGTHS),
 }
 
-# The metrics, in the order of /metrics: where the value comes from, the kind, the name after "vllm:",
-# and the help. These come from a field of `Engine.stats()`. The delays are of a request: its n
-# choices share a prompt.
+# The metrics, in the order of /metrics: where the value comes from, the kind, the name after
+# "vllm:", and the help. These come from a field of `Engine.stats()`. The delays are of a request:
+# its n choices share a prompt.
 OF_THE_ENGINE = """\
 running      gauge    num_requests_running             Choices being computed.
 waiting      gauge    num_requests_waiting             Choices waiting for their turn.
