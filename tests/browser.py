@@ -17,10 +17,11 @@ import pytest
 import torch
 from processes import Process, wait_until
 
+from assets.draw import page_with_record
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from server.live import page as page_html
-from server.live import page_headers, page_with_record
+from server.live import page_headers
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]

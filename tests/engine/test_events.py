@@ -15,15 +15,13 @@ from callers import save_caller
 from wires import House
 
 import serve
+from assets import records
+from assets.records import RecordError, Tallies, open_record, replay
 from engine import events, process
 from engine.events import (
     Publisher,
     Recorder,
-    RecordError,
-    Tallies,
-    open_record,
     record_to,
-    replay,
 )
 from engine.grammar import Compiler
 from server import live
@@ -604,7 +602,7 @@ BAD = [
 @pytest.mark.parametrize(("text", "says"), BAD, ids=range(len(BAD)))
 def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
     """A line without an end is not read whole."""
-    monkeypatch.setattr(events, "MAX_LINE", 15_000)
+    monkeypatch.setattr(records, "MAX_LINE", 15_000)
     path = tmp_path / "file"
     if text is not None:
         path.write_text(text + "\n" * bool(text))
