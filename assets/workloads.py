@@ -82,7 +82,8 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
     work = []
     for prompt in prompts:
-        tokens = [token % V for token in prompt[: len(prompt) // scale]]
+        kept = prompt[: len(prompt) // scale]
+        tokens = [token % V for token in kept]
         work.append((tokens, rng.randint(100, 1024) // scale))
     return work[:n]
 
