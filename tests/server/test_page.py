@@ -33,6 +33,7 @@ from browser import (  # noqa: F401
 )
 from processes import Process
 
+from assets.draw import draw_page
 from engine.events import Recorder
 from params import SamplingParams
 from server.live import page as page_html
@@ -423,9 +424,12 @@ def test_a_link_leads_to_a_step_and_follows_the_place(open_page):
     wait_for(page, "location.hash === ''")
 
 
-def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path):
+def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monkeypatch):
+    """The file of `draw.py page` is opened from the disk."""
     told = small_record()
-    page = open_page(told=told)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.jsonl").write_text(jsonl(lines_of(told)))
+    page = open_page(draw_page("run.jsonl")["file"].absolute().as_uri())
     assert page("tape.lines.length") == len(told)
     wait_for(page, "document.body.classList.contains('replay')")
     assert not page.is_visible("#talk")
