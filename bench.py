@@ -15,16 +15,13 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py grammar       # answers by JSON schema beside free ones
     python bench.py train         # losses and times of train.py, by nanoGPT's estimate
 
-assets/draw.py draws the pictures. Each command is a function. Its arguments are its flags, and
-their defaults give the flags' types; its docstring is the workload and is printed first; it returns
-its figures, which are printed behind the flags' values, as one line of JSON. Seeds are fixed,
-warm-up is not counted, times are medians. The machine must be quiet: in each step threads wait for
-each other, and so for whatever else runs.
+Each command is a function of the table at the end: assets/commands.py says how it is called. The
+models and the requests are in assets/workloads.py. Seeds are fixed, warm-up is not counted, times
+are medians. The machine must be quiet: in each step threads wait for each other, and so for
+whatever else runs.
 """
 
-import argparse
 import gc
-import inspect
 import json
 import math
 import os
@@ -48,13 +45,10 @@ from types import SimpleNamespace
 from common import (
     SPINS_SERVING,
     SPINS_TRAINING,
-    Parser,
-    add_flag,
     announce,
     collect_garbage_rarely,
     end_with_one_line,
     plural,
-    positive,
 )
 
 os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)  # before torch is loaded
@@ -66,33 +60,36 @@ import torch
 
 import train
 from assets import load
-from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint, serving_dtype
+from assets.commands import main
+from assets.workloads import (
+    DEVICE,
+    MODELS,
+    Answers,
+    Work,
+    build_model,
+    even_workload,
+    fixed_length,
+    graph_us,
+    let_decode,
+    median_seconds,
+    ms,
+    num_tokens,
+    offline_workload,
+    random_tokens,
+    read_bandwidth,
+    scale_for,
+    timed,
+)
+from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint
 from engine.engine import Engine, flat_batch
 from engine.grammar import Grammars
-from engine.sizing import bytes_per_block, machine_name
+from engine.sizing import bytes_per_block
 from families import FAMILIES, hub_config
-from model import GPT, GPTConfig, RMSNorm, Rope
+from model import GPT
 from ops.choice import choose_ops
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import SamplingParams, Settings
 from tokenizer import load_tokenizer
-
-Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
-Answers = list[list[int]]  # token ids
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-small = partial(GPTConfig, vocab_size=65, context_length=256)
-llama = partial(GPTConfig, context_length=4096, norm="rms", rope={0: Rope(5e5)})
-llama = partial(llama, bias=False, activation="silu", gated=True)
-qwen3 = partial(llama, head_size=128, qk_norm=True)
-MODELS = {  # random weights of these shapes; the figures depend on the shape alone
-    "1M": small(n_layer=4, n_head=4, n_embd=128),
-    "10M": small(n_layer=6, n_head=6, n_embd=384),
-    "gpt2-124M": GPTConfig(context_length=2048),
-    "smollm2-135M": llama(49152, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, n_inner=1536),
-    "llama-3.2-1B": llama(128256, n_layer=16, n_head=32, n_embd=2048, n_kv_head=8, n_inner=8192),
-    "qwen3-0.6B": qwen3(151936, n_layer=28, n_head=16, n_embd=1024, n_kv_head=8, n_inner=3072),
-}
 
 FLAGS = {  # the help of each argument of a command
     "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
@@ -107,149 +104,7 @@ FLAGS = {  # the help of each argument of a command
     "recipe": "flags of train.py, in quotes",
     "seeds": "a run for each",
     "goal": "the loss whose time is taken, nats a token",
-    "name": "the run to record: tour or preemption",
-    "file": "a record: of serve.py --record, or in assets/",
 }
-
-# --------------------------------------------------------------------------------------------------
-# Workloads
-
-
-def random_tokens(rng: Random, n: int, V: int) -> list[int]:
-    return [rng.randrange(V) for _ in range(n)]
-
-
-def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
-    """n requests of the same size, with random prompts."""
-    rng = Random(seed)
-    prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
-    return [(prompt, tokens_out) for prompt in prompts]
-
-
-def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
-    """
-    The offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in and as many out. Or the
-    first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
-    """
-    rng = Random(seed)
-    prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
-    work = []
-    for prompt in prompts:
-        tokens = [token % V for token in prompt[: len(prompt) // scale]]
-        work.append((tokens, rng.randint(100, 1024) // scale))
-    return work[:n]
-
-
-def scale_for(config: GPTConfig) -> int:
-    """The divisor that makes the offline workload's lengths fit into the model's context."""
-    longest = 2048  # prompt and answer
-    return max(1, math.ceil(longest / config.context_length))
-
-
-def num_tokens(work: Work) -> tuple[int, int]:
-    """Tokens in and tokens out."""
-    prompts, answers = zip(*work, strict=True)
-    return sum(map(len, prompts)), sum(answers)
-
-
-def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
-    """For an answer of exactly n tokens, greedy by default."""
-    return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
-
-
-def build_model(name: str, device="cpu") -> GPT:
-    """
-    A model directory's, or random weights of a shape in MODELS as if they were loaded: fp32 on a
-    CPU, bf16 on a GPU, but rms norms in fp32.
-    """
-    dtype = serving_dtype("auto", device)
-    if name not in MODELS:
-        return load_checkpoint(name, device, dtype)
-    torch.manual_seed(0)
-    model = GPT(MODELS[name]).eval().requires_grad_(False).to(device, dtype)
-    for module in model.modules():
-        if isinstance(module, RMSNorm):
-            module.float()
-    return model
-
-
-# --------------------------------------------------------------------------------------------------
-# Timing
-
-
-def ms(seconds: float, digits=3) -> float:
-    """Milliseconds, rounded."""
-    return round(1e3 * seconds, digits)
-
-
-def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> float:
-    """
-    Median seconds of call(), after one warm-up. `before` is called before each, and not counted; by
-    default it does nothing.
-    """
-    times = []
-    for _ in range(repeats + 1):
-        before()
-        started = perf_counter()
-        call()
-        times.append(perf_counter() - started)
-    return median(times[1:])
-
-
-def graph_us(call: Callable, number: int) -> float:
-    """
-    Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
-    0 .. number - 1, so that the GPU waits for no launch; each should read data of its own, so that
-    none of it is in the L2 cache.
-    """
-    for i in range(number):
-        call(i)  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(number):
-            call(i)
-    times = []
-    for _ in range(16):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / number)
-    return median(times[1:])
-
-
-def read_bandwidth(device="cpu") -> float:
-    """Bytes per second at which memory is read: the sum of a tensor too large for any cache."""
-    if device == "cpu":
-        x = torch.ones(2**26)
-        seconds = median_seconds(x.sum, 10)
-    else:
-        x = torch.ones(2**30, device=device)
-        seconds = 1e-6 * graph_us(lambda i: x.sum(), 4)
-    return x.nbytes / seconds
-
-
-def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
-    """
-    Seconds to serve requests that all wait at the start, and their answers. Asserts that all
-    prompts were computed and all answers have their length.
-    """
-    prompts = [prompt for prompt, _ in work]
-    params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
-    before = engine.counts()["prefill tokens"]
-    started = perf_counter()
-    answers = engine.generate(prompts, params, progress=False)
-    seconds = perf_counter() - started
-    computed = engine.counts()["prefill tokens"] - before
-    tokens_in, tokens_out = num_tokens(work)
-    assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
-    # more after a preemption
-    assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
-    return seconds, answers
-
 
 # --------------------------------------------------------------------------------------------------
 # The scheduler alone
@@ -796,23 +651,6 @@ def bench_choices(model="gpt2-124M") -> dict:
     return result
 
 
-def let_decode(engine: Engine, n: int, context: int, choices=1):
-    """
-    Drop what the engine has, and bring it to where n requests decode at this context length, so
-    many of them choices of one prompt.
-    """
-    for id in list(engine.requests):
-        engine.abort(id)
-    while engine.has_work:
-        engine.step()
-    room = engine.config.context_length - context
-    work = even_workload(n // choices, context, room, engine.config.vocab_size)
-    for i, (prompt, _) in enumerate(work):
-        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i), n=choices)
-    while engine.scheduler.waiting or engine.scheduler.prefilling:
-        engine.step()
-
-
 KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
     "attention": "(decode|prefill|prefix|attention)_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
@@ -1008,55 +846,20 @@ def estimate(run: train.Run) -> float:
     return float(total) / 200
 
 
-# --------------------------------------------------------------------------------------------------
-# The command line
-
-
-def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter):
-    """The flag of a command's argument; of a tuple it takes several values."""
-    name = argument.name
-    default = argument.default
-    if default is argument.empty:
-        parser.add_argument(name, help=FLAGS[name])
-        return
-    options = {"kind": positive, "nargs": "+"} if isinstance(default, tuple) else {}
-    flag = "--" + name.replace("_", "-")
-    add_flag(parser, flag, FLAGS[name], default, **options)
-
-
-def commands_of(module: dict, prefix: str) -> dict[str, Callable]:
-    """The functions whose names have the prefix, by the rest of their names."""
-    names = filter(lambda name: name.startswith(prefix), module)
-    return {name.removeprefix(prefix): module[name] for name in names}
-
-
-def build_parser(about: str, commands: dict[str, Callable]) -> Parser:
-    as_written = {"formatter_class": argparse.RawDescriptionHelpFormatter}
-    parser = Parser(description=about, **as_written)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, run in commands.items():
-        command = subparsers.add_parser(name, description=inspect.getdoc(run), **as_written)
-        for argument in inspect.signature(run).parameters.values():
-            add_argument(command, argument)
-    return parser
-
-
-def main(about: str, commands: dict[str, Callable]):
-    arguments = vars(build_parser(about, commands).parse_args())
-    name = arguments.pop("command")
-    print(inspect.getdoc(commands[name]), file=sys.stderr)
-    try:
-        figures = commands[name](**arguments)
-    except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
-        sys.exit(str(error))
-    machine = {"device": machine_name(DEVICE), "torch": torch.__version__}
-    result = {"bench": name, **arguments, **machine, **figures}
-    for name, value in result.items():
-        print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result, default=str))  # a path is no JSON
-
-
-COMMANDS = commands_of(globals(), "bench_")
+COMMANDS = {
+    "scheduler": bench_scheduler,
+    "kernels": bench_kernels,
+    "engine": bench_engine,
+    "equality": bench_equality,
+    "overhead": bench_overhead,
+    "choices": bench_choices,
+    "server": bench_server,
+    "generate": bench_generate,
+    "quality": bench_quality,
+    "drafts": bench_drafts,
+    "grammar": bench_grammar,
+    "train": bench_train,
+}
 
 if __name__ == "__main__":
-    main(__doc__, COMMANDS)
+    main(__doc__, COMMANDS, FLAGS)

@@ -188,7 +188,8 @@ def collect_garbage_rarely():
     gc.set_threshold(COLLECT_AFTER)
 
 
-# Flags of ours, and what nanoGPT, transformers, vLLM, SGLang or llama.cpp call them.
+# Flags of ours, and what nanoGPT, transformers, vLLM, SGLang or llama.cpp call them. A row that
+# begins with a command has flags of ours that it replaced.
 FOREIGN = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
@@ -226,7 +227,8 @@ FOREIGN = """\
 --steps: lr-decay-iters max-iters max-steps num-iterations
 --temperature: temp
 --token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
---warmup: warmup-iters warmup-steps"""
+--warmup: warmup-iters warmup-steps
+`python assets/draw.py page FILE`: replay"""
 
 
 def refuse_withdrawn(name: str, value: str):
@@ -255,7 +257,8 @@ class Parser(argparse.ArgumentParser):
         name = flag.replace("_", "-")
         for row in FOREIGN.splitlines():
             ours, names = row.split(": ")
-            if name.lstrip("-") in names.split() and ours.split()[0] in self._option_string_actions:
+            is_here = ours[0] == "`" or ours.split()[0] in self._option_string_actions
+            if is_here and name.lstrip("-") in names.split():
                 return f"; {flag} is {ours} here"
         similar = difflib.get_close_matches(name, flags, 1, 0.8)
         return f"; did you mean {flags[similar[0]]}?" if similar else ""

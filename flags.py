@@ -22,10 +22,6 @@ from params import Settings, check_variables, model_defaults
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
-# flags of a site without a model
-REPLAY_FLAGS = "--replay --host --port --api-key-file --api-key --allow-remote --allowed-hosts "
-REPLAY_FLAGS += "--allowed-origins --no-access-log --max-body-mib --max-connections "
-REPLAY_FLAGS += "--client-seconds --keep-alive-seconds"
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
@@ -50,28 +46,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if directory and args.model != parser.get_default("model"):
         parser.error(f"{directory} and --model {args.model}: name one of them")
     args.model = directory or args.model
-    args.sampling, args.sampling_note = {}, ""
     try:
-        if args.replay is None:
-            args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
-        else:
-            check_replay(parser, args)
+        args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
     except ValueError as error:
         sys.exit(str(error))
     if args.temperature is None:  # 0 is typed
         args.temperature = args.sampling.get("temperature", TEMPERATURE)
     return args
-
-
-def check_replay(parser: argparse.ArgumentParser, args: argparse.Namespace):
-    """Raises ValueError for flags without a meaning under --replay, such as those of the model."""
-    ignored = []
-    for flag, action in parser._option_string_actions.items():
-        is_set = action.dest != "help" and getattr(args, action.dest) != action.default
-        if is_set and flag not in REPLAY_FLAGS.split():
-            ignored.append(flag)
-    if ignored:
-        raise ValueError(f"--replay shows a record without a model: leave out {', '.join(ignored)}")
 
 
 def engine_settings(args: argparse.Namespace) -> Settings:
@@ -108,11 +89,10 @@ def add_model_flags(add):
     )
     add(
         "--record",
-        "write to a new FILE what each step does, about 0.3 KB a step, for --replay; it has token "
-        "ids only under --log-requests",
+        "write to a new FILE what each step does, about 0.3 KB a step: the page opens it; it has "
+        "token ids only under --log-requests",
         metavar="FILE",
     )
-    add("--replay", "show the page with this record, without a model", metavar="FILE")
 
 
 def device(text: str) -> str:

@@ -6,7 +6,6 @@ of its own.
     python serve.py --model out/shakespeare_char --port 9000
     python serve.py --prompt "def" --max-tokens 100    # no HTTP: continues a text at the terminal
     python serve.py --chat                              # no HTTP: a conversation at the terminal
-    python serve.py --replay assets/tour.jsonl          # no model: the page, with a record
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def"}'
@@ -43,7 +42,7 @@ from common import (
     plural,
     say,
 )
-from engine.events import open_record, record_to
+from engine.events import record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
 
 # Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
@@ -277,15 +276,6 @@ def serve_http(args: Namespace) -> str | None:
         client.process.kill()
 
 
-def serve_record(args: Namespace):
-    """Serve the page with the record of --replay until a signal. Raises RecordError."""
-    open_replay = partial(open_record, args.replay)
-    open_replay().close()
-    from server.gate import ReplaySite
-
-    run_on_loop(ReplaySite(args, api_keys(args), open_replay).run(listen(args)))
-
-
 def create_record(path: str):
     """Make the file of --record now, before a model is loaded. Raises OSError."""
     try:
@@ -300,16 +290,13 @@ def create_record(path: str):
 def main(argv: list[str] | None = None):
     set_environment()
     args = parse_args(argv)
-    if args.replay is None:
-        announce(f"loading {args.model}")
+    announce(f"loading {args.model}")
     if args.sampling_note:  # the sampling defaults that the model brings
         print(args.sampling_note, file=sys.stderr)
     try:
         if args.record is not None:
             create_record(args.record)
-        if args.replay is not None:
-            problem = serve_record(args)
-        elif args.chat or args.prompt is not None:
+        if args.chat or args.prompt is not None:
             from server import terminal
 
             problem = terminal.run(args, build_engine)

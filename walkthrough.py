@@ -30,7 +30,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1" if DEVICE == "cpu" else "0")
 
 import model
 import paged
-from bench import fixed_length, median_seconds
+from assets.workloads import fixed_length, median_seconds
 from engine.engine import Engine
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs

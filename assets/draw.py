@@ -34,21 +34,26 @@ if __name__ == "__main__":
 
 import torch
 
-import bench
-from bench import Work, build_model, even_workload, fixed_length, median_seconds
-from engine.engine import Engine
-from engine.events import (
-    Recorder,
-    RecordError,
-    Tallies,
-    open_record,
-    replay,
-    title,
+from assets.commands import main
+from assets.records import RecordError, Tallies, open_record, replay
+from assets.workloads import (
+    DEVICE,
+    Work,
+    build_model,
+    even_workload,
+    fixed_length,
+    let_decode,
+    median_seconds,
+    num_tokens,
+    offline_workload,
+    random_tokens,
 )
+from engine.engine import Engine
+from engine.events import Recorder, title
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings
 from params import Settings
-from server.live import page_with_record
+from server import live
 
 OUT = Path("out")
 
@@ -86,7 +91,7 @@ def draw_batching() -> dict:
     many as blocks of 16 have room for. Only tokens that were asked for count.
     """
     gpt = build_model("10M")
-    work = bench.offline_workload(96, 8, gpt.config.vocab_size)
+    work = offline_workload(96, 8, gpt.config.vocab_size)
     rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
     ways = {  # at most so many at once, and batches, one after the other
         "one by one": (1, [work]),
@@ -94,7 +99,7 @@ def draw_batching() -> dict:
         "continuous, 16 at once": (16, [work]),
         "continuous": (64, [work]),
     }
-    _, tokens_out = bench.num_tokens(work)
+    _, tokens_out = num_tokens(work)
     figure, axes = new_figure()
     result = {}
     for name, (at_once, batches) in ways.items():
@@ -171,7 +176,7 @@ def fill_pool(S: int, room: int) -> dict:
     budget = 2**20  # tokens a step: any prompt is computed in one
     settings = SchedulerSettings(prefix_cache=False)
     scheduler = Scheduler("fcfs", budget, room, S, settings=settings)
-    for i, (prompt, n) in enumerate(bench.offline_workload()):
+    for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
     allocator = scheduler.block_allocator
     crowded = []  # of each step in which a request waits: requests, tokens taken, tokens filled
@@ -206,7 +211,7 @@ def draw_phases() -> dict:
         prompts[n] = round(n / median_seconds(engine.step, 11, add))
     decodes = {}
     for n in (1, 4, 16, 64):
-        bench.let_decode(engine, n, 128)
+        let_decode(engine, n, 128)
         decodes[n] = round(n / median_seconds(engine.step, 11))
     result = {"a prompt, tok/s": prompts, "decodes, tok/s": decodes}
     figure, axes = new_figure()
@@ -256,13 +261,13 @@ def recorded(settings: Settings, table: str) -> list[str]:
     lines = [engine.recorder.snapshot()]
     engine.recorder.listeners.append(lines.append)
     rng = Random(0)
-    beginning = bench.random_tokens(rng, 40, 64)
+    beginning = random_tokens(rng, 40, 64)
     requests = [[int(number) for number in row.split()] for row in table.splitlines()]
     last, *_ = requests[-1]
     for turn in count():
         for id, (arrival, common, own, answer, n) in enumerate(requests):
             if arrival == turn:
-                prompt = beginning[:common] + bench.random_tokens(rng, own, 64)
+                prompt = beginning[:common] + random_tokens(rng, own, 64)
                 engine.add_request(id, prompt, fixed_length(answer, 0.8, seed=id), n=n)
         if turn > last and not engine.has_work:
             return lines
@@ -279,10 +284,19 @@ def draw_record(name: str) -> dict:
     with open_record(ROOT / f"assets/{name}.jsonl") as record:
         _, old = next(replay(record))
     captions = {"tour": old["tour"]} if "tour" in old else {}
-    machine = machine_name(bench.DEVICE)
+    machine = machine_name(DEVICE)
     first = title(name=name, model="random weights", machine=machine, **captions)
     lines = [first, *recorded(*RUNS[name])]
     return write("record.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def page_with_record(record: str) -> str:
+    """Return the page with a record inside, and its policy: one file, to be hosted anywhere."""
+    page = live.page()
+    policy = live.content_policy(page)
+    head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+    head += f'<script type="application/json" id="record">{live.in_script(record)}</script>\n'
+    return page.replace("<style>", f"{head}<style>", 1)
 
 
 def draw_page(file: str) -> dict:
@@ -358,5 +372,18 @@ def column_of(tallies: Tallies) -> list[str]:
     return column
 
 
+FLAGS = {  # the help of each argument of a command
+    "name": "the run to record: tour or preemption",
+    "file": "a record: of serve.py --record, or in assets/",
+}
+COMMANDS = {
+    "batching": draw_batching,
+    "memory": draw_memory,
+    "phases": draw_phases,
+    "record": draw_record,
+    "replay": draw_replay,
+    "page": draw_page,
+}
+
 if __name__ == "__main__":
-    bench.main(__doc__, bench.commands_of(globals(), "draw_"))
+    main(__doc__, COMMANDS, FLAGS)

@@ -1,12 +1,8 @@
 """
-Records: what the engine does, line by line; written, sent to the page at /, and read again.
+Records: what the engine does, line by line; written to a file, and sent to the page at /.
 
     engine.recorder = Recorder(engine)
     engine.recorder.listeners.append(print)     # a line for each step, as JSON
-
-    with open_record("FILE.jsonl") as file:     # a file of `serve.py --record`, or one of assets/
-        for tallies, line in replay(file):      # raises RecordError for a bad one
-            print(line["event"], tallies and tallies.tables)
 
 Without a Recorder nothing is computed. A record begins with a snapshot; each line after it has the
 changes of a step: what its `Plan` says, and the block tables that differ.
@@ -16,19 +12,16 @@ changes of a step: what its `Plan` says, and the block tables that differ.
      "sampled": 1, "new": [{"r": 1, "prompt": 20, ..}], "tables": [[1, 0, [0, 1]]], ..}
     {"event": "idle"}
 
-REFERENCE.md lists all fields. A reader keeps tallies (`Tallies`; in the page, state.js): block
-tables, and with them how many hold each block, and which blocks are committed, in the order in
-which they became idle. Imports no torch.
+REFERENCE.md lists all fields. The page reads them in state.js, Python in assets/records.py. Imports
+no torch.
 """
 
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import date
-from itertools import count, islice, takewhile
-from pathlib import Path
-from typing import BinaryIO
+from itertools import takewhile
 
 from common import say
 from paged import Plan, Request
@@ -39,7 +32,6 @@ SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_mod
 LINES_A_SNAPSHOT = 1000  # a reader can begin at any snapshot
 PUBLISH_SECONDS = 0.1  # between two messages to listeners
 KEEP_SECONDS = 600  # for which lines are still published without listeners: pages are reloaded
-MAX_LINE = 2**24  # bytes that are read at once
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -343,80 +335,3 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
     engine.recorder.listeners.append(write)
     write(title(**fields))
     write(engine.recorder.snapshot())
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading a record. A file may come from anybody: nothing grows faster than what was read of it
-
-
-class RecordError(ValueError):
-    """The mistake, and the line of the file that has it."""
-
-
-class Tallies:
-    """
-    The state after a snapshot and the lines that followed it: which blocks each request holds, and
-    which blocks are committed, in the order in which they became idle.
-    """
-
-    def __init__(self, snapshot: dict):
-        version = snapshot["version"]
-        if version != VERSION:
-            raise ValueError(f"this reads version {VERSION}, there is {version!r:.20}")
-        self.num_blocks = snapshot["num_blocks"]  # an entry of this number is no block
-        self.tables = {q["r"]: q["table"] for q in snapshot["requests"]}
-        self.committed = set(snapshot["committed"])
-        self.idle = dict.fromkeys(snapshot["idle"])  # the next to be evicted first
-
-    def apply(self, line: dict):
-        """The changes of a step."""
-        for q in line.get("new", ()):
-            self.tables[q["r"]] = []
-        evicted = line.get("evicted", ())
-        idle = line.get("idle", ())
-        used = [*evicted, *idle]  # one that was idle before is now behind the others
-        for r, start, blocks in line.get("tables", ()):
-            self.tables[r][start:] = blocks
-            used += blocks
-        self.committed.difference_update(evicted)
-        self.committed.update(line.get("committed", ()))
-        for r, *_ in line.get("ended", ()):
-            del self.tables[r]
-        for block in used:
-            self.idle.pop(block, None)
-        self.idle |= dict.fromkeys(idle)
-
-
-def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
-    """
-    Each line, and the tallies after it: one object that changes, until a snapshot brings another;
-    None before the first. A last line that was cut off, when the server was killed, is left out.
-    Raises RecordError.
-    """
-    tallies = None
-    for number in count(1):
-        data = file.readline(MAX_LINE)
-        try:
-            line = dict(json.loads(data))
-            if line["event"] == "snapshot":
-                tallies = Tallies(line)
-            elif line["event"] == "step":
-                tallies.apply(line)
-        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
-                return  # or there is none
-            raise RecordError(f"no record: line {number} is {data[:60]!r}: {error}") from None
-        yield tallies, line
-
-
-def open_record(path: str | Path) -> BinaryIO:
-    """Open a file that begins as a record does. Raises RecordError."""
-    try:
-        file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
-        if not any(tallies for tallies, _ in islice(replay(file), 2)):
-            raise RecordError("no record: it does not begin with a snapshot")
-        file.seek(0)
-        return file
-    except (OSError, RecordError) as error:
-        why = getattr(error, "strerror", None) or error
-        raise RecordError(f"{path}: {why}; name a file of serve.py --record") from None

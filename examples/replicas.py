@@ -120,8 +120,8 @@ def main():
     parser.add_argument("--replicas", type=positive, default=2, help="how many (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
-    if args.record or args.replay or args.prompt or args.chat:
-        sys.exit("--record, --replay, --prompt and --chat are for one server: leave them out")
+    if args.record or args.prompt or args.chat:
+        sys.exit("--record, --prompt and --chat are for one server: leave them out")
     with listen(args) as sock:
         url = base_url(sock)
         args.host, args.port = sock.getsockname()[:2]  # of a name, and of port 0

@@ -16,17 +16,19 @@ import time
 from functools import partial
 
 import orjson
+import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, Router
 
 from common import plural, say
-from server import protocol
+from server import live, protocol
 from server.answers import Job, send_json
-from server.gate import STOPPED, Site, base_url, log
-from server.live import Listeners
+from server.connection import Connection
+from server.gate import LINGER_SECONDS, STOPPED, Gate, base_url, log
+from server.metrics import Metrics
 from server.protocol import ApiError
 from server.text import LONG, EncoderBusy, TooLong
 from tokenizer import TokenizerError, token_name
@@ -35,7 +37,7 @@ MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
 MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event loop
 
 
-class Service(Site):
+class Service:
     """
     State that all calls share: the engine's client, the encoder, the flags, and whether new work is
     accepted.
@@ -47,12 +49,15 @@ class Service(Site):
     def __init__(self, client, encoder, args, keys):
         name = args.served_model_name or args.model
         self.name = name.encode(errors="replace").decode()  # JSON is UTF-8, a path may not be
-        super().__init__(args, keys, self.name, self.routes())
+        self.args = args
+        self.keys = keys
+        self.metrics = Metrics(self.name)
+        self.router = Router(self.routes(), redirect_slashes=False)
         self.client = client
         self.encoder = encoder
         self.created = int(time.time())
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
-        self.listeners = Listeners(client, args.log_requests)
+        self.listeners = live.Listeners(client, args.log_requests)
         self.draining = False
         self.server = None  # `run` makes it; without it, another program's answers the calls
         client.on_state = self.engine_changed
@@ -239,6 +244,11 @@ class Service(Site):
             "chat": self.encoder.chat is not None,  # else chat completions are refused: no template
         }
 
+    async def show_page(self, http):
+        """The page is the same for all: it asks for the key, and for what happens, by itself."""
+        page = live.page()
+        return Response(page, headers=live.page_headers(page), media_type="text/html")
+
     async def show_events(self, http):
         self.check_ready()
         if http.method == "HEAD":
@@ -290,8 +300,18 @@ class Service(Site):
         nothing did.
         """
         loop = asyncio.get_running_loop()
+        config = uvicorn.Config(
+            Gate(self),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            timeout_graceful_shutdown=LINGER_SECONDS,
+        )
+        self.server = uvicorn.Server(config)
         # a signal drains first
-        self.server = self.make_server(lambda *_: loop.call_soon_threadsafe(self.stop))
+        self.server.handle_exit = lambda *_: loop.call_soon_threadsafe(self.stop)
         self.sock = sock
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
         await self.client.attach()

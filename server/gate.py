@@ -1,10 +1,9 @@
 """
 Which calls are let in: API keys, host names, origins of web pages; and the log, a line a call.
-Behind the Gate is a `Site`: app.py's Service, or the page with a record, which needs no model.
 
     uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers what passes
 
-Not run by itself: a Site makes the Gate, which is the ASGI application of the HTTP process.
+Not run by itself: the Service makes the Gate, which is the ASGI application of the HTTP process.
 """
 
 import asyncio
@@ -15,25 +14,16 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import BinaryIO
 
-import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route, Router
 
 from common import plural, say
-from server import live
-from server.connection import Connection, check_head, close_after_early_answer
-from server.metrics import Metrics
+from server.connection import check_head, close_after_early_answer
 from server.protocol import ApiError, ClientGone, error_response
 
 LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
-CHUNK = 2**18  # bytes of a record that are read at a time
 OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # for supervisors and newcomers: without a key
 UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # supervisors and routers ask every second
 # The page at / calls these by itself: on a terminal they would drown the calls of a user.
@@ -241,90 +231,8 @@ def is_address(host: str | None) -> bool:
         return False
 
 
-# --------------------------------------------------------------------------------------------------
-# Behind the gate
-
-
-class Site:
-    """
-    Everything that the Gate and the connections need: the flags, the API keys, the counts of
-    answers, and the router.
-    """
-
-    def __init__(self, args, keys: list[str], name: str, routes: list[Route]):
-        self.args = args
-        self.keys = keys
-        self.metrics = Metrics(name)
-        self.router = Router(routes, redirect_slashes=False)
-
-    async def show_page(self, http):
-        """The page is the same for all: it asks for the key, and for what happens, by itself."""
-        page = live.page()
-        return Response(page, headers=live.page_headers(page), media_type="text/html")
-
-    def make_server(self, on_signal: Callable) -> uvicorn.Server:
-        """The HTTP server in front of this site; signals are for on_signal."""
-        config = uvicorn.Config(
-            Gate(self),
-            http=Connection,
-            ws="none",
-            lifespan="off",
-            log_level="error",
-            access_log=False,
-            timeout_graceful_shutdown=LINGER_SECONDS,
-        )
-        server = uvicorn.Server(config)
-        server.handle_exit = on_signal
-        return server
-
-
-class ReplaySite(Site):
-    """
-    The page, and the record of --replay, which `open_record` opens: it may have texts in it, so it
-    is behind the key.
-    """
-
-    def __init__(self, args, keys: list[str], open_record: Callable[[], BinaryIO]):
-        routes = [
-            Route("/", self.show_page),
-            Route("/record", self.show_record),
-            Route("/livez", self.show_liveness),
-        ]
-        super().__init__(args, keys, args.replay, routes)
-        self.open_record = open_record
-
-    async def show_page(self, http):
-        if "replay" not in http.query_params:
-            return RedirectResponse("./?replay=record")  # relative: a proxy may add a path
-        return await super().show_page(http)
-
-    async def show_record(self, http):
-        """In chunks: it may be larger than the memory, and still grow."""
-        try:
-            file = self.open_record()
-        except ValueError as error:  # the file has been removed
-            raise ApiError(404, str(error)) from None
-        headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
-        return StreamingResponse(chunks(file), headers=headers, media_type="application/jsonl")
-
-    async def show_liveness(self, http):
-        return JSONResponse({"status": "alive"})
-
-    async def run(self, sock):
-        """Serve until a signal."""
-        server = self.make_server(lambda *_: setattr(server, "should_exit", True))
-        say(f"showing {self.args.replay} at {base_url(sock)}", sys.stdout)
-        await server.serve(sockets=[sock])
-
-
 def base_url(sock) -> str:
     """The address to open, on this machine where the server listens at all."""
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def chunks(file: BinaryIO) -> Iterator[bytes]:
-    """All of a file, which is closed with the last of it, or with the answer that it is for."""
-    with file:
-        yield from iter(partial(file.read, CHUNK), b"")

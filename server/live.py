@@ -182,13 +182,6 @@ def in_script(record: str) -> str:
     return record.replace("<", "\\u003c")
 
 
-def page_with_record(record: str) -> str:
-    """The page as one file with a record inside, to be hosted anywhere, its policy included."""
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{content_policy(page())}">'
-    element = f'<script type="application/json" id="record">{in_script(record)}</script>'
-    return page().replace("<style>", f"{policy}\n{element}\n<style>", 1)
-
-
 def content_policy(html: str) -> str:
     """
     The Content Security Policy of the page: nothing runs but its own script, and nothing is asked

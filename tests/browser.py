@@ -17,6 +17,7 @@ import pytest
 import torch
 from processes import Process, wait_until
 
+from assets.draw import page_with_record
 from checkpoint import save_checkpoint
 from model import GPT, GPTConfig
 from server.live import page as page_html
@@ -89,7 +90,7 @@ def open_page(chromium):
     pages = []
     complaints = []
 
-    def open_page(url=ORIGIN, told=None, inside="", wait="tape.at >= 0", size=(1440, 900), **more):
+    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **more):
         width, height = size
         page = Page(chromium(viewport={"width": width, "height": height}, **more).new_page())
         pages.append(page)
@@ -98,7 +99,7 @@ def open_page(chromium):
             "console",
             lambda said: said.type in ("error", "warning") and complaints.append((page, said.text)),
         )
-        origin = re.match(r"https?://[^/]+", url)[0]
+        origin = re.match(r"https?://[^/]+|file://", url)[0]
 
         def note_request(request):
             if not request.url.startswith((origin, "data:", "blob:")):
@@ -106,7 +107,7 @@ def open_page(chromium):
 
         page.on("request", note_request)
         if url.startswith(ORIGIN):
-            page.route("**/*", lambda route: answer(route, told, inside))
+            page.route("**/*", lambda route: answer(route, told))
         page.goto(url)
         wait_for(page, wait)
         return page
@@ -118,16 +119,18 @@ def open_page(chromium):
     assert not bad, bad
 
 
-def answer(route, told, inside):
-    """What a server without a model answers: the page, and a record [(line, ..), ..]."""
+def answer(route, told):
+    """
+    What a server without a model answers: the page, with a record [(line, ..), ..] inside if there
+    is one.
+    """
     path = route.request.url.removeprefix(ORIGIN)
-    html = page_html()
-    if path.partition("?")[0] in ("", "/"):
-        body = html.replace("</body>", f"{inside}</body>")
-        route.fulfill(body=body, content_type="text/html", headers=page_headers(html))
-    elif path == "/record.jsonl":
-        text = "".join(json.dumps(line) + "\n" for line, *_ in told)
-        route.fulfill(body=text, content_type="application/jsonl")
+    if path in ("", "/"):
+        html = page_html()
+        headers = page_headers(html)
+        if told:
+            html = page_with_record("".join(json.dumps(line) + "\n" for line, *_ in told))
+        route.fulfill(body=html, content_type="text/html", headers=headers)
     else:
         route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
 

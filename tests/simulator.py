@@ -33,10 +33,11 @@ from itertools import chain, count
 from typing import NamedTuple
 from unittest import mock
 
+from assets.records import Tallies
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
-from engine.events import Recorder, Tallies
+from engine.events import Recorder
 from paged import Plan, Request
 from params import Settings
 from tests.shrink import shrink

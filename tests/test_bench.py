@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import bench
-from bench import offline_workload
+from assets import workloads
+from assets.commands import build_parser, main
+from assets.workloads import offline_workload
 from checkpoint import load_checkpoint, load_config, save_checkpoint
 from model import GPT, GPTConfig
 from training.corpus import load_corpus, train_bpe, write_corpus
@@ -24,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 def test_the_workload_is_the_one_that_others_measure():
     """Other lengths, and no figure could be compared."""
     work = offline_workload()
-    assert bench.num_tokens(work) == (142_827, 133_966)
+    assert workloads.num_tokens(work) == (142_827, 133_966)
     small = offline_workload(96, 8, 65)
     sizes = [(len(prompt), n) for prompt, n in small]
     assert sizes == [(len(prompt) // 8, n // 8) for prompt, n in work[:96]]
@@ -61,7 +63,7 @@ def toy(monkeypatch, tmp_path) -> Path:
     """
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    workload, seconds = bench.offline_workload, bench.median_seconds
+    workload, seconds = workloads.offline_workload, workloads.median_seconds
 
     def small_workload(n=256, scale=1, *rest, **named):
         return workload(min(n, 4), 4 * scale, *rest, **named)
@@ -82,7 +84,7 @@ def toy(monkeypatch, tmp_path) -> Path:
 
 def run(monkeypatch, command: str):
     monkeypatch.setattr(sys, "argv", ["bench.py", *shlex.split(command)])
-    bench.main(bench.__doc__, bench.COMMANDS)
+    main(bench.__doc__, bench.COMMANDS, bench.FLAGS)
 
 
 FIGURES = {  # of a command: its flags, and a name in its answer
@@ -125,7 +127,7 @@ def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
     for quantize in ("none", "int8"):
         run(monkeypatch, f"generate --quantize {quantize}")
         floors.append(json.loads(capsys.readouterr().out)["floor, ms"])
-    weights = sum(weight.numel() for weight in bench.build_model("10M").parameters())
+    weights = sum(weight.numel() for weight in workloads.build_model("10M").parameters())
     assert floors == [round(4e-6 * weights, 3), round(1e-6 * weights, 3)]  # at 1 GB/s
 
 
@@ -168,7 +170,9 @@ def llama(toy, monkeypatch) -> Path:
     """A Llama in the toy's directory, and a stand-in for a Python that has llama_cpp."""
     pytest.importorskip("gguf")
     config = load_config(toy)
-    shape = bench.llama(config.vocab_size, n_layer=2, n_head=4, n_embd=64, n_kv_head=2, n_inner=96)
+    shape = workloads.llama(
+        config.vocab_size, n_layer=2, n_head=4, n_embd=64, n_kv_head=2, n_inner=96
+    )
     shape.context_length = 1024
     monkeypatch.setitem(bench.MODELS, "tiny", shape)
     torch.manual_seed(0)
@@ -235,5 +239,5 @@ def test_each_help_can_be_printed(capsys):
     """A bare % in a help text would be a TypeError."""
     for command in bench.COMMANDS:
         with pytest.raises(SystemExit, match="0"):
-            bench.build_parser("", bench.COMMANDS).parse_args([command, "--help"])
+            build_parser("", bench.COMMANDS, bench.FLAGS).parse_args([command, "--help"])
         assert f"usage: {Path(sys.argv[0]).name} {command}" in capsys.readouterr().out

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import bench
-from assets import draw
-from engine.events import VERSION, RecordError
+from assets import draw, workloads
+from assets.records import RecordError
+from engine.events import VERSION
 from model import GPTConfig
 from paged import TO_COME, Request, Scheduler
 from server import live
@@ -40,7 +40,7 @@ def test_a_record_in_assets_is_made_by_its_command(name):
 def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
     """By the command line."""
     monkeypatch.setattr(sys, "argv", ["draw.py", "replay", str(PREEMPTION)])
-    bench.main(draw.__doc__, bench.commands_of(vars(draw), "draw_"))
+    draw.main(draw.__doc__, draw.COMMANDS, draw.FLAGS)
     figures = json.loads(capsys.readouterr().out)
     counts = {"requests": 9, "preemptions": 3, "copies": 0, "evictions": 56, "steps": 76}
     counts |= {"tokens in": 145, "tokens out": 228, "hit tokens": 60}
@@ -109,13 +109,13 @@ def test_a_picture_is_drawn(name, monkeypatch):
     """Of a toy, each measured once."""
     toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
     models = dict.fromkeys(("10M", "gpt2-124M"), toy)
-    monkeypatch.setattr(bench, "MODELS", models)
+    monkeypatch.setattr(workloads, "MODELS", models)
 
     def once(call, repeats, *rest):
-        return bench.median_seconds(call, 1, *rest)
+        return workloads.median_seconds(call, 1, *rest)
 
     monkeypatch.setattr(draw, "median_seconds", once)
-    picture = getattr(draw, f"draw_{name}")()["picture"]
+    picture = draw.COMMANDS[name]()["picture"]
     assert picture.stat().st_size > 1000
 
 

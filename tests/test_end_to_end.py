@@ -30,8 +30,8 @@ from processes import RUN, Process, read_until, wait_until
 from wires import request
 
 from assets import load
+from assets.records import open_record, replay
 from checkpoint import load_checkpoint
-from engine.events import open_record, replay
 from tokenizer import load_tokenizer
 
 ROOT = Path(__file__).parents[1]

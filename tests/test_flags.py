@@ -29,9 +29,8 @@ DEFAULTS = """{
     "keep_alive_seconds": 75.0,
     "drain_seconds": 30.0, "reasoning": "on", "log_requests": false, "access_log": true,
     "prompt": null, "chat": false, "raw": false, "max_tokens": null, "temperature": 0.8,
-    "seed": null, "record": null,
-    "replay": null, "generation_config": "auto", "default_chat_template_kwargs": null, "sampling":
-    {}, "sampling_note": ""}"""
+    "seed": null, "record": null, "generation_config": "auto",
+    "default_chat_template_kwargs": null, "sampling": {}, "sampling_note": ""}"""
 
 # flags as they are typed -> the one thing that each sets
 FLAGS = r"""
@@ -60,7 +59,6 @@ DIR --chat -> {"model": "DIR", "chat": true}
 --no-prefix-cache -> {"prefix_cache": false}
 --check -> {"check": true}
 --record F -> {"record": "F"}
---replay F -> {"replay": "F"}
 --host ::1 -> {"host": "::1"}
 --port 0 -> {"port": 0}
 --port 65535 -> {"port": 65535}
@@ -134,6 +132,7 @@ WRONG = """
 --model a b -> b and --model a: name one of them
 --model a --ctx-size 9 -> unrecognized arguments: --ctx-size; --ctx-size is --max-model-len here
 a b -> unrecognized arguments: b
+--replay F -> arguments: --replay; --replay is `python assets/draw.py page FILE` here
 --temp 1 -> unrecognized arguments: --temp; --temp is --temperature here
 --prompt x --chat -> not allowed with argument --prompt
 --api-key a --api-key-file f -> not allowed with argument --api-key

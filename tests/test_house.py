@@ -13,7 +13,7 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("", "ops/", "engine/", "server/", "training/", "examples/")
+FOLDERS = ("", "ops/", "engine/", "server/", "training/", "examples/", "assets/")
 MODULES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}[a-z]*.py"))]
 MODULES.remove(ROOT / "test_paged.py")
 CODE = [*MODULES, *sorted(ROOT.glob("data/*/*.py"))]
@@ -38,7 +38,8 @@ ORDER = [
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",
     "training.loss", "training.fast", "training.report", "training.machine", "train",
-    "bench", "walkthrough", "examples.beam_search", "examples.flex_attention",
+    "assets.records", "assets.workloads", "assets.commands", "assets.load", "assets.llama",
+    "assets.draw", "bench", "walkthrough", "examples.beam_search", "examples.flex_attention",
     "examples.from_nanogpt", "examples.post", "examples.ray_serve", "examples.replicas",
 ]  # fmt: skip
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "

@@ -19,6 +19,7 @@ from planting import copy_repo
 import bench
 import serve
 from assets import draw
+from assets.commands import build_parser
 from checkpoint import save_checkpoint
 from engine.engine import Engine
 from engine.events import Recorder
@@ -31,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 REFERENCE = (ROOT / "REFERENCE.md").read_text()
 BOTH = f"{README}\n{REFERENCE}"
-FOLDERS = ("", "ops", "engine", "server", "training", "examples")
+FOLDERS = ("", "ops", "engine", "server", "training", "examples", "assets")
 
 
 def test_every_file_has_a_line():
@@ -94,10 +95,11 @@ COMMANDS = sorted(set(re.findall(r"python ([\w/]+\.py)([^`\n#>]*)", BOTH)))
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_flags_and_subcommands_exist(program, arguments, capsys):
     """A reader types what stands there."""
-    measured = {"bench.py": bench.COMMANDS}
-    measured["assets/draw.py"] = bench.commands_of(vars(draw), "draw_")
+    measured = {"bench.py": bench, "assets/draw.py": draw}
     if program in measured:
-        bench.build_parser("", measured[program]).parse_args(arguments.split())  # or it exits
+        module = measured[program]
+        parser = build_parser("", module.COMMANDS, module.FLAGS)
+        parser.parse_args(arguments.split())  # or it exits
     text = (ROOT / program).read_text()
     if program == "serve.py":
         with pytest.raises(SystemExit):

@@ -152,8 +152,6 @@ NOT_NEEDED = {  # modules -> packages that they run without
     "serve, flags": HTTP + MODEL,
     # of train.py, test_paged.py and `serve.py --prompt`
     "train, test_paged, engine.engine, server.text, server.terminal": HTTP,
-    # of `serve.py --replay`: a record is shown without a model
-    "serve, engine.events, server.gate": [*MODEL, "transformers", "matplotlib"],
 }
 
 
@@ -168,7 +166,6 @@ COMMANDS = {  # what is typed -> the packages that it may lack first
     "serve.py --port 0": "orjson",
     "serve.py --prompt x": "tokenizers",
     "serve.py --chat": "tokenizers",
-    "serve.py --replay assets/tour.jsonl --port 0": "uvicorn",
     "train.py": "numpy",
     "bench.py scheduler": "torch",
     "test_paged.py": "torch",

@@ -435,10 +435,7 @@ function start() {
   startPool()
   startTimeline()
   requestAnimationFrame(frame)
-  const path = new URLSearchParams(location.search).get("replay")
-  const { hash } = location
-  if ($("record")) replay($("record").textContent, "the record in this page", hash)
-  else if (path) replay(call(path).then(response => response.text()), path, hash)
+  if ($("record")) replay($("record").textContent, "the record in this page", location.hash)
   else listen()
 }
 

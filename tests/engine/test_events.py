@@ -7,27 +7,21 @@ import io
 import json
 import re
 import resource
-import subprocess
-import sys
 from collections import Counter
-from contextlib import contextmanager
 from pathlib import Path
 
-import httpx
 import pytest
 from callers import save_caller
 from wires import House, request
 
 import serve
+from assets import records
+from assets.records import RecordError, Tallies, open_record, replay
 from engine import events, process
 from engine.events import (
     Publisher,
     Recorder,
-    RecordError,
-    Tallies,
-    open_record,
     record_to,
-    replay,
 )
 from engine.grammar import Compiler
 from server import live
@@ -612,7 +606,7 @@ BAD = [
 @pytest.mark.parametrize(("text", "says"), BAD, ids=range(len(BAD)))
 def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
     """A line without an end is not read whole."""
-    monkeypatch.setattr(events, "MAX_LINE", 15_000)
+    monkeypatch.setattr(records, "MAX_LINE", 15_000)
     path = tmp_path / "file"
     if text is not None:
         path.write_text(text + "\n" * bool(text))
@@ -693,82 +687,6 @@ def test_each_caption_of_the_tour_stands_at_what_it_tells():
     assert "".join(shown) == TOUR.lstrip()
     order = [step for step, *_ in title["tour"]]
     assert order == sorted(order)
-
-
-@contextmanager
-def serving(*flags):
-    """`serve.py` with these flags, where torch cannot be imported."""
-    code = "import sys; sys.modules['torch'] = None; import serve; serve.main(sys.argv[1:])"
-    command = [sys.executable, "-c", code, "--port", "0", *map(str, flags)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, cwd=ROOT, text=True, **pipes) as server:
-        try:
-            yield server
-        finally:
-            server.terminate()
-
-
-def get(url: str, **headers) -> tuple[int, bytes]:
-    answer = httpx.get(url, headers=headers, follow_redirects=True, timeout=30)
-    return answer.status_code, answer.content
-
-
-def test_serve_replay_shows_the_page_and_the_record_behind_the_key(tmp_path):
-    """Without a model, without torch."""
-    keys = tmp_path / "keys"
-    keys.write_text("secret\n")
-    keys.chmod(0o600)
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(RECORDS[1].read_bytes())
-    with serving("--replay", path, "--api-key-file", keys) as server:
-        greeting = server.stdout.readline().strip()
-        assert greeting.startswith(f"showing {path} at http://127.0.0.1:")
-        url = greeting.rpartition(" ")[2]
-        page = httpx.get(url, follow_redirects=True, timeout=30)
-        assert page.url == f"{url}/?replay=record"
-        assert page.content == live.page().encode()
-        assert "script-src 'sha256-" in page.headers["Content-Security-Policy"]
-        bearer = {"Authorization": "Bearer secret"}
-        for _ in range(2):
-            answer = httpx.get(f"{url}/record", headers=bearer, timeout=30)
-            assert (answer.status_code, answer.content) == (200, path.read_bytes())
-            with path.open("ab") as record:  # it is served as it is by now
-                record.write(b"\n")
-        assert answer.headers["content-type"] == "application/jsonl"
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert get(f"{url}/livez")[0] == 200
-        assert get(f"{url}/record")[0] == 401
-        status, message = get(f"{url}/v1/models", **bearer)
-        assert status == 404
-        assert b"there is /, /record, /livez" in message
-        path.unlink()
-        assert get(f"{url}/record", **bearer)[0] == 404
-        server.terminate()
-        assert server.wait(30) == 0
-
-
-def test_without_a_key_other_pages_cannot_read_a_record():
-    """It may have texts in it."""
-    with serving("--replay", "assets/tour.jsonl") as server:
-        url = server.stdout.readline().strip().rpartition(" ")[2]
-        assert get(f"{url}/record")[0] == 200
-        assert get(f"{url}/record", Host="evil.example")[0] == 403
-        assert get(f"{url}/record", Origin="http://evil.example")[0] == 403
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        ("nowhere", "nowhere: No such file or directory"),
-        ("assets/tour.jsonl --chat --model x", "leave out --model, --chat"),
-    ],
-)
-def test_serve_replay_refuses_before_it_listens(flags, says):
-    with serving("--replay", *flags.split()) as server:
-        _, printed = server.communicate(timeout=60)
-        assert server.returncode == 1
-        assert printed.count("\n") == 1
-        assert says in printed
 
 
 @pytest.mark.parametrize(("flags", "has_texts"), [([], False), (["--log-requests"], True)])

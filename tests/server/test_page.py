@@ -33,6 +33,7 @@ from browser import (  # noqa: F401
 )
 from processes import Process
 
+from assets.draw import draw_page
 from engine.events import Recorder
 from params import SamplingParams
 from server.live import page as page_html
@@ -207,7 +208,7 @@ def open_record(open_page):
     """A page that replays a record, paused at its first line."""
 
     def open_record(told, **options):
-        page = open_page(f"{ORIGIN}/?replay=/record.jsonl", told, **options)
+        page = open_page(told=told, **options)
         page("seek(0)")
         return page
 
@@ -396,7 +397,7 @@ def test_pause_pauses_where_it_is_and_live_follows(open_page):
 
 def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
     """At a preemption, else a copy, else a hit, else in the middle."""
-    page = open_page(f"{ORIGIN}/?replay=/record.jsonl", small_record())
+    page = open_page(told=small_record())
     assert page("tape.lines[tape.at].preempted.length") == 1
     assert page("[player.isPaused, player.speed]") == [True, 10]
     wait_for(page, "/^Paused at step/.test($('pill').textContent)")
@@ -408,7 +409,7 @@ def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
 
 def test_a_link_leads_to_a_step_and_follows_the_place(open_page):
     told = small_record()
-    page = open_page(f"{ORIGIN}/?replay=/record.jsonl#step=12", told)
+    page = open_page(f"{ORIGIN}/#step=12", told)
     assert page("[state.step, player.isPaused]") == [12, True]
     page.click("#forth")
     wait_for(page, "location.hash === '#step=13'")
@@ -423,10 +424,12 @@ def test_a_link_leads_to_a_step_and_follows_the_place(open_page):
     wait_for(page, "location.hash === ''")
 
 
-def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path):
+def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monkeypatch):
+    """The file of `draw.py page` is opened from the disk."""
     told = small_record()
-    text = jsonl(lines_of(told))
-    page = open_page(inside=f'<script type="application/json" id="record">{text}</script>')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.jsonl").write_text(jsonl(lines_of(told)))
+    page = open_page(draw_page("run.jsonl")["file"].absolute().as_uri())
     assert page("tape.lines.length") == len(told)
     wait_for(page, "document.body.classList.contains('replay')")
     assert not page.is_visible("#talk")
@@ -1395,7 +1398,7 @@ def test_a_large_pool_does_not_stutter(open_page, capsys):
     While a record of 32,768 blocks is replayed at 120 lines a second, a frame draws what has
     changed, not the pool. Its milliseconds are told, and not judged: they are the machine's.
     """
-    page = open_page(f"{ORIGIN}/?replay=/record.jsonl", large_record())
+    page = open_page(told=large_record())
     page("seek(300)")
     page("(player.speed = 120, player.isPaused = false)")
     (whole, _), *frames = page(FRAMES, 300)  # after a seek all is drawn

@@ -8,9 +8,11 @@ import pytest
 import bench
 import serve
 import train
+from assets.commands import build_parser
 from common import FOREIGN, add_flag, announce, plural
 
-TRAIN, BENCH = train.build_parser().parse_args, bench.build_parser("", bench.COMMANDS).parse_args
+TRAIN = train.build_parser().parse_args
+BENCH = build_parser("", bench.COMMANDS, bench.FLAGS).parse_args
 FLAG = "unrecognized arguments: "
 BATCH = "--batch-sise 4"
 SEQS = "--max-num-seqs"

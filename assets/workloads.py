@@ -1,0 +1,200 @@
+"""
+Models and requests to measure, and how their time is taken; for bench.py, assets/draw.py and
+walkthrough.py.
+
+    model = build_model("gpt2-124M", DEVICE)
+    work = offline_workload(16, scale_for(model.config), model.config.vocab_size)
+    seconds, answers = timed(Engine(model), work)
+    tokens_in, tokens_out = num_tokens(work)
+
+Weights are random: the figures depend on the shape alone. Seeds are fixed.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from random import Random
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from checkpoint import load_checkpoint, serving_dtype
+from engine.engine import Engine
+from model import GPT, GPTConfig, RMSNorm, Rope
+from params import SamplingParams
+
+Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
+Answers = list[list[int]]  # token ids
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+small = partial(GPTConfig, vocab_size=65, context_length=256)
+llama = partial(GPTConfig, context_length=4096, norm="rms", rope={0: Rope(5e5)})
+llama = partial(llama, bias=False, activation="silu", gated=True)
+qwen3 = partial(llama, head_size=128, qk_norm=True)
+MODELS = {
+    "1M": small(n_layer=4, n_head=4, n_embd=128),
+    "10M": small(n_layer=6, n_head=6, n_embd=384),
+    "gpt2-124M": GPTConfig(context_length=2048),
+    "smollm2-135M": llama(49152, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, n_inner=1536),
+    "llama-3.2-1B": llama(128256, n_layer=16, n_head=32, n_embd=2048, n_kv_head=8, n_inner=8192),
+    "qwen3-0.6B": qwen3(151936, n_layer=28, n_head=16, n_embd=1024, n_kv_head=8, n_inner=3072),
+}
+
+
+def build_model(name: str, device="cpu") -> GPT:
+    """
+    A model directory's, or random weights of a shape in MODELS as if they were loaded: fp32 on a
+    CPU, bf16 on a GPU, but rms norms in fp32.
+    """
+    dtype = serving_dtype("auto", device)
+    if name not in MODELS:
+        return load_checkpoint(name, device, dtype)
+    torch.manual_seed(0)
+    model = GPT(MODELS[name]).eval().requires_grad_(False).to(device, dtype)
+    for module in model.modules():
+        if isinstance(module, RMSNorm):
+            module.float()
+    return model
+
+
+# --------------------------------------------------------------------------------------------------
+# Requests
+
+
+def random_tokens(rng: Random, n: int, V: int) -> list[int]:
+    return [rng.randrange(V) for _ in range(n)]
+
+
+def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
+    """n requests of the same size, with random prompts."""
+    rng = Random(seed)
+    prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
+    return [(prompt, tokens_out) for prompt in prompts]
+
+
+def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
+    """
+    The offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in and as many out. Or the
+    first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
+    """
+    rng = Random(seed)
+    prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
+    work = []
+    for prompt in prompts:
+        kept = prompt[: len(prompt) // scale]
+        tokens = [token % V for token in kept]
+        work.append((tokens, rng.randint(100, 1024) // scale))
+    return work[:n]
+
+
+def scale_for(config: GPTConfig) -> int:
+    """The divisor that makes the offline workload's lengths fit into the model's context."""
+    longest = 2048  # prompt and answer
+    return max(1, math.ceil(longest / config.context_length))
+
+
+def num_tokens(work: Work) -> tuple[int, int]:
+    """Tokens in and tokens out."""
+    prompts, answers = zip(*work, strict=True)
+    return sum(map(len, prompts)), sum(answers)
+
+
+def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
+    """For an answer of exactly n tokens, greedy by default."""
+    return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
+
+
+def let_decode(engine: Engine, n: int, context: int, choices=1):
+    """
+    Drop what the engine has, and bring it to where n requests decode at this context length, so
+    many of them choices of one prompt.
+    """
+    for id in list(engine.requests):
+        engine.abort(id)
+    while engine.has_work:
+        engine.step()
+    room = engine.config.context_length - context
+    work = even_workload(n // choices, context, room, engine.config.vocab_size)
+    for i, (prompt, _) in enumerate(work):
+        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i), n=choices)
+    while engine.scheduler.waiting or engine.scheduler.prefilling:
+        engine.step()
+
+
+# --------------------------------------------------------------------------------------------------
+# Timing
+
+
+def ms(seconds: float, digits=3) -> float:
+    """Milliseconds, rounded."""
+    return round(1e3 * seconds, digits)
+
+
+def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> float:
+    """
+    Median seconds of call(), after one warm-up. `before` is called before each, and not counted; by
+    default it does nothing.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        before()
+        started = perf_counter()
+        call()
+        times.append(perf_counter() - started)
+    return median(times[1:])
+
+
+def graph_us(call: Callable, number: int) -> float:
+    """
+    Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
+    0 .. number - 1, so that the GPU waits for no launch; each should read data of its own, so that
+    none of it is in the L2 cache.
+    """
+    for i in range(number):
+        call(i)  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(number):
+            call(i)
+    times = []
+    for _ in range(16):
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / number)
+    return median(times[1:])
+
+
+def read_bandwidth(device="cpu") -> float:
+    """Bytes per second at which memory is read: the sum of a tensor too large for any cache."""
+    if device == "cpu":
+        x = torch.ones(2**26)
+        seconds = median_seconds(x.sum, 10)
+    else:
+        x = torch.ones(2**30, device=device)
+        seconds = 1e-6 * graph_us(lambda i: x.sum(), 4)
+    return x.nbytes / seconds
+
+
+def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
+    """
+    Seconds to serve requests that all wait at the start, and their answers. Asserts that all
+    prompts were computed and all answers have their length.
+    """
+    prompts = [prompt for prompt, _ in work]
+    params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
+    before = engine.counts()["prefill tokens"]
+    started = perf_counter()
+    answers = engine.generate(prompts, params, progress=False)
+    seconds = perf_counter() - started
+    computed = engine.counts()["prefill tokens"] - before
+    tokens_in, tokens_out = num_tokens(work)
+    assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
+    # more after a preemption
+    assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
+    return seconds, answers
