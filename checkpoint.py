@@ -37,6 +37,7 @@ from families import (
     without_nesting,
 )
 from model import GPT, GPTConfig, RMSNorm
+from ops.packed import Packed
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -214,7 +215,7 @@ def load_checkpoint(
         layer, _, kind = name.rpartition(".")
         module = model.get_submodule(layer)
         shape = ours[name].shape
-        if kind == "weight" and hasattr(module, "pack"):
+        if kind == "weight" and isinstance(module, Packed):
             weight = buffer[: shape.numel()].view(shape)
         else:
             weight = torch.empty(shape, dtype=ours[name].dtype, device=device)
@@ -244,8 +245,8 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 def give(module: nn.Module, kind: str, weight: torch.Tensor):
     """The tensor itself becomes the module's, unless it packs its weights (ops/packed.py)."""
-    if kind == "weight" and hasattr(module, "pack"):
-        module.pack(weight.detach())
+    if kind == "weight" and isinstance(module, Packed):
+        module.fill(weight.detach())
     else:
         module.load_state_dict({kind: weight}, strict=False, assign=True)
 

@@ -19,7 +19,7 @@ the flat token axis of a serving step.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from decimal import Decimal
 from functools import partial
 from typing import NamedTuple
@@ -78,7 +78,7 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.packed_for_cpu`
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     logprobs: Callable | None = None
@@ -345,9 +345,12 @@ class GPTConfig:
         return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
-        for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd"):
-            check_size(name, getattr(self, name))
-        check_size("n_layer", self.n_layer, 2**10)  # so many are made before a file is looked at
+        """Check the fields, and fill in those that are None."""
+        for names, *rule in RULES:
+            for name in names.split():
+                value = getattr(self, name)
+                if value is not None or getattr(GPTConfig, name) is not None:
+                    check_value(name, value, *rule)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_size is None:
@@ -355,39 +358,24 @@ class GPTConfig:
             check_multiple(self, "n_embd", "n_head")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
-        for name in ("n_kv_head", "head_size", "n_inner"):
-            check_size(name, getattr(self, name))
-        check_multiple(self, "n_head", "n_kv_head")
         self.windows = tuple(self.windows) or (0,) * self.n_layer
         if self.attention_scale is None:
             self.attention_scale = self.head_size**-0.5
         for name in ("qkv_bias", "proj_bias", "mlp_bias"):
             if getattr(self, name) is None:
                 setattr(self, name, self.bias)
-        self.check_values()
+        self.check_together()
 
-    def check_values(self):
-        for name in ("dropout", "norm_epsilon"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1:
-                raise ValueError(f"{name} is {value!r}: a number from 0 to below 1 is wanted")
-        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1e30:
-                raise ValueError(f"{name} is {value!r:.40}: a number of 0 or more is wanted")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type in (bool, bool | None) and type(value) is not bool:
-                raise ValueError(f"{f.name} is {value!r}: true or false is wanted")
+    def check_together(self):
+        """Raise ValueError for fields that do not go with each other."""
+        check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
-                raise ValueError(f"eos_token_id is {token!r}: {expected} is wanted")
+            expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
+            check_value("eos_token_id", token, WHOLE, 0, self.vocab_size, expected)
+        for window in self.windows:
+            check_value("sliding_window", window, WHOLE, 0, 2**31, "0 (none) or a whole number")
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
-        for window in self.windows:
-            if window != 0:
-                check_size("sliding_window", window)
         if self.rope and not self.rope.keys() >= set(self.windows):
             windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
             raise ValueError(f"{windows}: give each its positions")
@@ -401,11 +389,34 @@ class GPTConfig:
                 raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
 
 
-def check_size(name: str, size, limit: int = 2**31):
+WHOLE = (int,)
+NUMBER = (int, float)
+LAYERS = (WHOLE, 1, 2**10, "a whole number of at least 1, and below 1,024,")
+# What the fields must be: their types, the least value, the end (exclusive), the same in words. A
+# field whose default is None may also be None.
+RULES = [
+    ("n_layer", *LAYERS),
+    (
+        "vocab_size context_length n_head n_embd n_kv_head head_size n_inner",
+        *(WHOLE, 1, 2**31, "a whole number of at least 1, and below 2,147,483,648,"),
+    ),
+    ("dropout norm_epsilon", NUMBER, 0, 1, "a number from 0 to below 1"),
+    (
+        "attention_scale attention_softcap logit_softcap embedding_scale",
+        *(NUMBER, 0, 1e30, "a number of 0 or more"),
+    ),
+    (
+        "bias qkv_bias proj_bias mlp_bias post_norm qk_norm gated tied",
+        *((bool,), 0, 2, "true or false"),
+    ),
+]
+
+
+def check_value(name: str, value, types: tuple, low: float, end: float, expected: str):
+    """Raise ValueError unless low <= value < end and it is of one of the types."""
     # not isinstance, to which True is an int
-    if type(size) is not int or not 0 < size < limit:
-        expected = f"a whole number of at least 1, and below {limit:,},"
-        raise ValueError(f"{name} is {size!r}: {expected} is wanted")
+    if type(value) not in types or not low <= value < end:
+        raise ValueError(f"{name} is {value!r:.40}: {expected} is wanted")
 
 
 def check_multiple(config: GPTConfig, large: str, small: str):
