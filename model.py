@@ -19,7 +19,7 @@ the flat token axis of a serving step.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import partial
 from typing import NamedTuple
@@ -346,11 +346,11 @@ class GPTConfig:
 
     def __post_init__(self):
         """Check the fields, and fill in those that are None."""
-        for names, *rule in RULES:
-            for name in names.split():
-                value = getattr(self, name)
-                if value is not None or getattr(GPTConfig, name) is not None:
-                    check_value(name, value, *rule)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for kind in RULES:
+                if f.type == kind or (f.type == kind | None and value is not None):
+                    check_value(kind, f.name, value)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_size is None:
@@ -370,10 +370,12 @@ class GPTConfig:
         """Raise ValueError for fields that do not go with each other."""
         check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
-            expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
-            check_value("eos_token_id", token, WHOLE, 0, self.vocab_size, expected)
+            if type(token) is not int or not 0 <= token < self.vocab_size:
+                expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
+                raise ValueError(f"eos_token_id is {token!r}: {expected} is wanted")
         for window in self.windows:
-            check_value("sliding_window", window, WHOLE, 0, 2**31, "0 (none) or a whole number")
+            if window != 0:
+                check_value(int, "sliding_window", window)
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
         if self.rope and not self.rope.keys() >= set(self.windows):
@@ -389,34 +391,23 @@ class GPTConfig:
                 raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
 
 
-WHOLE = (int,)
-NUMBER = (int, float)
-LAYERS = (WHOLE, 1, 2**10, "a whole number of at least 1, and below 1,024,")
-# What the fields must be: their types, the least value, the end (exclusive), the same in words. A
-# field whose default is None may also be None.
-RULES = [
-    ("n_layer", *LAYERS),
-    (
-        "vocab_size context_length n_head n_embd n_kv_head head_size n_inner",
-        *(WHOLE, 1, 2**31, "a whole number of at least 1, and below 2,147,483,648,"),
-    ),
-    ("dropout norm_epsilon", NUMBER, 0, 1, "a number from 0 to below 1"),
-    (
-        "attention_scale attention_softcap logit_softcap embedding_scale",
-        *(NUMBER, 0, 1e30, "a number of 0 or more"),
-    ),
-    (
-        "bias qkv_bias proj_bias mlp_bias post_norm qk_norm gated tied",
-        *((bool,), 0, 2, "true or false"),
-    ),
-]
+# of each type of field: the types of its values, the least of them, the end (exclusive), in words
+RULES = {
+    int: ({int}, 1, 2**31, "a whole number of at least 1, and below {:,},"),
+    float: ({int, float}, 0, 1e30, "a number from 0 to below {:g}"),
+    bool: ({bool}, 0, 2, "true or false"),
+}
+# of these fields a lower end: so many layers are made before a file is looked at
+ENDS = {"n_layer": 2**10, "num_hidden_layers": 2**10, "dropout": 1, "norm_epsilon": 1}
 
 
-def check_value(name: str, value, types: tuple, low: float, end: float, expected: str):
-    """Raise ValueError unless low <= value < end and it is of one of the types."""
+def check_value(kind: type, name: str, value):
+    """Raise ValueError unless the value is right for a field of this name and type."""
+    types, least, end, expected = RULES[kind]
+    end = ENDS.get(name, end)
     # not isinstance, to which True is an int
-    if type(value) not in types or not low <= value < end:
-        raise ValueError(f"{name} is {value!r:.40}: {expected} is wanted")
+    if type(value) not in types or not least <= value < end:
+        raise ValueError(f"{name} is {value!r:.40}: {expected.format(end)} is wanted")
 
 
 def check_multiple(config: GPTConfig, large: str, small: str):

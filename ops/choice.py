@@ -45,9 +45,7 @@ TORCH = model.TORCH._replace(
     logprobs=sampling.logprobs,
     pack_weights=packed.converted,
 )
-BF16 = TORCH._replace(
-    name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear)
-)
+BF16 = TORCH._replace(name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear))
 TRITON = TORCH._replace(
     name="triton",
     embed=fused.embed,
