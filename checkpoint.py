@@ -214,11 +214,11 @@ def load_checkpoint(
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
         layer, _, kind = name.rpartition(".")
         module = model.get_submodule(layer)
-        shape = ours[name].shape
+        like = ours[name]
         if kind == "weight" and isinstance(module, Packed):
-            weight = buffer[: shape.numel()].view(shape)
+            weight = buffer[: like.numel()].view(like.shape)
         else:
-            weight = torch.empty(shape, dtype=ours[name].dtype, device=device)
+            weight = torch.empty_like(like, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
         if isinstance(module, RMSNorm):
