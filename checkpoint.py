@@ -218,7 +218,7 @@ def load_checkpoint(
         if kind == "weight" and isinstance(module, Packed):
             weight = buffer[: like.numel()].view(like.shape)
         else:
-            weight = torch.empty_like(like, device=device)
+            weight = torch.empty(like.shape, dtype=like.dtype, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
         if isinstance(module, RMSNorm):

@@ -79,7 +79,9 @@ NEEDS = {
 def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
     """The tables that work on such a device without cpu.c: the fastest first, then torch."""
     compiler = flex.cpp_compiler()
-    fastest = BF16 if dtype == torch.bfloat16 else TORCH
+    fastest = TORCH
+    if dtype == torch.bfloat16:
+        fastest = BF16
     if on_gpu:
         compiler = kernels.triton
         fastest = TRITON if kernels.triton else TORCH
@@ -141,7 +143,9 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")
-        gain = "many times" if dtype == torch.int8 else "two to four times"
+        gain = "two to four times"
+        if dtype == torch.int8:
+            gain = "many times"
         reason = f"as there is no C compiler {command!r}: with gcc it would be {gain} as fast"
     elif on_gpu and fastest is TORCH:
         reason = "as there is no package triton: with it the GPU would be many times as fast"

@@ -66,6 +66,10 @@ class Bf16Linear(Packed):
             weight = weight.clone()  # the caller's memory is used again
         self.make_room(weight)
 
+    def _apply(self, *_):
+        """Stay in bf16 when the rest of the model becomes fp32."""
+        return self
+
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
         if not self.weight.is_mkldnn:
@@ -220,9 +224,4 @@ def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = N
                 setattr(parent, name, packed(child, parts, child.bias))
     if layer is Int8Linear and isinstance(model.wte, nn.Embedding):
         model.wte = Int8Embedding(model.lm_head if model.config.tied else packed(model.wte))
-    for module in model.modules():
-        if not isinstance(module, Bf16Linear):
-            for weight in module.parameters(recurse=False):
-                if weight.is_floating_point():
-                    weight.data = weight.data.float()
-    return model
+    return model.float()
