@@ -37,6 +37,7 @@ from families import (
     without_nesting,
 )
 from model import GPT, GPTConfig, RMSNorm
+from ops.packed import Packed
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -213,11 +214,11 @@ def load_checkpoint(
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
         layer, _, kind = name.rpartition(".")
         module = model.get_submodule(layer)
-        shape = ours[name].shape
-        if kind == "weight" and hasattr(module, "pack"):
-            weight = buffer[: shape.numel()].view(shape)
+        like = ours[name]
+        if kind == "weight" and isinstance(module, Packed):
+            weight = buffer[: like.numel()].view(like.shape)
         else:
-            weight = torch.empty(shape, dtype=ours[name].dtype, device=device)
+            weight = torch.empty(like.shape, dtype=like.dtype, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
             part.copy_(saved.read(hub_name))
         if isinstance(module, RMSNorm):
@@ -244,8 +245,8 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 def give(module: nn.Module, kind: str, weight: torch.Tensor):
     """The tensor itself becomes the module's, unless it packs its weights (ops/packed.py)."""
-    if kind == "weight" and hasattr(module, "pack"):
-        module.pack(weight.detach())
+    if kind == "weight" and isinstance(module, Packed):
+        module.fill(weight.detach())
     else:
         module.load_state_dict({kind: weight}, strict=False, assign=True)
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from model import ACTIVATIONS, GPTConfig, Rope, check_size
+from model import ACTIVATIONS, GPTConfig, Rope, check_value
 
 
 class CheckpointError(ValueError):
@@ -263,7 +263,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
         raise unknown(family.names["activation"], name, ", ".join(ACTIVATIONS))
     if family is GPT2:
         return GPTConfig(**fields)
-    check_size("num_hidden_layers", fields["n_layer"], 2**10)
+    check_value(int, "num_hidden_layers", fields["n_layer"])
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
     if "attention_scale" in fields:  # Gemma

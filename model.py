@@ -78,7 +78,7 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.packed_for_cpu`
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     logprobs: Callable | None = None
@@ -350,9 +350,12 @@ class GPTConfig:
         return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
-        for name in ("vocab_size", "context_length", "n_layer", "n_head", "n_embd"):
-            check_size(name, getattr(self, name))
-        check_size("n_layer", self.n_layer, 2**10)  # so many are made before a file is looked at
+        """Check the fields, and fill in those that are None."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            for kind in RULES:
+                if f.type == kind or (f.type == kind | None and value is not None):
+                    check_value(kind, f.name, value)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.head_size is None:
@@ -360,39 +363,26 @@ class GPTConfig:
             check_multiple(self, "n_embd", "n_head")
         if self.n_inner is None:
             self.n_inner = 4 * self.n_embd
-        for name in ("n_kv_head", "head_size", "n_inner"):
-            check_size(name, getattr(self, name))
-        check_multiple(self, "n_head", "n_kv_head")
         self.windows = tuple(self.windows) or (0,) * self.n_layer
         if self.attention_scale is None:
             self.attention_scale = self.head_size**-0.5
         for name in ("qkv_bias", "proj_bias", "mlp_bias"):
             if getattr(self, name) is None:
                 setattr(self, name, self.bias)
-        self.check_values()
+        self.check_together()
 
-    def check_values(self):
-        for name in ("dropout", "norm_epsilon"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1:
-                raise ValueError(f"{name} is {value!r}: a number from 0 to below 1 is wanted")
-        for name in ("attention_scale", "attention_softcap", "logit_softcap", "embedding_scale"):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not 0 <= value < 1e30:
-                raise ValueError(f"{name} is {value!r:.40}: a number of 0 or more is wanted")
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.type in (bool, bool | None) and type(value) is not bool:
-                raise ValueError(f"{f.name} is {value!r}: true or false is wanted")
+    def check_together(self):
+        """Raise ValueError for fields that do not go with each other."""
+        check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
                 raise ValueError(f"eos_token_id is {token!r}: {expected} is wanted")
-        if len(self.windows) != self.n_layer:
-            raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
         for window in self.windows:
             if window != 0:
-                check_size("sliding_window", window)
+                check_value(int, "sliding_window", window)
+        if len(self.windows) != self.n_layer:
+            raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
         if self.rope and not self.rope.keys() >= set(self.windows):
             windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
             raise ValueError(f"{windows}: give each its positions")
@@ -406,11 +396,23 @@ class GPTConfig:
                 raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
 
 
-def check_size(name: str, size, limit: int = 2**31):
+# of each type of field: the types of its values, the least of them, the end (exclusive), in words
+RULES = {
+    int: ({int}, 1, 2**31, "a whole number of at least 1, and below {:,},"),
+    float: ({int, float}, 0, 1e30, "a number from 0 to below {:g}"),
+    bool: ({bool}, 0, 2, "true or false"),
+}
+# of these fields a lower end: so many layers are made before a file is looked at
+ENDS = {"n_layer": 2**10, "num_hidden_layers": 2**10, "dropout": 1, "norm_epsilon": 1}
+
+
+def check_value(kind: type, name: str, value):
+    """Raise ValueError unless the value is right for a field of this name and type."""
+    types, least, end, expected = RULES[kind]
+    end = ENDS.get(name, end)
     # not isinstance, to which True is an int
-    if type(size) is not int or not 0 < size < limit:
-        expected = f"a whole number of at least 1, and below {limit:,},"
-        raise ValueError(f"{name} is {size!r}: {expected} is wanted")
+    if type(value) not in types or not least <= value < end:
+        raise ValueError(f"{name} is {value!r:.40}: {expected.format(end)} is wanted")
 
 
 def check_multiple(config: GPTConfig, large: str, small: str):

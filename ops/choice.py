@@ -5,7 +5,7 @@ an engine is built.
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
     TORCH          model.TORCH, and torch for what serving adds: the reference, on any device
-    PACKED         packed weights, scaled dot-product attention of gathered K and V
+    BF16           torch on a CPU, matrices in bf16 (packed by oneDNN) and all else in fp32
     cpu            the operators of cpu.c, if there is a C compiler
     TRITON         fused kernels that read K and V where they are; CUDA graphs can hold a step
     DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
@@ -36,18 +36,14 @@ from ops import (
 
 TORCH = model.TORCH._replace(
     store_kv=gather.store_kv_torch,
-    attend=partial(gather.paged_attention_torch, attention=model.attention),
+    attend=gather.paged_attention_torch,
     prepare=gather.prepare_torch,
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     logprobs=sampling.logprobs,
     pack_weights=packed.converted,
 )
-PACKED = TORCH._replace(
-    name="packed",
-    attend=gather.paged_attention_torch,
-    pack_weights=packed.packed_for_cpu,
-)
+BF16 = TORCH._replace(name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear))
 TRITON = TORCH._replace(
     name="triton",
     embed=fused.embed,
@@ -80,9 +76,11 @@ NEEDS = {
 }
 
 
-def tables_for(on_gpu: bool) -> dict[str, Ops]:
+def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
     """The tables that work on such a device without cpu.c: the fastest first, then torch."""
-    fastest = PACKED
+    fastest = TORCH
+    if dtype == torch.bfloat16:
+        fastest = BF16
     if on_gpu:
         fastest = TRITON if kernels.triton else TORCH
     tables = {fastest.name: fastest, "torch": TORCH}
@@ -118,7 +116,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
         raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
-    tables = tables_for(on_gpu)
+    tables = tables_for(on_gpu, dtype)
     if attention in tables:
         return tables[attention], "as asked"
     can_call = not on_gpu and dtype in (torch.float32, torch.int8)
@@ -136,11 +134,11 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")
-        gain = "up to twice"
+        gain = "two to four times"
         if dtype == torch.int8:
             gain = "many times"
         reason = f"as there is no C compiler {command!r}: with gcc it would be {gain} as fast"
-    elif fastest is TORCH:
+    elif on_gpu and fastest is TORCH:
         reason = "as there is no package triton: with it the GPU would be many times as fast"
     else:
         reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"

@@ -13,8 +13,6 @@ size, b requests of a call with n queries each, C context length (padded).
 """
 
 from collections import defaultdict
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -146,22 +144,13 @@ def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     return kv
 
 
-def paged_attention_torch(
-    q: Tensor,
-    kv: Tensor,
-    attn: model.Attention,
-    batch: Batch,
-    attention: Callable = F.scaled_dot_product_attention,
-) -> Tensor:
+def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
     """
     Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables.
     The G query heads that share a KV head become G * n queries of it, so K and V are gathered once
-    and not repeated. `attention(q, k, v, attn_mask=, scale=)` is torch's, or `model.attention`,
-    which spells it out, and alone caps scores. Returns [T, H, D], zeros for padding.
+    and not repeated. Returns [T, H, D], zeros for padding.
     """
     _, H, D = q.shape
-    if attn.softcap:
-        attention = partial(model.attention, softcap=attn.softcap)
     pool = kv.view(-1, D)
     out = None
     for tokens, kv_rows, mask in batch.prepared[attn.window].calls:
@@ -171,7 +160,7 @@ def paged_attention_torch(
         queries = q[tokens].reshape(b, -1, Hk, G, D)  # [b, n, Hk, G, D]
         queries = queries.permute(0, 2, 3, 1, 4)  # [b, Hk, G, n, D]
         grouped = queries.flatten(2, 3).to(k.dtype)  # [b, Hk, G * n, D]
-        mixed = attention(grouped, k, v, attn_mask=mask, scale=attn.scale)
+        mixed = model.attention(grouped, k, v, mask, attn.scale, softcap=attn.softcap)
         mixed = mixed.view(queries.shape)  # [b, Hk, G, n, D]
         mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
         mixed = mixed.reshape(-1, H, D).to(q.dtype)

@@ -1,12 +1,12 @@
 """
-Linear layers for a CPU, in three layouts: fp32 in panels for cpu.c, 8-bit integers for cpu.c or
-torch, and packed by oneDNN for torch, which computes in bf16, and where there is no C compiler.
+Linear layers that a CPU computes with: fp32 in panels for cpu.c, 8-bit integers for cpu.c or torch,
+and bf16, packed by oneDNN for torch.
 
     model = converted(model, "int8")       # a copy with weights of 8-bit integers
-    model = packed_for_cpu(model)          # a copy, its matrices packed for oneDNN
-    model = packed_for_kernels(model)      # a copy, its matrices in panels for cpu.c
+    model = converted(model, layer=Bf16Linear)  # a copy with matrices in bf16, all else in fp32
+    model = packed_for_kernels(model)      # a copy with matrices in panels for cpu.c
 
-Of a model without weights (meta device) the copy has none either: `pack` gets them, one by one, as
+Of a model without weights (meta device) the copy has none either: `fill` gets them, one by one, as
 they are loaded (checkpoint.py).
 """
 
@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from model import GPT, RMSNorm
+from model import GPT
 
 # rows of x for which oneDNN chooses the layout; measured, other numbers differ little
 PACKED_FOR_ROWS = 64
@@ -28,52 +28,52 @@ PANEL = 32  # outputs whose weights are kept together, as in cpu.c
 ARENA = 2**26  # bytes that are asked for at once
 
 
-class Converted(nn.Module):
+class Packed(nn.Module):
     """
-    A linear layer that keeps its weights otherwise. `parts`: 2 for a gated one, whose halves have N
-    outputs each. Of weights [out, in] on the meta device it makes room for them; `pack` gets them.
+    A linear layer that keeps its weights in a layout of its own: `make_room` allocates them by the
+    shape of the weights [out, in], and `fill(weight)` copies these into it. `parts`: 2 for a gated
+    layer, whose halves have N outputs each.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, arena=None):
         super().__init__()
         self.parts = parts
         self.N = len(weight) // parts
-        self.bias = None
-        if bias is not None:
-            self.bias = nn.Parameter(bias.detach(), False)
-        weight = weight.detach()
-        self.make_room(weight, arena)
-        if hasattr(self, "pack") and not weight.is_meta:
-            self.pack(weight)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), False)
+        self.make_room(weight.detach(), arena)
 
 
-class UnpackedLinear(Converted):
-    """As PackedLinear where oneDNN packs no weights of this dtype: bf16 needs AVX-512."""
+def can_pack() -> bool:
+    """Return whether oneDNN is here and multiplies bf16, for which it wants AVX-512."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Bf16Linear(Packed):
+    """
+    A linear layer in bf16; x and the result are fp32. Its weights have the layout that oneDNN
+    multiplies fastest, if it can. No compiler is needed, and there are no gradients.
+    """
 
     def make_room(self, weight: Tensor, arena=None):
         self.weight = nn.Parameter(weight, False)
 
+    def fill(self, weight: Tensor):
+        if can_pack():
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        else:
+            weight = weight.clone()  # the caller's memory is used again
+        self.make_room(weight)
+
     def _apply(self, *_):
-        """In a model that becomes fp32 the weights keep their dtype."""
+        """Stay in bf16 when the rest of the model becomes fp32."""
         return self
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).float()
-
-
-class PackedLinear(UnpackedLinear):
-    """
-    A linear layer whose weights [out, in] are kept in the layout that oneDNN multiplies fastest, in
-    fp32 or bf16; x and the result are fp32. No compiler needed, and no gradients. On an AMD EPYC
-    with AVX-512, from 1 to 256 rows, packed fp32 is 2 to 3 times as fast as `F.linear` at width 768
-    (equally fast at one row of width 384), and packed bf16 1.1 to 1.9 times as fast as packed fp32.
-    """
-
-    def pack(self, weight: Tensor):
-        self.make_room(torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS))
-
-    def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.weight.dtype)
+        if not self.weight.is_mkldnn:
+            return F.linear(x, self.weight, self.bias).float()
         return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "").float()
 
 
@@ -105,14 +105,14 @@ def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
     return [rows for part in weight.chunk(parts) for rows in part.split(PANEL)]
 
 
-class PanelLinear(Converted):
+class PanelLinear(Packed):
     """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zeros behind the last."""
 
     def make_room(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
         self.weight = arena.zeros(panels, weight.shape[1], PANEL)
 
-    def pack(self, weight: Tensor):
+    def fill(self, weight: Tensor):
         for panel, rows in zip(self.weight, panels_of(weight, self.parts), strict=True):
             panel[:, : len(rows)] = rows.T
 
@@ -122,7 +122,7 @@ def largest_activation(K: int) -> int:
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
-class Int8Linear(Converted):
+class Int8Linear(Packed):
     """
     A linear layer of 8-bit weights [out, in], with one scale for each output and one for each
     input: some inputs are large and have small weights, which would be rounded to a few steps. Each
@@ -140,7 +140,7 @@ class Int8Linear(Converted):
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 
-    def pack(self, weight: Tensor):
+    def fill(self, weight: Tensor):
         """An input's scale is its largest weight, as a share of the largest of that output."""
         panels = []
         for rows in panels_of(weight, self.parts):
@@ -172,73 +172,33 @@ class Int8Linear(Converted):
         return y if self.bias is None else y + self.bias
 
 
-class Int8Embedding(nn.Module):
+class Int8Embedding(Packed):
     """An embedding with the weights of such a layer."""
 
     def __init__(self, layer: Int8Linear):
-        super().__init__()
+        nn.Module.__init__(self)
         self.weight = layer.weight
         self.scale = layer.scale
         self.columns = layer.columns
-        self.pack = layer.pack
+        self.fill = layer.fill
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.weight[tokens] * self.scale[tokens, None] * self.columns
 
 
-class ShortRMSNorm(nn.Module):
-    """
-    As model.RMSNorm of fp32, in four operations, where a CPU's F.rms_norm takes nine: a token has
-    two to four norms in each layer. x / sqrt(mean of x^2 + eps) is sqrt(n) x / sqrt(|x|^2 + n eps).
-    """
-
-    def __init__(self, norm: RMSNorm):
-        super().__init__()
-        n = len(norm.weight)
-        self.weight = nn.Parameter(norm.weight.float() * n**0.5)
-        self.register_buffer("least", torch.tensor((n * norm.eps) ** 0.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(self.least)
-        return (x / length).mul_(self.weight)
-
-
-def can_pack(weight: Tensor) -> bool:
-    """Whether oneDNN is here and packs weights of this dtype."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    if weight.dtype == torch.bfloat16:
-        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32
-
-
-def packed_for_cpu(model: GPT, quantize: str = "none") -> GPT:
-    """
-    A copy of the model for serving on a CPU with torch: its matrices packed, if oneDNN can, in the
-    dtype that they have, or quantized; all else is fp32.
-    """
-    packed = PackedLinear if can_pack(model.wte.weight) else UnpackedLinear
-    return converted(model, quantize, packed, short_norms=True)
-
-
 def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
-    """A copy of the model for cpu.c: with `PanelLinear`, or quantized."""
+    """Return a copy of the model for cpu.c: with `PanelLinear`, or quantized."""
     model = converted(model, quantize, PanelLinear)
     if model.config.tied:
         model.wte = model.lm_head
     return model
 
 
-def converted(
-    model: GPT,
-    quantize: str = "none",
-    layer: type[Converted] | None = None,
-    short_norms: bool = False,
-) -> GPT:
+def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
-    A copy of the model with such layers or, quantized, `Int8Linear` and `Int8Embedding`; all else
-    is fp32. If it has such already, their weights are shared. If neither is asked: the model.
-    `short_norms`: with `ShortRMSNorm`, once there are weights.
+    Return a copy of the model with such layers or, quantized, with `Int8Linear` and
+    `Int8Embedding`; all else is fp32. If it has such already, their weights are shared. If neither
+    is wanted: the model itself.
     """
     if quantize not in ("none", "int8"):
         raise ValueError(f"quantize is {quantize!r}: there is none and int8")
@@ -250,16 +210,18 @@ def converted(
     shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
     model = deepcopy(model, shared)
     arena = Arena()
+
+    def packed(linear: nn.Module, parts: int = 1, bias: Tensor | None = None) -> Packed:
+        new = layer(linear.weight, bias, parts, arena)
+        if not linear.weight.is_meta:
+            new.fill(linear.weight.detach())
+        return new
+
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 parts = 2 if name == "c_fc" and parent.gated else 1
-                setattr(parent, name, layer(child.weight, child.bias, parts, arena))
-            elif short_norms and isinstance(child, RMSNorm) and not child.weight.is_meta:
-                setattr(parent, name, ShortRMSNorm(child))
+                setattr(parent, name, packed(child, parts, child.bias))
     if layer is Int8Linear and isinstance(model.wte, nn.Embedding):
-        rows = model.lm_head
-        if not model.config.tied:
-            rows = Int8Linear(model.wte.weight, None, 1, arena)
-        model.wte = Int8Embedding(rows)
+        model.wte = Int8Embedding(model.lm_head if model.config.tied else packed(model.wte))
     return model.float()

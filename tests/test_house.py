@@ -29,8 +29,8 @@ ARGUMENTS = 8  # the most, without self
 # Each may import only those before it, also inside its functions.
 ORDER = [
     "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
-    "checkpoint", "kernels",
-    "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.packed", "ops.cpu",
+    "ops.packed", "checkpoint", "kernels",
+    "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
     "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
     "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
     "engine.matcher", "engine.grammar", "engine.engine", "engine.process",

@@ -25,7 +25,7 @@ from engine.sizing import packed_if_it_fits
 from model import GPT, GPTConfig
 from ops import packed
 from ops.choice import choose_ops
-from ops.packed import PackedLinear, UnpackedLinear, packed_for_cpu
+from ops.packed import Bf16Linear
 from params import SamplingParams, Settings
 
 ROOT = Path(__file__).parents[1]
@@ -81,19 +81,17 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         on_gpu()
 
 
-@pytest.mark.parametrize("attention", ["auto", "packed", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_weights_in_fp32_count_once(attention, monkeypatch):
     """
-    And where they are packed, one matrix beside, and for cpu.c zeros that fill up the head. Would
-    catch: a copy that the operators make and that is not counted, or the other way.
+    And for cpu.c one matrix beside, and zeros that fill up the head. Would catch: a copy that the
+    operators make and that is not counted, or the other way.
     """
     model = empty_model(GPTConfig(**LLAMA), torch.float32)
     enough = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
     ops, _ = choose_ops(attention)
-    if ops.name != "torch":
-        enough += 4 * LARGEST
     if ops.name == "cpu":
-        enough += 4 * (128 - 97) * 32
+        enough += 4 * (LARGEST + (128 - 97) * 32)
     check = partial(packed_if_it_fits, Settings(attention=attention), "cpu", model)
     set_memory(monkeypatch, enough)
     check()
@@ -135,13 +133,11 @@ def test_integers_count_once(tmp_path, monkeypatch):
 KINDS = {"gpt2": {}, "untied": LLAMA, "tied": LLAMA | {"tied": True, "mlp_bias": True}}
 
 
-@pytest.mark.parametrize("attention", ["auto", "packed", "unpacked", "torch"])
+@pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.quick("tied-*", "*-auto")
-def test_a_model_packed_while_loading_is_the_model(
-    kind, dtype, quantize, attention, tmp_path, monkeypatch
-):
+def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attention, tmp_path):
     """
     And its engine packs no more. Would catch: a matrix left as it was, a part of a stacked one,
     GPT-2's transposed, packed by itself; integers rounded by another's scale; a tied head of its
@@ -149,9 +145,6 @@ def test_a_model_packed_while_loading_is_the_model(
     """
     fields = KINDS[kind] | {"vocab_size": 2100}  # more than a panel
     save_checkpoint(random_model(**fields), tmp_path)
-    if attention == "unpacked":
-        attention = "packed"
-        monkeypatch.setattr(packed, "can_pack", lambda weight: False)
     settings = Settings(block_size=4, quantize=quantize, attention=attention)
     convert = partial(packed_if_it_fits, settings, "cpu")
     plain = load_checkpoint(tmp_path, dtype=DTYPES[dtype])
@@ -183,21 +176,22 @@ def same_state(ours: dict, theirs: dict) -> bool:
     return all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_serve_packs_each_matrix_once(quantize, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
+def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     """Would catch: all loaded first, and packed by the engine; or packed twice."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
     events = []
     read = SavedWeights.read
     monkeypatch.setattr(SavedWeights, "read", lambda *a: events.append("read") or read(*a))
-    for kind in packed.PanelLinear, packed.Int8Linear, packed.PackedLinear:
+    for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
 
-        def record(layer, weight, pack=kind.pack):
+        def record(layer, weight, fill=kind.fill):
             events.append(layer)
-            pack(layer, weight)
+            fill(layer, weight)
 
-        monkeypatch.setattr(kind, "pack", record)
+        monkeypatch.setattr(kind, "fill", record)
     flags = ["--model", str(tmp_path), "--device", "cpu", "--quantize", quantize]
+    flags += ["--dtype", dtype]
     serve.build_engine(serve.parse_args(flags))
     layers = [layer for layer in events if layer != "read"]
     assert len(layers) == len({*layers}) == 13 + (quantize == "int8")  # the embedding, too
@@ -240,7 +234,6 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
     [
         ("packed_for_kernels", "none"),
         ("packed_for_kernels", "int8"),
-        ("packed_for_cpu", "none"),
         ("converted", "int8"),
     ],
 )
@@ -269,8 +262,7 @@ def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
     peak, after, size = map(int, sizes)
     head = 9000 * 1024
     parameters = size if quantize == "int8" else size / 4
-    copies = pack == "packed_for_cpu"  # the embedding, as it is, beside the head
-    assert 84e6 < parameters - copies * head < 86e6
+    assert 84e6 < parameters < 86e6
     assert 0.9 * size < after <= size + 2**23
     assert peak <= size + 4 * head + 2**23
     assert is_without_compiler == "True"
@@ -326,36 +318,25 @@ def test_block_tables_are_as_long_as_texts_may_be():
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # norms in bf16, as nobody has
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("can_pack", [True, False])
-def test_packing_copies_only_what_it_packs(dtype, can_pack, monkeypatch):
+def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
     """
-    The whole model was copied first: three times the memory at the start. Matrices that cannot be
-    packed are the model's own. Without AVX-512 a bf16 model was served as it is, its norms and sums
-    between layers in bf16 as well: all but matrices is fp32.
+    Without AVX-512 a bf16 model was served as it is, its norms and sums between layers in bf16 as
+    well: all but matrices is fp32. The model stays what it was.
     """
     if not can_pack:
-        monkeypatch.setattr(packed, "can_pack", lambda weight: False)
-    model = random_model(**LLAMA | {"tied": True}).to(dtype)
-    kind = PackedLinear if packed.can_pack(model.wte.weight) else UnpackedLinear
+        monkeypatch.setattr(packed, "can_pack", lambda: False)
+    model = random_model(**LLAMA | {"tied": True}).bfloat16()
     tokens = torch.arange(9)[None]
     before = model(tokens)[0]
-    served = packed_for_cpu(model)
-    assert all(w.dtype == dtype and w.requires_grad for w in model.parameters())
+    served = packed.converted(model, layer=Bf16Linear)
+    assert all(w.dtype == torch.bfloat16 and w.requires_grad for w in model.parameters())
     assert torch.equal(model(tokens)[0], before)
-    embedding = model.wte.weight
-    assert model.lm_head.weight is embedding
-    others = [w for name, w in served.named_parameters() if "c_" not in name and "head" not in name]
-    assert {w.dtype for w in others} == {torch.float32}
-    assert not served.wte.weight.requires_grad
-    is_shared = served.wte.weight.data_ptr() == embedding.data_ptr()
-    assert is_shared == (dtype == torch.float32)
-    matrices = {model.h[0].mlp.c_fc.weight: served.h[0].mlp.c_fc, embedding: served.lm_head}
-    for weight, layer in matrices.items():
-        assert type(layer) is kind
-        if kind is UnpackedLinear:
-            assert layer.weight.dtype == dtype
-            assert layer.weight.data_ptr() == weight.data_ptr()
+    assert model.lm_head.weight is model.wte.weight
+    for name, weight in served.named_parameters():
+        is_matrix = "c_" in name or "head" in name
+        assert weight.dtype == (torch.bfloat16 if is_matrix else torch.float32)
+        assert not weight.requires_grad
     exact = deepcopy(model).float()(tokens)[0]
     error = (served(tokens)[0] - exact).abs().max()
-    assert kind is PackedLinear or error <= (before - exact).abs().max() + 1e-5
+    assert error <= (before - exact).abs().max() + 1e-5

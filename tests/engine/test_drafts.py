@@ -482,13 +482,12 @@ def test_a_record_has_the_copies_that_come_before_drafts(guesses_of):
     assert len(copies) == engine.scheduler.num_copies > 3
 
 
-@pytest.mark.parametrize("attention", ["torch", "packed"])
-def test_drafts_work_with_other_operators(attention):
+def test_drafts_work_with_other_operators():
     """Whose answers are hardly ever others, if not to the bit the same."""
     prompts = [3 * [i, i + 5, i + 2] for i in range(3)]
     answers = []
     for speculate in (False, True):
-        engine = new_engine(trained_model(), speculate=speculate, attention=attention)
+        engine = new_engine(trained_model(), speculate=speculate, attention="torch")
         answers.append([engine.generate([p], greedy(40), progress=False) for p in prompts])
     assert engine.speculator.num_right > 10
     assert answers[0] == answers[1]

@@ -41,8 +41,6 @@ from params import NO_TOKEN
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"]
-if DEVICE == "cpu":
-    BACKENDS.append("packed")
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
     BACKENDS += ["triton", "deterministic"]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -281,7 +279,7 @@ def cases() -> list[tuple[Shape, str]]:
 
 
 @pytest.mark.parametrize(("shape", "backend"), cases(), ids=str)
-@quick_on_a_cpu("*-torch", "*-packed", "*-float16-*", "*-W5-*", "*-W16-*", "*-S3-*", "*-Hk2-G3-*")
+@quick_on_a_cpu("*-torch", "*-float16-*", "*-W5-*", "*-W16-*", "*-S3-*", "*-Hk2-G3-*")
 def test_attention_through_permuted_block_tables(shape, backend):
     """
     Mask flipped or off by one, wrong block, wrong head of a group, stale slot read, requests or
@@ -478,11 +476,11 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert reason == "the fastest on a CPU"
     assert isinstance(ops.sample.__self__, cpu.CpuKernels)
     assert choose_ops("torch")[1] == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, packed"):
+    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch"):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"attention is (torch|packed) .*: leave it out"):
+        with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave it out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
     with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):

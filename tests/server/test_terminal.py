@@ -311,7 +311,7 @@ def test_a_slow_engine_says_why(run, monkeypatch):
     assert "compiler" not in run("--prompt", "x", "--raw", "--max-tokens", "1").err
     monkeypatch.setenv("CC", "nocc")
     err = run("--prompt", "x", "--raw", "--max-tokens", "1").err
-    assert "[packed, as there is no C compiler 'nocc': with gcc it would be up to twice" in err
+    assert "[torch, as there is no C compiler 'nocc': with gcc it would be two to four times" in err
 
 
 def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monkeypatch):
