@@ -121,7 +121,8 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
         keys = first_seen.clamp(min=0) + keys[:, : window + n - 1]
     real_keys = torch.minimum(keys, lens - 1)  # [b, C]
     blocks = batch.block_tables[requests].long().gather(1, real_keys // S)
-    rows = pool_rows(blocks * S + real_keys % S, kv)
+    slots = blocks * S + real_keys % S
+    rows = pool_rows(slots, kv)
     if positions.numel() == 1:  # one token, which sees all
         return Gather(tokens, rows, None)
     seen = model.may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
