@@ -233,20 +233,13 @@ class Request:
     # what overlap, windows, sampling and sharing add: first what the caller may set
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
-    stop_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
-    params: object = None  # what the engine needs to sample for this request
-    name: str = ""  # what its client calls it, for the record (engine/events.py)
-    choice: int = 0  # which answer to its prompt this is; enters the noise of sampling
-    grammar: object = None  # what its answer is held to (engine/grammar.py)
     # score the prompt's tokens, and with each so many of the likeliest; None: do not
     prompt_logprobs: int | None = None
 
     # then the scheduler's books
     row: int | None = None  # its place in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
-    # when it was first admitted, set by the engine; None: not yet, or it is a fork
-    admitted_time: float | None = None
     # tokens to compute before sampling: the prompt; after a preemption also what was generated
     prefill_target: int = 0
     num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
@@ -286,6 +279,10 @@ class Request:
     @property
     def is_fully_prefilled(self) -> bool:
         return self.prefill_cursor >= self.prefill_target
+
+    def stops_at(self, token: int) -> bool:
+        """Whether its answer ends with this token. The engine's requests know (engine/step.py)."""
+        return False
 
     def tokens_between(self, start: int, end: int) -> list[int | None]:
         """Tokens start..end-1 of prompt and answer, TO_COME included, without copying the rest."""
@@ -397,39 +394,40 @@ POLICIES = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key}
 
 @dataclass(slots=True)
 class Plan:
-    """The work of one step: which requests compute how many tokens."""
+    """
+    The work of one step: which requests compute how many tokens. Once the step is launched, nothing
+    in it changes any more.
+    """
 
-    step: int = 0  # its number, for traces
-    decodes: list[Request] = field(default_factory=list)  # one token each, with a draft more
-    # of decodes: tokens that are guessed to follow (engine/drafts.py)
-    drafts: dict[Request, list[int]] = field(default_factory=dict)
+    decodes: list[Request] = field(default_factory=list)  # one token each, and their guesses
+    # of decodes: tokens that are guessed to follow the last one, and checked by this step
+    guesses: dict[Request, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
     completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
-    sampled: list[Request] = field(default_factory=list)  # get a token: decodes, then completed
-    masked: list[Request] = field(default_factory=list)  # of these, with masks of their grammars
     # copy-on-write: new block -> the block it is a copy of, made before the step writes
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # got a row and a block table
     preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
     grown: list[Request] = field(default_factory=list)  # tables changed for their next token
     evicted: list[int] = field(default_factory=list)  # blocks taken out of the prefix cache
-    committed: list[int] = field(default_factory=list)  # blocks put into it, once it is resolved
+
+    @property
+    def sampled(self) -> list[Request]:
+        """The requests that get a token, or with guesses several."""
+        return self.decodes + self.completed
+
+    def num_sampled(self, request: Request) -> int:
+        """The tokens sampled for such a request: one after its last token and after each guess."""
+        return 1 + len(self.guesses.get(request, ()))
 
     @property
     def work(self) -> list[tuple[Request, int]]:
         """Each request that takes part, and how many of its tokens are computed."""
-        return [(r, 1 + len(self.drafts.get(r, ()))) for r in self.decodes] + self.chunks
+        return [(r, self.num_sampled(r)) for r in self.decodes] + self.chunks
 
     @property
     def num_tokens(self) -> int:
         return sum(n for _, n in self.work)
-
-    def forget(self, request: Request):
-        """Drop the step's results for this request, as if it had ended."""
-        ended = Request(request.id, [], 0)
-        for requests in (self.decodes, self.completed, self.sampled):
-            requests[:] = [ended if r is request else r for r in requests]
-        self.chunks = [(ended if r is request else r, n) for r, n in self.chunks]
 
 
 def setting(default, help: str, **more):
@@ -494,7 +492,7 @@ class Scheduler:
     """
     Decides what each step computes for which request, and owns every block. One step:
 
-        plan = scheduler.plan(step)       # admit, allocate, preempt; which requests compute what
+        plan = scheduler.plan()           # admit, allocate, preempt; which requests compute what
         ...                               # compute it, sample one token for each of plan.sampled
         scheduler.update(plan, tokens)    # append them, commit full blocks, free what finished
 
@@ -546,6 +544,7 @@ class Scheduler:
         self.peak_blocks = 0
         # where the first in the queue was not admitted: (blocks it needs, blocks spare)
         self.admission_shortfall: tuple[int, int] | None = None
+        self.committed: list[int] = []  # blocks that the last `resolve` put into the prefix cache
         self.checked: dict[int, CachedBlock] = {}  # blocks whose key `check` has found right
 
     @property
@@ -684,14 +683,13 @@ class Scheduler:
         than the budget), and prefill chunks get the rest of the budget. Allocates the blocks that
         the step writes. Raises RuntimeError if a request that is alone in the pool cannot grow.
         """
-        plan = Plan(step)
+        plan = Plan()
         self.admission_shortfall = None
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)
         if self.prefilling:
             self._plan_chunks(plan)
-        plan.sampled = plan.decodes + plan.completed
         allocator = self.block_allocator
         plan.evicted, allocator.evicted = allocator.evicted, []
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
@@ -831,13 +829,13 @@ class Scheduler:
         requests that finished, their blocks freed. In two halves, `advance` and `resolve`, so that
         an engine can plan a step while the one before still runs.
         """
-        if len(tokens) != len(plan.sampled):
+        sampled = plan.sampled
+        if len(tokens) != len(sampled):
             raise ValueError(
-                f"{len(tokens)} tokens for a plan that samples {len(plan.sampled)}: give one for "
-                "each"
+                f"{len(tokens)} tokens for a plan that samples {len(sampled)}: give one for each"
             )
         self.advance(plan)
-        return self.resolve(plan, tokens)
+        return self.resolve(plan, {r: [token] for r, token in zip(sampled, tokens, strict=True)})
 
     def advance(self, plan: Plan):
         """
@@ -846,50 +844,82 @@ class Scheduler:
         """
         for request in plan.decodes:  # the hot loop
             request.num_filled_slots += 1
-        for request, draft in plan.drafts.items():
-            request.num_filled_slots += len(draft)
         for request, n in plan.chunks:
             request.prefill_cursor += n
             request.num_filled_slots += n
             if request.is_fully_prefilled:
                 self.promote(request)
+        for request, guesses in plan.guesses.items():
+            request.num_filled_slots += len(guesses)
+            request.num_to_come += len(guesses)
+            request.generated_tokens += [TO_COME] * len(guesses)
         for request in plan.sampled:  # the hot loop
             request.num_to_come += 1
             request.generated_tokens.append(TO_COME)
             if len(request.generated_tokens) >= request.max_new_tokens:
                 self.move(request, "ending")
 
-    def resolve(self, plan: Plan, tokens: list[int]) -> list[Request]:
+    def resolve(self, plan: Plan, tokens: dict[Request, list[int]]) -> list[Request]:
         """
-        Call it once the step is done: puts its tokens in their places, and ends requests with their
-        last one; returns these. Full blocks are committed only now, when their K, V exist. Requests
-        that have ended since the step was planned are skipped: if steps overlap, a request that a
-        stop token ends has one more token under way, which is dropped.
+        Call it once the step is done: puts the tokens that it brought in their places, commits full
+        blocks, whose K, V exist only now, and ends requests with their last token; returns these.
+
+        A request with fewer tokens than were sampled goes back to the last of them: a guess was
+        wrong, or one is refused. A request that is left out gets none: it has gone back since the
+        step was launched. One that has ended is skipped: if steps overlap, a request that a stop
+        token ends has one more token under way, which is dropped.
         """
         S = self.block_size
+        self.committed = []
         finished = []
-        for request, n in plan.chunks:
+        for request, new in tokens.items():  # the hot loop
+            if not request.num_to_come:
+                continue
+            n = plan.num_sampled(request)
+            start = len(request.generated_tokens) - request.num_to_come
+            request.generated_tokens[start : start + n] = new
+            request.num_to_come -= n
+            if len(new) < n:
+                self._go_back(request)
             if request.row is not None:  # not preempted since
-                request.num_computed_slots += n
-                plan.committed += self.commit(request)
-        for request in plan.decodes:  # the hot loop
+                computed = request.num_tokens - request.num_to_come - 1  # all but the last known
+                request.num_computed_slots = computed
+                if computed % S == 0 or n > 1:
+                    self.committed += self.commit(request)
+            if new and request.stops_at(new[-1]):
+                request.finish_reason = "stop"
+                finished.append(request)
+            elif request.status == "ending" and not request.num_to_come:
+                request.finish_reason = "length"
+                finished.append(request)
+        for request, n in plan.chunks:
             if request.row is not None:
-                request.num_computed_slots = computed = request.num_computed_slots + 1
-                if computed % S == 0:
-                    plan.committed += self.commit(request)
-        for request, token in zip(plan.sampled, tokens):  # noqa: B905  the hot loop
-            if request.num_to_come:
-                request.generated_tokens[-request.num_to_come] = token
-                request.num_to_come -= 1
-                if token in request.stop_token_ids:
-                    request.finish_reason = "stop"
-                    finished.append(request)
-                elif request.status == "ending" and not request.num_to_come:
-                    request.finish_reason = "length"
-                    finished.append(request)
+                if request not in tokens:
+                    request.num_computed_slots += n
+                self.committed += self.commit(request)
         for request in finished:
             self.complete(request)
         return finished
+
+    def _go_back(self, request: Request):
+        """
+        Drop all tokens to come, later ones too, and the slots and blocks behind the last token,
+        which is the request's next input again.
+        """
+        num_known = request.num_generated - request.num_to_come
+        del request.generated_tokens[num_known:]
+        request.num_to_come = 0
+        if request.row is None:
+            return
+        request.num_filled_slots = request.num_tokens - 1
+        end = self.blocks_for(request.num_tokens)
+        self.block_allocator.free_blocks_for_request(request.block_table[end:])
+        del request.block_table[end:]
+        if request.status == "ending" and not request.is_done:
+            self.move(request, "active")
+        seen = request.block_table[self.first_block(request.num_filled_slots) :]
+        if self.block_allocator.sink in seen:
+            self._preempt(request)  # a later step has left a block that this position sees
 
     def commit(self, request: Request) -> list[int]:
         """
@@ -925,42 +955,12 @@ class Scheduler:
         """Its prompt is computed: from now on it decodes."""
         self.move(request, "active")
 
-    # -- a token that a grammar refuses ------------------------------------------------------------
-
     def hold(self, request: Request):
         """An active or ending request sits out until `release`."""
         self.move(request, "held")
 
     def release(self, request: Request):
         self.move(request, "active")
-
-    def go_back(self, request: Request, *plans: Plan):
-        """
-        The request's grammar refuses the token that the first of these plans has sampled; the
-        others are later steps under way. None of them counts for the request any more: it is held,
-        and then computes its last known token again. Call it before `resolve`.
-        """
-        for plan in plans:
-            plan.forget(request)
-        del request.generated_tokens[request.num_generated - request.num_to_come :]
-        request.num_to_come = 0
-        if request.row is None:  # preempted since
-            return
-        position = request.num_tokens - 1
-        request.num_filled_slots = position
-        request.num_computed_slots = position
-        self.give_back_unused(request)
-        plans[0].committed += self.commit(request)
-        if self.block_allocator.sink in request.block_table[self.first_block(position) :]:
-            self._preempt(request)  # a later step has left a block that this position sees
-        else:
-            self.hold(request)
-
-    def give_back_unused(self, request: Request):
-        """Free the request's blocks behind the slot of its last token."""
-        end = self.blocks_for(request.num_tokens)
-        self.block_allocator.free_blocks_for_request(request.block_table[end:])
-        del request.block_table[end:]
 
     def move(self, request: Request, status: str):
         """Move a request from the list of its status to that of another."""
@@ -1009,7 +1009,7 @@ class Scheduler:
         for name in ("generated_tokens", "block_table", "block_keys"):
             changes.setdefault(name, list(getattr(parent, name)))
         changes["row"] = self.free_rows.pop()
-        child = replace(parent, id=id, num_to_come=0, admitted_time=None, **changes)
+        child = replace(parent, id=id, num_to_come=0, **changes)
         child.num_computed_slots = child.num_filled_slots
         self.num_added += 1
         child.arrival_number = self.num_added

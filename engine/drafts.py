@@ -1,10 +1,9 @@
 """
 Speculative decoding without a draft model: the text so far guesses how it goes on.
 
-    plan = scheduler.plan(step)
-    speculator.plan_drafts(plan)                     # guess, in the room that the plan leaves
-    ...                                              # compute the step, guesses and all
-    places = speculator.take_drafts(plan, tokens)    # accept what was guessed right
+    drafts.planned(step)        # guess, in the room that the plan leaves
+    ...                         # compute the step, guesses and all
+    drafts.settled(step)        # keep the tokens up to the first wrong guess, and one more
 
 A step reads all weights even for one token, and hardly takes longer for a few. So if the last
 tokens of a text occurred in it before, the tokens that followed them there are its draft (prompt
@@ -16,21 +15,18 @@ are sampled at once:
 
 The noise of a token depends on its request's seed and on its position. So a wrong guess costs time,
 never a token, greedy or sampled; and where logits do not depend on the rows beside them (ops/cpu.c,
-ops/deterministic.py) a text is to the bit what it would be without drafts. A draft ends before the
-first token that the request's grammar forbids.
+ops/deterministic.py) a text is to the bit what it would be without drafts.
 
 A guess needs all tokens before it, but with overlap a step is planned before the last one is known.
 So the engine overlaps steps until the known tokens promise a draft, and then waits for each step
 before it plans the next, as long as there are drafts.
 """
 
-from itertools import takewhile
-
-from paged import TO_COME, Plan, Request, Scheduler
+from engine.step import Answer, Stage, Step
+from paged import Plan, Request
+from params import GREEDY
 
 MATCHED = 3  # the n of the n-grams: the last n tokens must have occurred in the text before
-MOST_ROWS = 8  # of a step with drafts, all requests together: ops/cpu.c multiplies 8 at once
-MOST_ROWS_ON_GPU = 16  # likewise: the smallest tiles of ops/linear.py have 16
 LONGEST_PAUSE = 64  # tokens without a draft, after many wrong guesses in a row
 
 
@@ -48,7 +44,6 @@ class GrowingText:
         self.length = 1  # of the next draft
         self.pause = 1  # tokens without a draft, after the next wrong guess
         self.pause_ends = 0  # once the text has so many tokens
-        self.promised = False  # whether the engine waits for a step because this text has a draft
 
     def guess(self, most: int) -> list[int]:
         """
@@ -86,66 +81,66 @@ class GrowingText:
             self.pause = min(LONGEST_PAUSE, 2 * self.pause)
 
 
-class Speculator:
-    """The drafts of an engine."""
+class Drafts(Stage):
+    """The drafts of an engine, if its settings want them."""
 
-    def __init__(self, scheduler: Scheduler, most_rows: int = MOST_ROWS):
-        self.scheduler = scheduler
-        self.most_rows = most_rows  # of a step with drafts
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.is_on = engine.settings.speculate
         self.texts: dict[Request, GrowingText] = {}
+        self.promised: set[Request] = set()  # the engine has waited for drafts of these
         self.num_guessed = 0  # tokens, and of these the right ones
         self.num_right = 0
 
-    def waits_for(self, plan: Plan) -> bool:
+    def stats(self) -> dict:
+        return {"guessed": self.num_guessed, "right": self.num_right}
+
+    def ended(self, request: Answer):
+        self.texts.pop(request, None)
+        self.promised.discard(request)
+
+    def waits_for(self, step: Step) -> bool:
         """
-        Whether this plan's step, which is under way, must end before the next one is planned: it
-        has drafts, or the known tokens of a text promise one.
+        Whether the step under way must end before the next one is planned: it has drafts, or the
+        known tokens of a text promise one.
         """
-        if plan.drafts:
-            return True
-        scheduler = self.scheduler
+        if not self.is_on or step.plan.guesses:
+            return self.is_on
+        scheduler = self.engine.scheduler
         room = self._room(scheduler.active)
         if room <= 0 or scheduler.prefilling:
             return False
-        for request in scheduler.active:
-            draft = self._guess(request, room)
-            self.texts[request].promised = bool(draft)
-        return any(self.texts[r].promised for r in scheduler.active)
+        self.promised = {r for r in scheduler.active if self._guess(r, room)}
+        return bool(self.promised)
 
-    def plan_drafts(self, plan: Plan):
+    def planned(self, step: Step):
         """
-        Add drafts to a plan that has decodes alone, as far as `most_rows`, the budget and free
-        blocks allow. `plan.sampled` then has a request once for each of its tokens.
+        Add guesses to a plan that has decodes alone, as far as the rows of a step, the budget and
+        free blocks allow.
         """
-        room = self._room(plan.decodes)
+        plan = step.plan
+        room = self._room(plan.decodes) if self.is_on else 0
         if room <= 0 or plan.chunks:
             return
         for request in plan.decodes:
             if request.num_to_come:
                 continue
             draft = self._guess(request, room)
-            if draft and request.grammar:
-                draft = request.grammar.allowed_part(draft)
             if draft:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
-            elif self.texts[request].promised:
-                self.texts[request].learn(0)
-            self.texts[request].promised = False
-        if plan.drafts:
-            plan.sampled = [r for r, n in plan.work for _ in range(n)]
-            allocator = self.scheduler.block_allocator
-            plan.evicted += allocator.evicted  # for the drafts
-            allocator.evicted = []
+        allocator = self.engine.scheduler.block_allocator
+        plan.evicted += allocator.evicted  # for the drafts
+        allocator.evicted = []
 
     def _room(self, decodes: list[Request]) -> int:
-        """How many tokens of drafts there is room for beside these decodes."""
-        return min(self.most_rows, self.scheduler.token_budget) - len(decodes)
+        """How many guesses there is room for beside these decodes."""
+        engine = self.engine
+        return min(engine.runner.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, room: int) -> list[int]:
-        """The draft of a request. Texts of ended requests are dropped when a new one comes."""
+        """The draft of a request."""
         if request not in self.texts:
-            self.texts = {r: text for r, text in self.texts.items() if r.status != "done"}
             self.texts[request] = GrowingText(request)
         wanted = min(room, request.max_new_tokens - request.num_generated - 1)
         return self.texts[request].guess(wanted)
@@ -153,55 +148,31 @@ class Speculator:
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
         """Put the draft into the plan, as much of it as there are free blocks for."""
         num_blocks = len(request.block_table)
-        num_slots = self.scheduler.extend(request, 1 + len(draft))
+        num_slots = self.engine.scheduler.extend(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
             plan.grown.append(request)
         if num_slots > 1:
-            plan.drafts[request] = draft[: num_slots - 1]
+            plan.guesses[request] = draft[: num_slots - 1]
 
-    def take_drafts(self, plan: Plan, tokens: list[int]) -> list[int]:
-        """
-        Accept the right tokens of each draft and forget the others. Call it between the scheduler's
-        `advance` and `resolve`. `tokens` were sampled for plan.sampled, which afterwards has each
-        request once. Returns, for each, the place of its last token in `tokens`; `plan.drafts`
-        keeps the tokens accepted before that one, none if the request was aborted meanwhile.
-        """
-        places = []
-        start = 0
-        for request in plan.decodes:
-            draft = plan.drafts.get(request, [])
-            n = num_right(draft, tokens[start:], request.stop_token_ids)
-            if request.grammar:  # `allowed_part` does not count a rule's tokens (max_tokens)
-                n = len([*takewhile(request.grammar.accept, draft[:n])])
-            if not request.num_to_come:
-                n = 0
-            places.append(start + n)
-            start += 1 + len(draft)
-            if draft:
+    def launched(self, step: Step):
+        """Waiting for a draft that did not come was as bad as a wrong guess."""
+        for request in self.promised - step.plan.guesses.keys():
+            if request in step.plan.decodes:
+                self.texts[request].learn(0)
+        self.promised = set()
+
+    def settled(self, step: Step):
+        """Keep the tokens that right guesses led to, and the one after the last of them."""
+        for request, draft in step.plan.guesses.items():
+            if request not in step.tokens:
                 self.num_guessed += len(draft)
-                plan.drafts[request] = draft[:n]
-            if draft and request.num_to_come:
-                self.num_right += n
-                self.texts[request].learn(n)
-                self._accept(request, plan, len(draft))
-        plan.sampled = plan.decodes.copy()
-        return places
-
-    def _accept(self, request: Request, plan: Plan, num_guessed: int):
-        """
-        The guesses that are left in the plan are right: they become known tokens, and one to come
-        follows them. The slots and blocks of the others are given back.
-        """
-        scheduler = self.scheduler
-        right = plan.drafts[request]
-        request.generated_tokens[-request.num_to_come :] = [*right, TO_COME]
-        request.num_to_come = 1
-        request.num_computed_slots += len(right)
-        request.num_filled_slots -= num_guessed - len(right)
-        if request.status == "ending" and not request.is_done:
-            scheduler.move(request, "active")
-        scheduler.give_back_unused(request)
-        plan.committed += scheduler.commit(request)
+                continue
+            tokens = step.tokens[request]
+            n = num_right(draft, tokens, request.stop_token_ids)
+            step.tokens[request] = tokens[: n + 1]
+            self.num_guessed += len(draft)
+            self.num_right += n
+            self.texts[request].learn(n)
 
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
@@ -217,18 +188,6 @@ def can_guess(request: Request) -> bool:
     False if the choice of a token needs more than its logits and its position, as the counts of a
     penalty or a grammar's mask before filters; and if its tokens are to be scored.
     """
-    params = request.params
-    if params is None:
-        return True
-    masked_first = request.grammar and params.filters
+    params = getattr(request, "params", GREEDY)
+    masked_first = params.grammar and params.filters
     return not (masked_first or params.penalises or params.logprobs is not None)
-
-
-def with_drafts(plan: Plan, last: list[tuple[Request, list]]) -> list[tuple[Request, list[int]]]:
-    """
-    The new tokens of each request: the accepted ones of its draft, then those in `last`, which has
-    no entry for a request whose grammar refused its last token.
-    """
-    drafts = dict(plan.drafts)
-    new = [(r, drafts.pop(r, []) + tokens) for r, tokens in last]
-    return new + [(r, draft) for r, draft in drafts.items() if draft]

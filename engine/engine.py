@@ -1,12 +1,13 @@
 """
-Requests in, tokens out: plan -> run -> update, a step at a time.
+Requests in, tokens out: plan -> launch -> resolve, a step at a time.
 
     engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
 The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the
-device, and the `Engine` ties both to requests that come and go: continuous batching. The server's
-loop is in process.py, the post's at the end of this file.
+device, and the `Engine` ties both to requests that come and go: continuous batching. Whatever else
+can happen to a step is done by stages (step.py). The server's loop is in process.py, the post's at
+the end of this file.
 """
 
 import random
@@ -16,17 +17,15 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from common import plural
-from engine.drafts import MOST_ROWS, MOST_ROWS_ON_GPU, Speculator, with_drafts
-from engine.events import Recorder
-from engine.grammar import soon
-from engine.runner import InFlight, Runner, StepResult, kv_dtype, sampling_row
+from engine.runner import Runner, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
+from engine.stages import STAGES
+from engine.step import Answer, Output, Step
 from kernels import Batch
 from model import GPT
 from ops.choice import TORCH
@@ -36,19 +35,7 @@ from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, bloc
 from params import NO_TOKEN, SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
-
-
-class Output(NamedTuple):
-    """The result of a step for one request. A score: see `runner.StepResult`."""
-
-    id: int | str
-    tokens: list[int]  # new ones; a stop token is included
-    finish_reason: str | None = None  # stop, length or error; None while it goes on
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
-    error: str | None = None
-    logprobs: list | None = None  # the score of the token
-    # with the first token, if asked: the scores of all of the prompt's tokens but the first
-    prompt_logprobs: list[list] | None = None
+BROKEN = "the model's logits are not numbers: its weights are broken"
 
 
 class Engine:
@@ -82,15 +69,10 @@ class Engine:
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
-        self.speculator = Speculator(self.scheduler, MOST_ROWS_ON_GPU if on_gpu else MOST_ROWS)
-        self.in_flight: InFlight | None = None
-        self.recorder: Recorder | None = None  # is sent what each step does
-        self.requests: dict[int | str, Request] = {}  # waiting or running
-        self.promised: dict[int | str, list[Request]] = {}  # other choices, still to be forked
-        self.prompt_scores: dict[int | str, list] = {}  # of requests whose prompt is being scored
-        self.constrained: list[Request] = []  # by grammars, until they end
-        # tokens that grammars were asked about, and that they refused
-        self.num_checked = self.num_refused = 0
+        self.stages = {name: stage(self) for name, stage in STAGES.items()}
+        self.in_flight: Step | None = None
+        self.requests: dict[int | str, Answer] = {}  # waiting or running
+        self.promised: dict[int | str, list[Answer]] = {}  # other answers, still to be forked
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.num_steps = 0
@@ -119,12 +101,12 @@ class Engine:
         prompt_logprobs: int | None = None,
         cache_salt: str = "",
         name: str = "",
-    ) -> Request:
+    ) -> Answer:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
         fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
-        candidates for each token. `name`: what a record calls it. Returns the queued request.
+        candidates for each token. `name`: what its client calls it. Returns the queued request.
         Raises ValueError at once, with the numbers, for what can never be served, and for an id
         that is in use.
         """
@@ -144,8 +126,8 @@ class Engine:
         eos = () if params.ignore_eos else self.config.eos_token_ids
         if params.grammar and not eos:
             raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
-        choice = partial(
-            Request,
+        answer = partial(
+            Answer,
             prompt_tokens=prompt_tokens,
             max_new_tokens=params.max_tokens,
             arrival_time=time.monotonic(),
@@ -155,21 +137,21 @@ class Engine:
             params=params,
             name=name,
         )
-        request = choice(id, prompt_logprobs=prompt_logprobs)
+        request = answer(id, prompt_logprobs=prompt_logprobs)
         self.scheduler.add_request(request)
-        self.requests[id] = request
         if n > 1:
-            self.promised[id] = [choice(f"{id}.{i}", choice=i) for i in range(1, n)]
-        if params.grammar:
-            self._hold_to_grammar(request)
+            self.promised[id] = [answer(f"{id}.{i}", index=i) for i in range(1, n)]
+        self._announce(request)
         return request
 
-    def _hold_to_grammar(self, request: Request):
-        request.grammar = request.params.grammar.copy()
-        self.constrained.append(request)
+    def _announce(self, request: Answer):
+        """It is in the scheduler: from now on it is one of the engine's."""
+        self.requests[request.id] = request
+        for stage in self.stages.values():
+            stage.added(request)
 
     def _check_ids(self, id: int | str, n: int):
-        in_use = {choice.id for choices in self.promised.values() for choice in choices}
+        in_use = {answer.id for answers in self.promised.values() for answer in answers}
         in_use.update(self.requests)
         for new in (id, *(f"{id}.{i}" for i in range(1, n))):
             if new in in_use:
@@ -194,13 +176,13 @@ class Engine:
                 "or lower max_tokens"
             )
 
-    def _fork_choices(self, first: Request):
+    def _fork_answers(self, first: Answer):
         """
-        Start the other choices of `first`, whose prompt was just computed (parallel sampling). A
-        fork shares all blocks of the prompt and computes only the prompt's last token again, which
-        gives the logits to sample from. Where nothing can be shared (no row is free, the first
-        choice has ended, the last block is full and committed) a choice waits like any request and
-        finds the blocks in the prefix cache.
+        Start the other answers to the prompt of `first`, which was just computed (parallel
+        sampling). A fork shares all blocks of the prompt and computes only the prompt's last token
+        again, which gives the logits to sample from. Where nothing can be shared (no row is free,
+        the first answer has ended, the last block is full and committed) an answer waits like any
+        request and finds the blocks in the prefix cache.
         """
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
@@ -210,35 +192,39 @@ class Engine:
         has_left = scheduler.block_allocator.sink in seen
         is_partial = first.num_committed * scheduler.block_size < P
         can_share = first.status == "active" and is_partial and not has_left
-        for choice in self.promised.pop(first.id):
+        for answer in self.promised.pop(first.id):
             if can_share and scheduler.free_rows:
-                choice = scheduler.fork(
+                answer = scheduler.fork(
                     first,
-                    choice.id,
-                    choice=choice.choice,
+                    answer.id,
+                    index=answer.index,
                     prompt_logprobs=None,
                     generated_tokens=[],
                     num_filled_slots=P - 1,
                     block_table=list(prompt_blocks),
+                    admitted_time=None,
                 )
-                self.runner.fill_rows(choice)
+                self.runner.fill_rows(answer)
             else:
-                scheduler.add_request(choice)
-            self.requests[choice.id] = choice
-            if choice.params.grammar:
-                self._hold_to_grammar(choice)
+                scheduler.add_request(answer)
+            self._announce(answer)
 
     def abort(self, id: int | str):
         """
         Forget a request, in any state, and free its blocks. One that has finished already is no
-        error. Choices that are not forked yet never are; the others have ids of their own.
+        error. Answers that are not forked yet never are; the others have ids of their own.
         """
         self.promised.pop(id, None)
-        self.prompt_scores.pop(id, None)
-        request = self.requests.pop(id, None)
+        request = self.requests.get(id)
         if request is not None:
             request.finish_reason = "abort"
             self.scheduler.complete(request)
+            self._forget(request)
+
+    def _forget(self, request: Answer):
+        del self.requests[request.id]
+        for stage in self.stages.values():
+            stage.ended(request)
 
     # -- a step ------------------------------------------------------------------------------------
 
@@ -252,44 +238,45 @@ class Engine:
             host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
             device                  [ step 1             ][ step 2                      ][ step 3 ..
 
-        If a draft is likely, the step under way is resolved first: a guess needs all tokens before
-        it. If a step fails, the requests that took part end with an error and the others go on.
+        A stage that must know all tokens has the step under way resolved first. If a step fails,
+        the requests that took part end with an error and the others go on.
         """
+        stages = self.stages.values()
         outputs = []
-        flight = self.in_flight
-        if flight and self.settings.speculate and self.speculator.waits_for(flight.plan):
+        before = self.in_flight
+        if before and any(stage.waits_for(before) for stage in stages):
             self.in_flight = None
-            outputs = self._resolve(flight)
-            if self.recorder:
-                self.recorder.end_step()
-        flight = None
+            outputs += self._resolve(before)
+            for stage in stages:
+                stage.between()
+        step = None
         try:
-            failed, flight = self._launch()
+            failed, step = self._launch()
             outputs += failed
         finally:
             # Also if Ctrl-C ended the launch: the next plan may admit a request again that this one
             # has preempted, and its chunk under way would then count for the new attempt.
             if self.overlap:
-                flight, self.in_flight = self.in_flight, flight
-            if flight is not None:
-                outputs += self._resolve(flight)
-        if self.recorder:
-            self.recorder.end_step()
+                step, self.in_flight = self.in_flight, step
+            if step is not None:
+                outputs += self._resolve(step)
+        for stage in stages:
+            stage.between()
         return outputs
 
-    def _launch(self) -> tuple[list[Output], InFlight | None]:
+    def _launch(self) -> tuple[list[Output], Step | None]:
         """
-        Plan a step and start it on the device. Returns it, or None where there is nothing to
-        compute; and the outputs of the requests that have failed with it.
+        Plan a step and start it on the device. Returns the outputs of the requests that have failed
+        with it, and the step, or None where there is nothing to compute.
         """
-        if self.scheduler.held:
-            self._release_held()
-        plan = self.scheduler.plan(self.num_steps)
-        if self.settings.speculate:
-            self.speculator.plan_drafts(plan)
+        stages = self.stages.values()
+        for stage in stages:
+            stage.begin()
+        plan = self.scheduler.plan()
+        step = Step(self.num_steps, plan)
+        for stage in stages:
+            stage.planned(step)
         if not plan.decodes and not plan.chunks:
-            if self.recorder and (plan.preempted or plan.grown):
-                self.recorder.planned(plan)
             return [], None
         self.num_steps += 1
         for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
@@ -298,21 +285,16 @@ class Engine:
         try:
             if self.settings.check:
                 self.scheduler.check(plan)
-            if self.constrained:
-                plan.masked = [r for r in plan.sampled if has_mask(r)]
-            flight = self.runner.launch(plan)
+            step.launched = self.runner.launch(plan)
+            for stage in stages:
+                stage.launched(step)
+            self.runner.send(step.launched)
         except BaseException as error:
-            return self._fail(plan, error), None
-        if self.recorder:
-            self.recorder.planned(plan)
+            return self._fail(step, error), None
         self.num_decode_tokens += len(plan.decodes)
         self.num_prefill_tokens += sum(n for _, n in plan.chunks)
         self.scheduler.advance(plan)
-        if self.overlap and self.constrained:
-            for r in plan.sampled:  # a mask needs the token before
-                if r.grammar and r.params.filters and r.status == "active":
-                    self.scheduler.hold(r)
-        return [], flight
+        return [], step
 
     def _note_delay(self, name: str, since: float) -> float:
         """For `stats`. Returns the time."""
@@ -320,148 +302,75 @@ class Engine:
         self.delays[name].append(now - since)
         return now
 
-    def _resolve(self, flight: InFlight) -> list[Output]:
-        """Wait for a step, update the scheduler, fork choices; the outputs of its requests."""
-        plan = flight.plan
+    def _resolve(self, step: Step) -> list[Output]:
+        """Wait for a step, and give its tokens to the scheduler. Returns its requests' outputs."""
+        plan = step.plan
         try:
-            result = self.runner.wait_for(flight)
+            tokens = self.runner.wait_for(step.launched)
         except BaseException as error:
-            return self._fail(plan, error)
-        if plan.drafts:
-            # a token is sampled again at its place, if its grammar refuses it
-            flight.places = self.speculator.take_drafts(plan, result.tokens)
-            tokens = [result.tokens[i] for i in flight.places]
-            # logits behind a wrong guess may be broken
-            pairs = zip(plan.sampled, tokens, strict=True)
-            failed = {r: result.failed[r] for r, token in pairs if token == NO_TOKEN}
-            result = result._replace(tokens=tokens, failed=failed)
-            self.num_decode_tokens += sum(map(len, plan.drafts.values()))
-        for request, (start, scores) in result.prompt_scores.items():
-            if self.requests.get(request.id) is request:  # not aborted since
-                kept = self.prompt_scores.setdefault(request.id, [])
-                kept[start:] = scores  # chunk by chunk; after a preemption, from 0 again
+            return self._fail(step, error)
         prefilled = [r for r in plan.completed if r.num_to_come]
-        if self.constrained:
-            self._check_grammars(flight, result)
-        # a request that was aborted since the launch has no token to come; `resolve` ends others
-        pairs = zip(plan.sampled, result.tokens, strict=True)
-        new = [(r, [token]) for r, token in pairs if r.num_to_come]
-        if plan.drafts:
-            new = with_drafts(plan, new)
-        for request in self.scheduler.resolve(plan, result.tokens):
-            del self.requests[request.id]
-        if self.recorder:
-            self.recorder.resolved(plan, new)
+        # without those that were aborted, or went back, since the launch
+        step.tokens = {r: new for r, new in tokens.items() if r.num_to_come}
+        for request in step.dropped:
+            step.tokens.pop(request, None)
+        for stage in self.stages.values():
+            stage.settled(step)
+        for request, new in step.tokens.items():
+            if NO_TOKEN in new:
+                step.failed.setdefault(request, BROKEN)
+        for request in step.failed:
+            del step.tokens[request]
+        for request in plan.guesses:
+            self.num_decode_tokens += max(0, len(step.tokens.get(request, ())) - 1)
+        finished = self.scheduler.resolve(plan, step.tokens)
         for request in prefilled:
-            num_known = request.num_generated - request.num_to_come
-            # one that is resumed after a preemption has had its first token; a fork has no time
-            if num_known == 1 and request.admitted_time is not None:
-                self._note_delay("prefilled", request.admitted_time)
-            if request.id in self.promised:
-                self._fork_choices(request)
+            self._after_prefill(request, step)
+        failed = [self._end_with(request, error) for request, error in step.failed.items()]
         if self.settings.check:
             self.scheduler.check()
-        if result.logprobs or result.failed or self.prompt_scores:
-            return [self._output(r, tokens, result) for r, tokens in new]
-        rest = (None, None, None)
-        return [  # the hot loop: of 256 outputs, Output(..) would take 25 us more than this
-            tuple.__new__(Output, (r.id, tokens, r.finish_reason, r.num_hit_tokens, *rest))
-            for r, tokens in new
-        ]
+        step.outputs = {
+            r: Output(r.id, new, r.finish_reason, r.num_hit_tokens)
+            for r, new in step.tokens.items()
+            if new
+        }
+        for stage in self.stages.values():
+            stage.resolved(step)
+        for request in finished:
+            self._forget(request)
+        return failed + list(step.outputs.values())
 
-    def _output(self, r: Request, tokens: list[int], result: StepResult) -> Output:
-        """The result of a step for a request. One that has failed is aborted."""
-        if r in result.failed:
-            self.abort(r.id)
-            r.finish_reason = "error"
-            return Output(r.id, [], "error", error=result.failed[r])
-        logprobs = result.logprobs.get(r)
-        prompt_logprobs = self.prompt_scores.pop(r.id, None)
-        hits = r.num_hit_tokens
-        return Output(r.id, tokens, r.finish_reason, hits, None, logprobs, prompt_logprobs)
+    def _end_with(self, request: Answer, error: str) -> Output:
+        self.abort(request.id)
+        request.finish_reason = "error"
+        return Output(request.id, [], "error", error=error)
 
-    def _fail(self, plan: Plan, error: BaseException) -> list[Output]:
+    def _after_prefill(self, request: Answer, step: Step):
+        """A step has computed its prompt: note its first token, and fork the other answers."""
+        num_known = request.num_generated - request.num_to_come
+        # one that is resumed after a preemption has had its first token; a fork has no time
+        is_first = num_known == 1 and bool(step.tokens.get(request))
+        if is_first and request.admitted_time is not None:
+            self._note_delay("prefilled", request.admitted_time)
+        if request.id in self.promised:
+            self._fork_answers(request)
+
+    def _fail(self, step: Step, error: BaseException) -> list[Output]:
         """
         Abort the requests that took part in a step that failed: what it wrote of their K, V and
         device state is unknown. Returns their outputs; Ctrl-C (BaseException) is raised again.
         """
-        took_part = dict.fromkeys([r for r, _ in plan.work] + plan.admitted)
-        failed = [r for r in took_part if self.requests.get(r.id) is r]  # not ended since
-        for request in failed:
-            self.abort(request.id)
-            request.finish_reason = "error"
-        if self.recorder:
-            self.recorder.failed()
+        took_part = dict.fromkeys([r for r, _ in step.plan.work] + step.plan.admitted)
+        reason = f"{type(error).__name__}: {error}"
+        # those that have not ended since
+        running = [r for r in took_part if self.requests.get(r.id) is r]
+        failed = [self._end_with(request, reason) for request in running]
+        for stage in self.stages.values():
+            stage.failed()
         if not isinstance(error, Exception):
             self.runner.follow_turn()
             raise error
-        return [Output(r.id, [], "error", error=f"{type(error).__name__}: {error}") for r in failed]
-
-    # -- grammars: check first, mask on a miss -----------------------------------------------------
-
-    def _check_grammars(self, flight: InFlight, result: StepResult):
-        """
-        Ask the grammars about the tokens that a step has brought, before anybody else sees them.
-        Those that are refused are sampled again from its logits, with masks. Where the logits are
-        gone (overlap) or a verdict or a mask is late, the request goes back by a token, and sits
-        out until its mask is there: the others never wait for it.
-        """
-        self.constrained = [r for r in self.constrained if r.status != "done"]
-        plan = flight.plan
-        refused = {}
-        asked = [
-            (i, r, token)
-            for i, (r, token) in enumerate(zip(plan.sampled, result.tokens, strict=True))
-            if r.grammar and r.num_to_come and r not in result.failed
-        ]
-        for _, r, token in asked:
-            r.grammar.offer(token)
-        deadline = soon()
-        for i, r, token in asked:
-            # once a mask was begun for a position, no token counts without it
-            is_masked = r in plan.masked
-            counts = is_masked or not r.grammar.wants_mask
-            if counts and r.grammar.accept(token, deadline):
-                continue
-            if is_masked:
-                result.failed[r] = r.grammar.failure()
-            else:
-                refused[r] = i
-        self.num_checked += len(asked)
-        self.num_refused += len(refused)
-        for r in refused:
-            r.grammar.begin_mask()
-        if refused and not self.overlap:
-            in_time = {r: i for r, i in refused.items() if r.grammar.has_mask}
-            if in_time:
-                self.runner.sample_again(flight, result, in_time)
-            for r, i in in_time.items():
-                del refused[r]
-                if result.tokens[i] == NO_TOKEN or not r.grammar.accept(result.tokens[i]):
-                    result.failed[r] = r.grammar.failure()
-        later = [self.in_flight.plan] if self.in_flight else []
-        for r in refused:
-            self.scheduler.go_back(r, plan, *later)
-        if refused and self.recorder:
-            self.recorder.failed()
-        for r in plan.sampled:
-            if r.grammar and r.params.filters:
-                r.grammar.begin_mask()
-
-    def _release_held(self):
-        """
-        Let the requests go on whose masks are there. Waits for the first where there is nothing
-        else to do.
-        """
-        known = [r for r in self.scheduler.held if not r.num_to_come]
-        ready = [r for r in known if not r.grammar.wants_mask or r.grammar.has_mask]
-        if not ready and len(known) == len(self.requests):
-            known[0].grammar.wait_for_mask(soon())
-            ready = [r for r in known if r.grammar.has_mask]
-        for r in ready:
-            self.scheduler.release(r)
-        if ready:
-            self.runner.fill_rows(*ready)
+        return failed
 
     # -- offline -----------------------------------------------------------------------------------
 
@@ -538,23 +447,19 @@ class Engine:
         delays = {name: list(values) for name, values in self.delays.items()}
         for values in self.delays.values():
             values.clear()
-        return {
+        stats = {
             "running": len(self.requests) - len(scheduler.waiting),
             "waiting": len(scheduler.waiting),
             "kv_usage": 1 - scheduler.block_allocator.num_free / self.num_blocks,
             "queries": scheduler.num_queried_tokens,
             "hits": scheduler.num_hit_tokens,
             "preemptions": scheduler.num_preemptions,
-            "guessed": self.speculator.num_guessed,
-            "right": self.speculator.num_right,
             "steps": self.num_steps,
             **delays,
         }
-
-
-def has_mask(r: Request) -> bool:
-    """Of its next position: with a token to come the mask there is that token's."""
-    return r.grammar is not None and r.grammar.has_mask and not r.num_to_come
+        for stage in self.stages.values():
+            stats |= stage.stats()
+        return stats
 
 
 # --------------------------------------------------------------------------------------------------

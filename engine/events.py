@@ -1,10 +1,10 @@
 """
 Records: what the engine does, line by line; written to a file, and sent to the page at /.
 
-    engine.recorder = Recorder(engine)
-    engine.recorder.listeners.append(print)     # a line for each step, as JSON
+    recorder = engine.stages["record"]
+    recorder.listen(print)                  # a line for each step, as JSON
 
-Without a Recorder nothing is computed. A record begins with a snapshot; each line after it has the
+Without listeners nothing is computed. A record begins with a snapshot; each line after it has the
 changes of a step: what its `Plan` says, and the block tables that differ.
 
     {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
@@ -24,8 +24,8 @@ from datetime import date
 from itertools import takewhile
 
 from common import say
-from paged import Plan, Request
-from params import NO_TOKEN
+from engine.step import Stage, Step
+from paged import Request
 
 VERSION = 2  # of the lines
 SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len", "window")
@@ -35,21 +35,26 @@ KEEP_SECONDS = 600  # for which lines are still published without listeners: pag
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
-class Recorder:
+class Recorder(Stage):
     """
-    Calls `listeners`, functions of a text, with each line. The engine calls `planned`, `resolved`
-    and `failed` during a step, and `end_step` after it. With `tokens` the lines have token ids,
-    which reveal text.
+    Calls `listeners`, functions of a text, with each line. With `has_tokens` the lines have token
+    ids, which reveal text.
     """
 
-    def __init__(self, engine, tokens: bool = False):
-        self.engine = engine
-        self.scheduler = engine.scheduler
-        self.has_tokens = tokens
+    def __init__(self, engine):
+        super().__init__(engine)
         self.listeners: list[Callable[[str], None]] = []
-        self.line = {}  # of the step under way
+        self.has_tokens = False
         self.time = -math.inf  # of the last line, in seconds since the engine was started
-        self._take_stock()
+
+    def listen(self, listener: Callable[[str], None], tokens: bool = False):
+        """Call it with each line from now on. The first listener decides whether of `tokens`."""
+        if not self.listeners:
+            self.has_tokens = tokens
+            self.scheduler = self.engine.scheduler
+            self.line = {}  # of the step under way
+            self._take_stock()
+        self.listeners.append(listener)
 
     def _take_stock(self):
         """Keep the present state, as a snapshot has it: later lines have the changes since."""
@@ -64,13 +69,17 @@ class Recorder:
 
     # -- what the engine calls ---------------------------------------------------------------------
 
-    def planned(self, plan: Plan):
+    def planned(self, step: Step):
         """
-        A step was started, and its tokens are not counted as filled yet; or a plan with nothing to
-        compute has preempted a request.
+        A step is about to start, and its tokens are not counted as filled yet; or a plan with
+        nothing to compute has preempted a request.
         """
-        if plan.decodes or plan.chunks:
-            self.line["step"] = plan.step
+        plan = step.plan
+        is_step = bool(plan.decodes or plan.chunks)
+        if not self.listeners or not (is_step or plan.preempted or plan.grown):
+            return
+        if is_step:
+            self.line["step"] = step.number
             if plan.decodes != self.decodes:
                 self.decodes = plan.decodes.copy()
                 self.line["decodes"] = numbers(plan.decodes)
@@ -91,23 +100,32 @@ class Recorder:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
         self.changed += plan.preempted + plan.admitted + plan.grown
 
-    def resolved(self, plan: Plan, new: list[tuple[Request, list[int]]]):
+    def resolved(self, step: Step):
         """The tokens of a step are known, and its full blocks committed."""
-        self.line |= {"resolved": plan.step, "sampled": sum(len(tokens) for _, tokens in new)}
-        drafts = [[r.arrival_number, len(draft)] for r, draft in plan.drafts.items() if draft]
-        self._add(drafts=drafts, committed=plan.committed)
+        if not self.listeners:
+            return
+        tokens = step.tokens
+        sampled = sum(map(len, tokens.values()))
+        self.line |= {"resolved": step.number, "sampled": sampled}
+        guesses = step.plan.guesses
+        right = {r: len(tokens[r]) - 1 for r in guesses if tokens.get(r)}
+        drafts = [[r.arrival_number, n] for r, n in right.items() if n]
+        self._add(drafts=drafts, committed=self.scheduler.committed)
         # what wrong guesses give back; one that has hung up may be told already
-        self.changed += [r for r in plan.drafts if r in self.tables]
+        self.changed += [r for r in guesses if r in self.tables]
         if self.has_tokens:
-            pairs = [(r.arrival_number, token) for r, tokens in new for token in tokens]
-            self._add(tokens=[pair for pair in pairs if pair[1] != NO_TOKEN])
+            self._add(tokens=[(r.arrival_number, t) for r, new in tokens.items() for t in new])
+        if not all(tokens.values()):  # a request went back, and waits
+            self.failed()
 
     def failed(self):
-        """A step failed: no line has what its plan moved, so a snapshot follows."""
+        """No line has what a step that failed has moved, so a snapshot follows."""
         self.lines_left = 0
 
-    def end_step(self):
+    def between(self):
         """Write the line of what has changed since the last one, if anything has."""
+        if not self.listeners:
+            return
         self._add_new()
         self._add_tables()
         self._add_ended()
@@ -226,7 +244,7 @@ def identity(r: Request) -> dict:
         "r": r.arrival_number,
         "name": r.name,
         "key": r.cache_salt.partition(":")[0],
-        "choice": r.choice,
+        "choice": r.index,
         "prompt": len(r.prompt_tokens),
         "max_tokens": r.max_new_tokens,
         "status": r.status,
@@ -256,7 +274,7 @@ class Publisher:
     """
 
     def __init__(self, engine, link):
-        self.engine = engine
+        self.recorder = engine.stages["record"]
         self.link = link
         self.is_on = False
         self.has_listeners = False
@@ -272,9 +290,7 @@ class Publisher:
         if self.is_on or not has_listeners:
             return
         self.is_on = True
-        if self.engine.recorder is None:
-            self.engine.recorder = Recorder(self.engine, tokens)
-        self.engine.recorder.listeners.append(self.lines.append)
+        self.recorder.listen(self.lines.append, tokens)
 
     def due_in(self) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
@@ -291,17 +307,14 @@ class Publisher:
             if has_room and self.is_up_to_date:
                 self.send(self.lines)
             elif has_room:
-                self.send([self.engine.recorder.snapshot()])
+                self.send([self.recorder.snapshot()])
             self.is_up_to_date = has_room
             self.lines.clear()
         if not self.has_listeners and now > self.left_at + KEEP_SECONDS:
             self.end()
 
     def end(self):
-        recorder = self.engine.recorder
-        recorder.listeners.remove(self.lines.append)
-        if not recorder.listeners:
-            self.engine.recorder = None
+        self.recorder.listeners.remove(self.lines.append)
         self.send([])
         self.is_on = self.is_up_to_date = False
 
@@ -331,7 +344,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
             say(f"--record {path} ends here: {error}")
             file.close()
 
-    engine.recorder = Recorder(engine, tokens)
-    engine.recorder.listeners.append(write)
+    recorder = engine.stages["record"]
+    recorder.listen(write, tokens)
     write(title(**fields))
-    write(engine.recorder.snapshot())
+    write(recorder.snapshot())

@@ -9,8 +9,8 @@ Check first, mask on a miss. A token is sampled as the argmax of scores plus noi
 is a function of the request's seed and the position. So if the grammar allows the winner among all
 tokens, it is also the winner among the allowed ones, bit for bit. To ask costs 4 to 10 us, a mask
 of the vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, and the
-position sampled again (`Engine._check_grammars`). top_k, top_p and min_p choose among what a mask
-leaves: with them, the next position's mask is begun as soon as a token is known.
+position sampled again (`Constraints`). top_k, top_p and min_p choose among what a mask leaves: with
+them, the next position's mask is begun as soon as a token is known.
 
 llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
 answers of a grammar gather until the first of them waits, and are sent together. A `Compiler`
@@ -45,7 +45,10 @@ from engine.matcher import (
     STEP_MIB,
     STEP_SECONDS,
 )
+from engine.step import Answer, Stage, Step
 from model import GPTConfig
+from paged import Request
+from params import NO_TOKEN
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
 KEPT_MIB = 256  # of compiled grammars, together
@@ -404,3 +407,119 @@ class Grammar:
 def soon() -> float:
     """Return the time until which a step waits for verdicts and masks."""
     return time.monotonic() + MASK_SECONDS
+
+
+# --------------------------------------------------------------------------------------------------
+# The stage: what grammars do to the engine's steps
+
+
+class Constraints(Stage):
+    """
+    The grammars of an engine's requests. A request whose token is refused goes back by that token,
+    and is held, sitting out, until its mask is there: the others never wait for it.
+    """
+
+    def __init__(self, engine):
+        super().__init__(engine)
+        self.grammars: dict[Request, Grammar] = {}
+        self.num_checked = 0  # tokens that grammars were asked about, and that they refused
+        self.num_refused = 0
+
+    def added(self, request: Answer):
+        if request.params.grammar:
+            self.grammars[request] = request.params.grammar.copy()
+
+    def ended(self, request: Answer):
+        self.grammars.pop(request, None)
+
+    def begin(self):
+        """
+        Let the requests go on whose masks are there. Waits for the first where there is nothing
+        else to do. A mask before filters needs the token before it, which with overlap is not known
+        yet: then a request is held from one token to the next.
+        """
+        engine = self.engine
+        scheduler = engine.scheduler
+        if engine.overlap:
+            for r in self.grammars:
+                if r.params.filters and r.status == "active" and r.num_to_come:
+                    scheduler.hold(r)
+        known = [r for r in scheduler.held if not r.num_to_come]
+        ready = [r for r in known if self._is_ready(r)]
+        if known and not ready and len(known) == len(engine.requests):
+            self.grammars[known[0]].wait_for_mask(soon())
+            ready = [r for r in known if self._is_ready(r)]
+        for r in ready:
+            scheduler.release(r)
+        if ready:
+            engine.runner.fill_rows(*ready)
+
+    def _is_ready(self, r: Request) -> bool:
+        grammar = self.grammars[r]
+        return not grammar.wants_mask or grammar.has_mask
+
+    def planned(self, step: Step):
+        """Drop guesses from the first that is forbidden on; choose who is sampled with a mask."""
+        guesses = step.plan.guesses
+        for r in [r for r in guesses if r in self.grammars]:
+            guesses[r] = self.grammars[r].allowed_part(guesses[r])
+            if not guesses[r]:
+                del guesses[r]
+        sampled = step.plan.sampled if self.grammars else []
+        # with a token to come the mask that is there is that token's
+        step.notes[self] = [
+            r
+            for r in sampled
+            if r in self.grammars and not r.num_to_come and self.grammars[r].has_mask
+        ]
+
+    def launched(self, step: Step):
+        masked = step.notes[self]
+        if masked:
+            masks = [self.grammars[r].mask for r in masked]
+            self.engine.runner.sample_masked(step.launched, masked, masks)
+
+    def settled(self, step: Step):
+        """
+        Ask the grammars about the tokens that a step has brought, before anybody else sees them.
+        Where one is refused, or its verdict is late, it and those after it are taken away, and the
+        request is held until the mask of that position is there.
+        """
+        for r in step.notes[self]:
+            if step.tokens.get(r) == [NO_TOKEN]:
+                step.failed[r] = self.grammars[r].failure()
+        sampled = step.tokens.items() if self.grammars else ()
+        asked = [r for r, new in sampled if r in self.grammars and NO_TOKEN not in new]
+        for r in asked:
+            self.grammars[r].offer(step.tokens[r][0])
+        deadline = soon()
+        for r in asked:
+            self._check(r, step, deadline)
+
+    def _check(self, r: Request, step: Step, deadline: float):
+        grammar = self.grammars[r]
+        tokens = step.tokens[r]
+        is_masked = r in step.notes[self]
+        # once a mask was begun for a position, no token counts without it
+        can_count = is_masked or not grammar.wants_mask
+        n = 0
+        while can_count and n < len(tokens) and grammar.accept(tokens[n], deadline):
+            n += 1
+        self.num_checked += 1
+        if n < len(tokens) and is_masked:
+            step.failed[r] = grammar.failure()
+        elif n < len(tokens):
+            self._refuse(r, step, n)
+        if r.params.filters:
+            grammar.begin_mask()
+
+    def _refuse(self, r: Request, step: Step, n: int):
+        """Take away the tokens after the first n, and the result of the later step under way."""
+        self.num_refused += 1
+        self.grammars[r].begin_mask()
+        step.tokens[r] = step.tokens[r][:n]
+        later = self.engine.in_flight
+        if later:
+            later.dropped.add(r)
+        if r.row is not None:  # not preempted since
+            self.engine.scheduler.hold(r)

@@ -14,15 +14,14 @@ import itertools
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.drafts import MOST_ROWS_ON_GPU
+from engine.step import Answer
 from model import GPT
 from ops import prefix
 from ops.choice import choose_ops
@@ -38,7 +37,7 @@ from ops.inputs import (
 )
 from ops.sampling import Row, SamplingRows
 from paged import KVBlockPool, Plan, Request
-from params import GREEDY, NO_TOKEN, Settings
+from params import GREEDY, Settings
 
 
 def kv_dtype(model: GPT) -> torch.dtype:
@@ -51,35 +50,33 @@ def kv_dtype(model: GPT) -> torch.dtype:
 
 
 @dataclass
-class InFlight:
-    """A step under way: its plan, and where its results arrive, in tensors on the host."""
+class Launched:
+    """A step on the device: its plan, and where its results are."""
 
     plan: Plan
-    places: list[int]  # of plan.sampled among the n decodes, with padding, and C chunks
-    logits: Tensor  # [n + C, V], on the device until the next step: for walkthrough.py
-    tokens: Tensor  # [n + C], or longer
-    sampled: Tensor  # [n + C] the same, on the device until the next step
-    # requests that want their token scored, and what `logprobs` gives for these tokens
-    sampled_scores: tuple[list[Request], list[Tensor]] = ((), ())
-    # request, start, and what `logprobs` gives for its prompt's tokens start + 1 ..
-    prompt_scores: list[tuple[Request, int, list[Tensor]]] = field(default_factory=list)
+    tokens: Tensor  # [n + C] on the device until the next step
+    logits: Tensor  # [n + C, V] likewise
+    hidden: Tensor  # [n + T, width] likewise, of the last layer
+    first_of_chunks: int  # n, decodes with padding: there begin the chunks' rows
+    places: list[int]  # of plan.completed in `tokens`
+    on_host: Tensor | None = None  # [n + C], or longer
     done: torch.cuda.Event | None = None
 
-
-class StepResult(NamedTuple):
-    """
-    The results of a step. A score: [log-probability of the token, ids of the likeliest tokens,
-    log-probabilities of these].
-    """
-
-    tokens: list[int]  # of plan.sampled, in its order; that of a `failed` request is no token id
-    failed: dict[Request, str]  # got no token, and why
-    logprobs: dict[Request, list]  # the score of the sampled token, of requests that asked
-    prompt_scores: dict[Request, tuple[int, list]]  # (start, scores of prompt tokens start + 1 ..)
+    def place_of(self) -> dict[Request, int]:
+        """The place in `tokens` of the first token of each request."""
+        places = {}
+        place = 0
+        for request in self.plan.decodes:
+            places[request] = place
+            place += self.plan.num_sampled(request)
+        return places | dict(zip(self.plan.completed, self.places, strict=True))
 
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
-BROKEN = "the model's logits are not numbers: its weights are broken"
+# Rows of a step that cost little more than one: the smallest tiles of ops/linear.py, and what
+# ops/cpu.c multiplies at once. So many tokens may be guessed, all requests together.
+CHEAP_ROWS_ON_GPU = 16
+CHEAP_ROWS = 8
 COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
 TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
 
@@ -154,7 +151,8 @@ class Runner:
         N = settings.max_num_seqs
         M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
         self.padding_row = N
-        most_rows = max(N, MOST_ROWS_ON_GPU) if settings.speculate else N
+        self.cheap_rows = CHEAP_ROWS_ON_GPU if device.type == "cuda" else CHEAP_ROWS
+        most_rows = max(N, CHEAP_ROWS_ON_GPU) if settings.speculate else N
         self.sampling = SamplingRows(N + 1, config.vocab_size, device)
         self.known = KnownRows(
             last_token=self.sampling.last_token,
@@ -164,8 +162,8 @@ class Runner:
             S=settings.block_size,
         )
         self.window = settings.window
-        self.S_with_drafts = settings.block_size if settings.speculate else 0  # for `pack`
-        self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
+        # for `pack`: tokens of decodes are given, as a request may have several
+        self.S_if_given = settings.block_size if settings.speculate else 0
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
@@ -202,10 +200,6 @@ class Runner:
         self.known.context_len[rows] = context_len
         self.fill_tables(requests)
         self.sampling.fill(*map(sampling_row, requests))
-        for r in requests:
-            self.scored_rows.discard(r.row)
-            if r.params is not None and r.params.logprobs is not None:
-                self.scored_rows.add(r.row)
 
     def fill_tables(self, requests: Iterable[Request]):
         """Fill the block tables of requests, padded with the sink to the longest."""
@@ -242,10 +236,10 @@ class Runner:
     # -- a step on the device ----------------------------------------------------------------------
 
     @torch.inference_mode()
-    def launch(self, plan: Plan) -> InFlight:
+    def launch(self, plan: Plan) -> Launched:
         """
-        Start to compute a plan: write the K, V of its tokens, sample, and bring the results to the
-        host.
+        Start to compute a plan: write the K, V of its tokens, and sample. `send` brings the tokens
+        to the host.
         """
         if plan.copies:  # copy-on-write, before the step writes into them
             to = upload(list(plan.copies), self.device)
@@ -255,52 +249,41 @@ class Runner:
             self.fill_rows(*plan.admitted)
         # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
         # where that is not enough: for prompts with a window, which get blocks chunk by chunk; for
-        # drafts, whose later tokens may see more new blocks; and for recorded steps.
+        # guesses, which may see more new blocks; and for recorded steps.
         changed = [r for r, _ in plan.chunks if self.window]
-        if self.recorded or plan.drafts:
+        if self.recorded or plan.guesses:
             changed += [r for r in plan.grown if r.row is not None]
         if changed:
             self.fill_tables(changed)
         shape = self.padded_shape(plan)
+        if self.recorded:
+            n = num_decode_rows(plan)
+            places = list(range(n, n + len(plan.completed)))
+            return Launched(plan, *self.compute(None, shape, plan), n, places)
         groups = None
-        if self.finder and not plan.chunks and not plan.drafts:
+        if self.finder and not plan.chunks and not plan.guesses:
             groups = self.finder.find(plan.decodes)
         if groups:
             shape = self.sharing_shape(shape.n)
-        places = list(range(num_decode_rows(plan)))
-        places += [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
-        on_host = None  # a graph sends its tokens itself
-        if self.recorded:
-            places = range(len(plan.sampled))
-            outputs = self.compute(None, shape, plan)
-        else:
-            constants = (self.padding_row, self.pool.sink, self.S_with_drafts)
-            packed = pack(plan, shape, *constants, groups or ())
-            if shape in self.graphs:
-                graph, *outputs = self.graphs[shape]
-                if packed != self.last_inputs:  # else the same requests decode on in their blocks
-                    upload(packed, self.device, to=self.static_inputs)
-                    self.last_inputs = packed
-                graph.replay()
-                on_host = next(self.sent)
-            else:
-                outputs = self.compute(upload(packed, self.device), shape, plan)
-        tokens, logits, x = outputs
-        if plan.masked or self.scored_rows:
-            place_of = dict(zip(plan.sampled, places, strict=True))
-        if plan.masked:
-            self.sample_masked({r: place_of[r] for r in plan.masked}, tokens, logits)
-        if on_host is None or plan.masked:
-            on_host = tokens.to("cpu", non_blocking=True)
-        flight = InFlight(plan, places, logits, on_host, tokens)
-        if self.scored_rows:
-            flight.sampled_scores = self.score_sampled(place_of, tokens, logits)
-        if plan.chunks:
-            flight.prompt_scores = self.score_prompts(plan, shape.n, x)
-        if tokens.is_cuda:
-            flight.done = torch.cuda.Event()
-            flight.done.record()
-        return flight
+        places = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        packed = pack(plan, shape, self.padding_row, self.pool.sink, self.S_if_given, groups or ())
+        if shape not in self.graphs:
+            outputs = self.compute(upload(packed, self.device), shape, plan)
+            return Launched(plan, *outputs, shape.n, places)
+        graph, *outputs = self.graphs[shape]
+        if packed != self.last_inputs:  # else the same requests decode on in their blocks
+            upload(packed, self.device, to=self.static_inputs)
+            self.last_inputs = packed
+        graph.replay()
+        return Launched(plan, *outputs, shape.n, places, on_host=next(self.sent))
+
+    def send(self, launched: Launched):
+        """Start to bring the tokens to the host, if a graph has not done so itself."""
+        if launched.on_host is None:
+            launched.on_host = launched.tokens.to("cpu", non_blocking=True)
+        if launched.tokens.is_cuda:
+            launched.done = torch.cuda.Event()
+            launched.done.record()
 
     def compute(self, packed: Tensor | None, shape: StepShape, plan: Plan | None = None):
         """
@@ -321,89 +304,58 @@ class Runner:
             x = self.model.hidden(batch, self.pool.kv)
             last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
             logits = self.model.logits(last, self.ops)
-        # a request without params is greedy, which asks for nothing
-        asked = [r.params for r in plan.sampled if r.params] if plan else None
+        # a plain request is greedy, which asks for nothing
+        asked = [getattr(r, "params", GREEDY) for r in plan.sampled] if plan else None
         sampled = self.ops.sample(logits, rows, positions, self.sampling, asked)
         return sampled, logits, x
 
-    def score_sampled(self, places: dict[Request, int], tokens, logits):
-        """
-        Start to score sampled tokens, each request's at its place. Returns the requests that want
-        it and, for these in order, the tensors of `logprobs`, under way to the host.
-        """
-        scored = {r: i for r, i in places.items() if r.row in self.scored_rows}
-        if not scored:
-            return (), ()
-        at = upload(list(scored.values()), self.device)
-        most = max(r.params.logprobs for r in scored)
-        return list(scored), to_host(self.ops.logprobs(logits[at], tokens[at], most))
-
     @torch.inference_mode()
-    def sample_masked(self, requests: dict[Request, int], tokens: Tensor, logits: Tensor):
-        """
-        Sample for these requests once more, each with its grammar's mask. They have places in
-        tokens [n + C], changed in place, and in logits [n + C, V].
-        """
-        at = upload(list(requests.values()), self.device)
+    def sample_masked(self, launched: Launched, requests: list[Request], masks: list[np.ndarray]):
+        """Sample for these requests once more, each among the tokens of its mask [V / 32] int32."""
+        place_of = launched.place_of()
+        at = upload([place_of[r] for r in requests], self.device)
         rows = upload([r.row for r in requests], self.device)
-        positions = upload([r.num_tokens - r.num_to_come for r in requests], self.device)
-        allowed = np.stack([r.grammar.mask for r in requests])
-        allowed = upload(torch.from_numpy(allowed), self.device, torch.int32)
+        positions = upload([r.num_tokens for r in requests], self.device)
+        allowed = upload(torch.from_numpy(np.stack(masks)), self.device, torch.int32)
+        tokens = launched.tokens
         self.sampling.uncount(rows, tokens[at])
         asked = [r.params for r in requests]
-        tokens[at] = self.ops.sample(logits[at], rows, positions, self.sampling, asked, allowed)
+        logits = launched.logits[at]
+        tokens[at] = self.ops.sample(logits, rows, positions, self.sampling, asked, allowed)
+        launched.on_host = None  # a graph has sent the others
 
-    def sample_again(self, flight: InFlight, result: StepResult, refused: dict[Request, int]):
-        """
-        From the logits of the last step, with masks, for requests whose tokens were refused: their
-        places in plan.sampled. Changes `result`.
-        """
-        places = {r: flight.places[i] for r, i in refused.items()}
-        self.sample_masked(places, flight.sampled, flight.logits)
-        tokens = flight.sampled.tolist()
-        for r, i in refused.items():
-            result.tokens[i] = tokens[places[r]]
-        scores = self.score_sampled(places, flight.sampled, flight.logits)
-        scores = scores_by_request(*scores)
-        result.logprobs.update(scores)
+    @torch.inference_mode()
+    def sampled_logprobs(self, launched: Launched, places: list[int], most: int) -> list[Tensor]:
+        """Start `logprobs` of the tokens at these places, with `most` candidates of each."""
+        at = upload(places, self.device)
+        return to_host(self.ops.logprobs(launched.logits[at], launched.tokens[at], most))
 
-    def score_prompts(self, plan: Plan, first: int, x) -> list[tuple[Request, int, list]]:
-        """
-        Start to score prompts, whose chunks begin at row `first` of the hidden states x [n + T,
-        width]. Returns (request, start, the scores of its prompt tokens start + 1 .., under way to
-        the host) of each.
-        """
-        scores = []
-        for request, n in plan.chunks:
-            count = num_scored(request, n)
-            if count:
-                start = request.prefill_cursor
-                targets = request.prompt_tokens[start + 1 : start + 1 + count]
-                targets = upload(targets, self.device)
-                logits = self.model.logits(x[first : first + count], self.ops)
-                tensors = self.ops.logprobs(logits, targets, request.prompt_logprobs)
-                scores.append((request, start, to_host(tensors)))
-            first += n
-        return scores
+    @torch.inference_mode()
+    def prompt_logprobs(
+        self, launched: Launched, rows: slice, targets: list[int], most: int
+    ) -> list[Tensor]:
+        """Start `logprobs` of these tokens, after the hidden states in these rows."""
+        logits = self.model.logits(launched.hidden[rows], self.ops)
+        return to_host(self.ops.logprobs(logits, upload(targets, self.device), most))
 
-    def wait_for(self, flight: InFlight) -> StepResult:
-        """Wait until a step is done. Returns its results."""
-        if flight.done:
-            flight.done.synchronize()
-        plan = flight.plan
-        computed = flight.tokens.tolist()
-        n = num_decode_rows(plan)
-        tokens = computed[:n] + [computed[i] for i in flight.places[n:]]
-        result = StepResult(tokens, {}, {}, {})
-        if NO_TOKEN in tokens:
-            pairs = zip(plan.sampled, tokens, strict=True)
-            for r, token in pairs:
-                if token == NO_TOKEN:
-                    result.failed[r] = r.grammar.failure() if r in plan.masked else BROKEN
-        result.logprobs.update(scores_by_request(*flight.sampled_scores))
-        for request, start, tensors in flight.prompt_scores:
-            result.prompt_scores[request] = start, rows_of(tensors)
-        return result
+    def wait_for(self, launched: Launched) -> dict[Request, list[int]]:
+        """
+        Wait until a step is done. Returns the tokens of each request of plan.sampled, one after
+        each of its guesses, right or wrong; NO_TOKEN where the logits are no numbers.
+        """
+        if launched.done:
+            launched.done.synchronize()
+        plan = launched.plan
+        computed = launched.on_host.tolist()
+        tokens = {}
+        start = 0
+        for request in plan.decodes:  # the hot loop
+            end = start + plan.num_sampled(request)
+            tokens[request] = computed[start:end]
+            start = end
+        for request, place in zip(plan.completed, launched.places, strict=True):
+            tokens[request] = [computed[place]]
+        return tokens
 
     # -- CUDA graphs -------------------------------------------------------------------------------
 
@@ -478,35 +430,8 @@ def to_host(tensors) -> list[Tensor]:
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
-def rows_of(tensors: list[Tensor]) -> list[list]:
-    """Tensors [R, ..] as R lists, each with one row of all of them."""
-    columns = [tensor.tolist() for tensor in tensors]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def scores_by_request(requests: list[Request], tensors: list[Tensor]) -> dict[Request, list]:
-    """The score of each: the tensors have as many candidates as any of them wants."""
-    scores = {}
-    for request, score in zip(requests, rows_of(tensors), strict=True):
-        logprob, ids, candidates = score
-        most = request.params.logprobs
-        scores[request] = [logprob, ids[:most], candidates[:most]]
-    return scores
-
-
 def sampling_row(r: Request) -> Row:
-    params = r.params or GREEDY
-    seed = params.seed or 0
     texts = (r.prompt_tokens, r.generated_tokens)
-    return Row(r.row, params, seed, r.choice, *texts, r.stop_token_ids)
-
-
-def num_scored(request: Request, n: int) -> int:
-    """
-    How many of a request's next n prefill tokens predict a token of its prompt that is to be
-    scored.
-    """
-    # after a preemption, with tokens generated before it, the prompt was scored already
-    if request.prompt_logprobs is None or request.generated_tokens:
-        return 0
-    return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)
+    if not isinstance(r, Answer):
+        return Row(r.row, GREEDY, 0, 0, *texts, frozenset())
+    return Row(r.row, r.params, r.params.seed or 0, r.index, *texts, r.stop_token_ids)

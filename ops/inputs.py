@@ -8,7 +8,7 @@ From the scheduler's plan to the model's batch.
 
 Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
 token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these;
-with drafts, from tokens that the host gives, where it knows them: then a request has several rows.
+with guesses, from tokens that the host gives, where it knows them: then a request has several rows.
 Letters: n requests that decode, C prefill chunks with T tokens together, N rows, M blocks per
 table, S block size.
 """
@@ -28,7 +28,7 @@ from params import NO_TOKEN
 class StepShape(NamedTuple):
     """The sizes that a step is padded to."""
 
-    n: int  # decodes, tokens of drafts included
+    n: int  # decodes, guesses included
     C: int  # chunks
     T: int  # tokens of all chunks
     groups: int = 0  # of decodes that share a prefix (prefix.py); with some, there are no chunks
@@ -66,8 +66,8 @@ def sizes(shape: StepShape) -> StepInputs:
 
 
 def num_decode_rows(plan: Plan) -> int:
-    """One for each decode, and for each token of a draft."""
-    return len(plan.decodes) + sum(map(len, plan.drafts.values()))
+    """One for each decode, and for each guess."""
+    return len(plan.decodes) + sum(map(len, plan.guesses.values()))
 
 
 def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, groups=()) -> array:
@@ -95,7 +95,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
     """
     step = StepInputs(*([] for _ in StepInputs._fields))
     if S:
-        decodes = Plan(decodes=plan.decodes, drafts=plan.drafts)
+        decodes = Plan(decodes=plan.decodes, guesses=plan.guesses)
         inputs, _ = flat_inputs(decodes, S, [NO_TOKEN] * padding_row)
         for token, position, slot, row in inputs:
             step.rows.append(row)
@@ -139,7 +139,7 @@ def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[in
     last = []
     for request, n in plan.work:
         start = request.num_filled_slots
-        tokens = request.tokens_between(start, start + n) + plan.drafts.get(request, [])
+        tokens = request.tokens_between(start, start + n) + plan.guesses.get(request, [])
         first = request.num_tokens - 1  # the logits from here on choose new tokens
         for position, token in enumerate(tokens, start):
             if token is TO_COME:
@@ -191,7 +191,7 @@ def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
     The inputs of n decodes. In place: step.last_blocks are entered in known.block_tables, and
     known.context_len becomes that behind the token, but for the last row, padding's, where it stays
-    0. After a draft it is any of those behind its tokens: the next token is given.
+    0. After guesses it is any of those behind them: the next token is given.
     """
     last_token, context_len, block_tables, _, S = known
     rows = step.rows

@@ -8,9 +8,9 @@ import functools
 import random
 import zlib
 from collections import Counter
-from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 from simulated_runner import NoModel
 from virtual import Socket
 from wires import EOS, fake_score
@@ -19,7 +19,7 @@ from engine import engine, process
 from engine.events import Publisher
 from engine.grammar import Compiler
 from engine.link import Link
-from engine.runner import BROKEN, StepResult
+from engine.runner import Launched
 from params import NO_TOKEN, Settings
 
 
@@ -60,26 +60,29 @@ class Runner:
 
     def launch(self, plan):
         self.fail("launch", plan)
-        tokens = []
+        tokens = {}
         for request in plan.sampled:
-            said = script(tuple(request.prompt_tokens), request.params.seed, request.choice)
-            tokens.append(said[len(request.generated_tokens)])
-        return SimpleNamespace(plan=plan, tokens=tokens)
+            said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
+            tokens[request] = [said[len(request.generated_tokens)]]
+        n = len(plan.decodes)
+        return Launched(plan, tokens, None, None, n, range(n, len(plan.sampled)))
 
-    def wait_for(self, flight):
-        plan = flight.plan
-        tokens = flight.tokens
-        result = StepResult(tokens, {}, {}, {})
+    def send(self, launched):
+        pass
+
+    def wait_for(self, launched):
+        plan = launched.plan
         self.fail("collect", plan)
+        tokens = launched.tokens
         if self.fault == "logits" and tokens:
             self.has_failed(plan.sampled[:1])
-            tokens[0] = NO_TOKEN
-            result.failed[plan.sampled[0]] = BROKEN
-        for request, token in zip(plan.sampled, tokens, strict=True):
-            count = request.params.logprobs
-            if count is not None:
-                result.logprobs[request] = fake_score(token, count, logprob_of(token))
-        return result
+            tokens[plan.sampled[0]] = [NO_TOKEN]
+        return tokens
+
+    def sampled_logprobs(self, launched, places, most):
+        chosen = [launched.tokens[launched.plan.sampled[i]][0] for i in places]
+        scores = [fake_score(token, most, logprob_of(token)) for token in chosen]
+        return [np.array(column) for column in zip(*scores, strict=True)]
 
     def fail(self, where: str, plan):
         if self.fault == where:

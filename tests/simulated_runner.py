@@ -24,9 +24,8 @@ from zlib import crc32
 import torch
 
 from engine import engine as engine_module
-from engine.drafts import MOST_ROWS
 from engine.engine import Engine
-from engine.runner import Runner, num_scored, sampling_row
+from engine.runner import CHEAP_ROWS, Launched, Runner, sampling_row
 from model import GPTConfig
 from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
 from ops.prefix import GroupFinder, Groups, num_groups
@@ -130,20 +129,18 @@ class SimulatedRunner(Runner):
         self.window = settings.window
         self.pool = Pool(settings.num_blocks, settings.block_size)
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
-        self.S_with_drafts = settings.block_size if settings.speculate else 0
+        self.S_if_given = settings.block_size if settings.speculate else 0
         self.recorded = settings.speculate and not padded
         self.graphs = {}
         self.ring = None
-        self.decode_one = None
+        self.cheap_rows = CHEAP_ROWS
         self.padding_row = N  # all that follows is indexed by row
         self.context_len = [0] * (N + 1)
         self.last_token = [0] * (N + 1)
         self.key = [0] * (N + 1)
         most_blocks = -(-model.config.context_length // settings.block_size)
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
-        self.scored_rows: set[int] = set()
-        self.masked: set[Request] = set()
-        decodes = sorted({1, 2, 4, N, max(N, MOST_ROWS)}) if padded else []
+        decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
         self.finder = None if self.recorded or self.window else FindAll(G=16, S=self.block_size)
         self.sharing_shapes = []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
@@ -167,10 +164,6 @@ class SimulatedRunner(Runner):
             self.fill_tables([r])
             is_greedy = r.params.temperature == 0
             self.key[row] = noise_key(0, 0) if is_greedy else noise_key(seed, choice)
-            scored = r.params.logprobs is not None
-            self.scored_rows.discard(row)
-            if scored:
-                self.scored_rows.add(row)
 
     def fill_tables(self, requests):
         for r in requests:
@@ -178,18 +171,19 @@ class SimulatedRunner(Runner):
 
     def compute(self, packed, shape: StepShape, plan: Plan):
         """
-        All is written before anything is read. Returns the sampled tokens, and the texts before
-        them in place of logits.
+        All is written before anything is read. Returns the sampled tokens, the texts before them in
+        place of logits, and in place of hidden states where each token of the step stands.
         """
         self.poison_new_blocks(plan)
         prefixes = {}
         if self.recorded:
-            ends = self.write_all(plan)
+            ends, hidden = self.write_all(plan)
         else:
             step = split_list(packed.tolist(), shape)
             ends = self.write_decodes(step)
+            hidden = [*ends, *zip(step.token_rows, [i + 1 for i in step.positions], strict=True)]
             self.write_chunks(step)
-            ends += [(row, self.context_len[row]) for row in step.sampling_rows]
+            ends = ends + [(row, self.context_len[row]) for row in step.sampling_rows]
             prefixes = self.read_prefixes(step)
         texts = []
         tokens = HostTokens()
@@ -203,24 +197,26 @@ class SimulatedRunner(Runner):
             tokens.append(token)
         if self.broken_logits:
             self.break_logits(plan, shape.n, tokens)
-        return tokens, texts, None
+        return tokens, texts, hidden
 
-    def sample_masked(self, requests: dict[Request, int], tokens: list[int], texts: list[bytes]):
+    def sample_masked(self, launched: Launched, requests: list[Request], masks: list):
         """The next token that is allowed, from the one that is not on: after the last the first."""
-        for r, i in requests.items():
-            [bits] = r.grammar.mask.tolist()
-            token = crc32(texts[i], self.key[r.row]) % self.V
+        place_of = launched.place_of()
+        for r, mask in zip(requests, masks, strict=True):
+            [bits] = mask.tolist()
+            token = crc32(launched.logits[place_of[r]], self.key[r.row]) % self.V
             while not bits >> token & 1:
                 token = (token + 1) % self.V
-            tokens[i] = self.last_token[r.row] = token
+            launched.tokens[place_of[r]] = self.last_token[r.row] = token
 
-    def write_all(self, plan: Plan) -> list[tuple[int, int]]:
-        """Returns the row of each text that is wanted, and where it ends."""
+    def write_all(self, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Returns the row of each text that is wanted and where it ends, and so of each token."""
         S = self.block_size
         inputs, last = flat_inputs(plan, S, self.last_token)
         for token, _, slot, _ in inputs:
             self.pool.blocks[slot // S][slot % S] = token
-        return [(row, position + 1) for _, position, _, row in map(inputs.__getitem__, last)]
+        ends = [(row, position + 1) for _, position, _, row in inputs]
+        return [ends[i] for i in last], ends
 
     def write_decodes(self, step: StepInputs) -> list[tuple[int, int]]:
         """
@@ -278,8 +274,9 @@ class SimulatedRunner(Runner):
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
-        if self.recorded or plan.drafts:
-            at = dict(enumerate(plan.sampled))
+        if self.recorded or plan.guesses:
+            rows = [r for r in plan.decodes for _ in range(plan.num_sampled(r))]
+            at = dict(enumerate(rows + plan.completed))
         for i, request in at.items():
             if request in self.broken_logits and request in plan.sampled:
                 tokens[i] = NO_TOKEN
@@ -293,24 +290,12 @@ class SimulatedRunner(Runner):
         request must fail.
         """
 
-    def score_sampled(self, places: dict[Request, int], tokens, texts):
-        asked = {r: i for r, i in places.items() if r.row in self.scored_rows}
-        most = max([r.params.logprobs for r in asked], default=0)
-        scored = [(texts[i], tokens[i]) for i in asked.values()]
-        return list(asked), self.in_columns(scored, most)
+    def sampled_logprobs(self, launched: Launched, places: list[int], most: int):
+        return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in places], most)
 
-    def score_prompts(self, plan: Plan, n: int, x) -> list[tuple]:
-        scores = []
-        for request, m in plan.chunks:
-            start = request.prefill_cursor
-            scored = []
-            for i in range(start, start + num_scored(request, m)):
-                text = self.read(request.row, i + 1)
-                scored.append((text, request.prompt_tokens[i + 1]))
-            if scored:
-                columns = self.in_columns(scored, request.prompt_logprobs)
-                scores.append((request, start, columns))
-        return scores
+    def prompt_logprobs(self, launched: Launched, rows: slice, targets: list[int], most: int):
+        texts = [self.read(row, end) for row, end in launched.hidden[rows]]
+        return self.in_columns([*zip(texts, targets, strict=True)], most)
 
     def in_columns(self, scored: list[tuple], n: int) -> list[HostTokens]:
         rows = [score(text, max(token, 0), n, self.V) for text, token in scored]

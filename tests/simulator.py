@@ -37,7 +37,6 @@ from assets.records import Tallies
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
-from engine.events import Recorder
 from paged import Plan, Request
 from params import Settings
 from tests.shrink import shrink
@@ -139,7 +138,7 @@ class FaultyRunner(SimulatedRunner):
         if world.armed.pop("collect", None):
             world.must_fail(flight.plan)
             raise FloatingPointError("simulated, when it was waited for")
-        world.truth["guessed"] += sum(map(len, flight.plan.drafts.values()))
+        world.truth["guessed"] += sum(map(len, flight.plan.guesses.values()))
         return super().wait_for(flight)
 
     def breaks(self, request: Request):
@@ -219,25 +218,28 @@ class World:
         plan = scheduler.plan
         resolve = scheduler.resolve
 
-        def watched(step: int) -> Plan:
+        def watched() -> Plan:
             # their blocks come back with the step under way: no request need be preempted for these
             ending = [r.id for r in scheduler.ending]
             before = {r: self.num_left(r) for r in scheduler.running}
-            made = plan(step)
+            made = plan()
             self.in_need |= {r for r in before if self.num_left(r) > before[r]}
             assert not (ending and made.preempted), f"preempted, while {ending} are about to end"
             self.saw(made)
             return made
 
-        def resolved(plan: Plan, tokens: list[int]) -> list[Request]:
-            filled = self.filled_by(plan)
+        def resolved(plan: Plan, tokens: dict[Request, list[int]]) -> list[Request]:
+            filled = self.filled_by(plan, tokens)
             finished = resolve(plan, tokens)
             self.check_cached(filled)
             return finished
 
         def heard(flight) -> list:
             # with drafts the next plan may come before the step is over
-            for output in resolve_flight(flight):
+            outputs = {output.id: output for output in resolve_flight(flight)}
+            for id in [r.id for r in flight.plan.sampled if r.id in outputs]:  # as forks are made
+                loop.queue_output(self, outputs.pop(id))
+            for output in outputs.values():
                 loop.queue_output(self, output)
             return []
 
@@ -421,10 +423,10 @@ class World:
         child = engine.scheduler.fork(
             engine.requests[parent.id],
             f"{parent.id}/{event['id']}",
-            choice=event["choice"],
+            index=event["choice"],
             prompt_logprobs=None,
         )
-        engine.requests[child.id] = child
+        engine._announce(child)
         engine.runner.fill_rows(child)
         so_far = parent.tokens[: parent.num_sent]
         key = noise_key(child.params.seed, event["choice"])
@@ -482,7 +484,7 @@ class World:
         text.num_sent += n
         if text.num_sent > n:
             return
-        if text.admitted is not None:
+        if n and text.admitted is not None:
             self.prefilled.append(self.clock.now - text.admitted)
         for other in text.others:
             del self.promised[other.id]
@@ -512,7 +514,7 @@ class World:
                 f"{text.id} fails after {text.num_sent} tokens: {message}"
             )
             assert "not numbers" in message["message"], f"{text.id} ends with {message}"
-            self.has_tokens(text, 1)  # the step went well, and its other choices go their own ways
+            self.has_tokens(text, 0)  # the step went well, and its other choices go their own ways
             self.counts["broken logits"] += 1
         self.ends(text)
 
@@ -638,9 +640,8 @@ class World:
         assert engine.requests.keys() == self.live.keys(), (
             f"{[*engine.requests]} are in work, not {[*self.live]}"
         )
-        assert engine.prompt_scores.keys() <= self.live.keys(), (
-            f"scores of {[*engine.prompt_scores]} are kept"
-        )
+        scored = {r.id for r in engine.stages["scores"].of_prompts}
+        assert scored <= self.live.keys(), f"scores of {scored} are kept"
         self.check_stats(stats)
         if self.window:
             self.check_windows()
@@ -650,18 +651,18 @@ class World:
         if self.steps % 64 == 0 and self.live:
             self.check_age(next(iter(self.live.values())))
 
-    def filled_by(self, plan: Plan) -> list[Writer]:
+    def filled_by(self, plan: Plan, tokens: dict) -> list[Writer]:
         """
         The blocks that a step has filled, which must be in the cache once it is resolved: unless
-        others hold them, too, or no block was free when they were left.
+        others hold them, too, no block was free when they were left, or its logits were broken.
         """
         if not self.settings["engine"]["prefix_cache"]:
             return []
         filled = []
         for request, n in plan.work:
-            if request.row is None:
+            if request.row is None or (request in plan.sampled and request not in tokens):
                 continue  # preempted or aborted meanwhile
-            n -= len(plan.drafts.get(request, ()))  # they count as computed
+            n -= len(plan.guesses.get(request, ()))  # only some are right
             num_full = (request.num_computed_slots + n) // self.S
             for i in range(request.num_committed, num_full):
                 block = request.block_table[i]
@@ -742,7 +743,7 @@ class World:
         assert allocator.num_free == engine.num_blocks, (
             f"{allocator.num_free} of {engine.num_blocks} blocks are free"
         )
-        left = [engine.requests, engine.promised, engine.prompt_scores]
+        left = [engine.requests, engine.promised, engine.stages["scores"].of_prompts]
         assert not any(left), f"the engine is idle, and has kept {left}"
         assert self.reported_idle, "the engine is idle, and its stats were not sent"
 
@@ -795,9 +796,9 @@ class RecordedWorld(World):
         self.begin_record()
 
     def begin_record(self):
-        self.recorder = self.engine.recorder = Recorder(self.engine, tokens=True)
+        self.recorder = self.engine.stages["record"]
+        self.recorder.listen(self.hear, tokens=True)
         self.hear(self.recorder.snapshot())
-        self.recorder.listeners.append(self.hear)
 
     def hear(self, text: str):
         self.lines.append(text)
@@ -830,7 +831,7 @@ class RecordedWorld(World):
     def fork(self, event: dict):
         """Of a running request, which only tests do between two steps."""
         yield from super().fork(event)
-        self.recorder.end_step()
+        self.recorder.between()
 
     def record(self) -> bytes:
         return "".join(f"{line}\n" for line in self.lines).encode()

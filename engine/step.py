@@ -1,0 +1,106 @@
+"""
+What passes through a step, and the stages that may act on it.
+
+A step is a list of requests and how many tokens of each (`paged.Plan`). Whatever else an engine can
+do is a `Stage` around it, in a file of its own; stages.py lists them. `Engine.step` calls each at
+these moments, in this order:
+
+    waits_for    a step is under way: must it end before the next one is planned?
+    begin        before the scheduler plans
+    planned      the plan is made, and may still be changed
+    launched     the device computes it: its logits and tokens can be used there
+    settled      the tokens are on the host: a stage may take some of them away
+    resolved     the scheduler has the tokens, and the outputs are written
+    between      two steps; nothing is half done
+
+With overlap a step is planned and launched before the one before it is settled.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from paged import Plan, Request
+from params import GREEDY, SamplingParams
+
+
+@dataclass(slots=True, eq=False)
+class Answer(Request):
+    """A request with what the engine must know to sample for it. A plain one is greedy."""
+
+    params: SamplingParams = GREEDY
+    index: int = 0  # which answer to its prompt this is; enters the noise of sampling
+    stop_token_ids: frozenset[int] = frozenset()
+    name: str = ""  # what its client calls it
+    admitted_time: float | None = None  # first admitted then; None: not yet, or it is a fork
+
+    def stops_at(self, token: int) -> bool:
+        return token in self.stop_token_ids
+
+
+class Output(NamedTuple):
+    """The result of a step for one request. A score: see scores.py."""
+
+    id: int | str
+    tokens: list[int]  # new ones; a stop token is included
+    finish_reason: str | None = None  # stop, length or error; None while it goes on
+    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    error: str | None = None
+    logprobs: list | None = None  # the score of the token
+    # with the first token, if asked: the scores of all of the prompt's tokens but the first
+    prompt_logprobs: list[list] | None = None
+
+
+@dataclass(eq=False)
+class Step:
+    """One step, from its plan to its outputs."""
+
+    number: int
+    plan: Plan
+    launched: object = None  # the runner's: what the device computes (runner.Launched)
+    # once it is settled: the tokens that each request of plan.sampled got
+    tokens: dict[Request, list[int]] = field(default_factory=dict)
+    dropped: set[Request] = field(default_factory=set)  # for these the step does not count
+    failed: dict[Request, str] = field(default_factory=dict)  # got no token, and why
+    outputs: dict[Request, Output] = field(default_factory=dict)
+    notes: dict = field(default_factory=dict)  # stage -> what it must know of this step
+
+
+class Stage:
+    """One thing that an engine does beside computing tokens. What it does not need, it inherits."""
+
+    def __init__(self, engine):
+        self.engine = engine
+
+    def added(self, request: Answer):
+        """A request was queued, or forked from another."""
+
+    def ended(self, request: Answer):
+        """A request has ended, in whatever way."""
+
+    def waits_for(self, step: Step) -> bool:
+        return False
+
+    def begin(self):
+        pass
+
+    def planned(self, step: Step):
+        pass
+
+    def launched(self, step: Step):
+        pass
+
+    def settled(self, step: Step):
+        pass
+
+    def resolved(self, step: Step):
+        pass
+
+    def failed(self):
+        """A step has failed: its requests end, and it is neither settled nor resolved."""
+
+    def between(self):
+        pass
+
+    def stats(self) -> dict:
+        """Return its part of `Engine.stats`."""
+        return {}
