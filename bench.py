@@ -477,6 +477,7 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     chat = load_chat(model, tokenizer)
     engine = Engine(gpt, Settings(max_num_seqs=32))
     grammars = Grammars(model, gpt.config)
+    stage = engine.stages["grammar"]
     prompts = []
     for subject, fields in OBJECTS.items():
         names = ", ".join(fields)
@@ -500,10 +501,10 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     longest = [min(200, engine.max_model_len // 2)] * 128
     serve(0, longest, 1)  # warm-up
     for seed in range(1000, 1000 * (repeats + 1), 1000):
-        engine.num_checked = 0
-        engine.num_refused = 0
+        stage.num_checked = 0
+        stage.num_refused = 0
         held = serve(seed, longest, 0)
-        refused = engine.num_refused / engine.num_checked
+        refused = stage.num_refused / stage.num_checked
         rows["refused"].append(refused)
         lengths = list(map(len, held))
         free = serve(seed, lengths, 128)

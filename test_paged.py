@@ -28,6 +28,7 @@ import torch
 
 from engine.engine import Engine, interleaved_generate
 from engine.runner import Runner
+from engine.step import Answer
 from model import GPT, GPTConfig
 from ops.sampling import gumbel_noise, threshold
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key
@@ -221,7 +222,10 @@ def assert_idle(engine: Engine):
     allocator = scheduler.block_allocator
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
-    assert not engine.prompt_scores and not engine.promised, "scores or choices are left"
+    assert not engine.promised, "choices are left"
+    for stage in engine.stages.values():
+        kept = [value for value in vars(stage).values() if isinstance(value, dict | set) and value]
+        assert not kept, f"{type(stage).__name__} keeps {kept}"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0, "references leaked"
     assert allocator.num_free == allocator.num_blocks, "blocks leaked"
@@ -775,7 +779,10 @@ def test_forked():
         while not scheduler.is_done():
             plan = scheduler.plan()
             scheduler.check(plan)
-            scheduler.update(plan, runner.wait_for(runner.launch(plan)).tokens)
+            launched = runner.launch(plan)
+            runner.send(launched)
+            scheduler.advance(plan)
+            scheduler.resolve(plan, runner.wait_for(launched))
             # two forks, the second also of what the first shares
             if parent.num_generated in (steps, steps + 1):
                 child = scheduler.fork(parent, f"child {len(family)}")
@@ -830,17 +837,18 @@ def test_interleaved_generate_of_the_tutorial():
     parameters, or in a pool where it must preempt.
     """
     model = trained_model()
-    params = [None, *mixed_params(12, 4)]  # without, a request is greedy
-    requests = []
-    for i, p in enumerate(params):
-        requests.append(Request(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
+    requests = [Request(0, prompt(70, 9), 12)]  # without parameters it is greedy
+    for i, p in enumerate(mixed_params(12, 4), 1):
+        requests.append(Answer(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
     assert scheduler.num_preemptions > 0
     assert scheduler.is_done()
     for r in requests:
         assert r.num_generated == 12
         assert r.status == "done"
-        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, r.params or GREEDY)
+        assert_equals_dense(
+            model, r.prompt_tokens, r.generated_tokens, getattr(r, "params", GREEDY)
+        )
 
 
 def main():

@@ -86,7 +86,7 @@ def next_logits(engine):
     """Let the engine launch its next step, overlapped, whose logits these will be."""
     engine.overlap = True
     engine.step()
-    return engine.in_flight.logits
+    return engine.in_flight.launched.logits
 
 
 def row(name: str, values, width: int = 7):

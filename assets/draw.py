@@ -49,7 +49,7 @@ from assets.workloads import (
     random_tokens,
 )
 from engine.engine import Engine
-from engine.events import Recorder, title
+from engine.events import title
 from engine.sizing import machine_name
 from paged import Request, Scheduler, SchedulerSettings
 from params import Settings
@@ -257,9 +257,10 @@ RUNS = {
 def recorded(settings: Settings, table: str) -> list[str]:
     """The lines of a run's record. The tokens are random, and not in it."""
     engine = Engine(build_model("1M"), settings)
-    engine.recorder = Recorder(engine)
-    lines = [engine.recorder.snapshot()]
-    engine.recorder.listeners.append(lines.append)
+    recorder = engine.stages["record"]
+    lines = []
+    recorder.listen(lines.append)
+    lines.append(recorder.snapshot())
     rng = Random(0)
     beginning = random_tokens(rng, 40, 64)
     requests = [[int(number) for number in row.split()] for row in table.splitlines()]

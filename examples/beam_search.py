@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from common import plural
 from engine.engine import Engine
+from engine.scores import rows_of
 from paged import Plan, Request
 from params import GREEDY
 
@@ -32,19 +33,22 @@ def beam_search(
     """
     check_beams_fit(engine, len(prompt_tokens), width, max_tokens)
     candidates = min(2 * width, engine.config.vocab_size)  # at most `width` of them are ends
-    params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True, logprobs=candidates)
+    params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
     answers: list[Answer] = []  # best first
     try:
         # log-probabilities only fall: a beam behind the worst of enough answers stays behind
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
-            plan = engine.scheduler.plan(engine.num_steps)
+            plan = engine.scheduler.plan()
             engine.num_steps += 1
-            result = engine.runner.wait_for(engine.runner.launch(plan))
+            launched = engine.runner.launch(plan)
             if not plan.sampled:  # a long prompt takes several steps
                 engine.scheduler.update(plan, [])
                 continue
-            beams, ended = extend_beams(engine, plan, beams, result.logprobs, width)
+            places = list(launched.place_of().values())
+            scores = rows_of(engine.runner.sampled_logprobs(launched, places, candidates))
+            scores = dict(zip(plan.sampled, scores, strict=True))
+            beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:
         for request in list(engine.requests.values()):
@@ -84,7 +88,7 @@ def extend_beams(
 ) -> tuple[dict[Request, float], list[Answer]]:
     """
     Replace the beams by their best `width` extensions, by the scores of their candidates
-    (`runner.StepResult`). Returns these, {request: log-probability}, and the answers that end here.
+    (engine/scores.py). Returns these, {request: log-probability}, and the answers that end here.
     """
     extensions: list[tuple[Request, int, float]] = []  # beam, next token, log-probability
     for beam in plan.sampled:
