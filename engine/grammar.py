@@ -476,14 +476,18 @@ class Constraints(Stage):
     def launched(self, step: Step):
         masked = step.notes[self]
         if masked:
-            masks = [self.grammars[r].mask for r in masked]
-            self.engine.runner.sample_masked(step.launched, masked, masks)
+            self._sample_masked(step, dict.fromkeys(masked, 0))
+
+    def _sample_masked(self, step: Step, requests: dict[Request, int]):
+        masks = [self.grammars[r].mask for r in requests]
+        self.engine.runner.sample_masked(step.launched, requests, masks)
 
     def settled(self, step: Step):
         """
         Ask the grammars about the tokens that a step has brought, before anybody else sees them.
-        Where one is refused, or its verdict is late, it and those after it are taken away, and the
-        request is held until the mask of that position is there.
+        Where one is refused, or its verdict is late, it and those after it are taken away. Without
+        overlap its logits are still there, and it is sampled again, if its mask comes in time. Else
+        the request is held until the mask of that position is there.
         """
         for r in step.notes[self]:
             if step.tokens.get(r) == [NO_TOKEN]:
@@ -493,10 +497,23 @@ class Constraints(Stage):
         for r in asked:
             self.grammars[r].offer(step.tokens[r][0])
         deadline = soon()
+        refused = [r for r in asked if not self._check(r, step, deadline)]
+        self.num_checked += len(asked)
+        self.num_refused += len(refused)
+        for r in refused:
+            self.grammars[r].begin_mask()
+        if refused and not self.engine.overlap:
+            in_time = {r: len(step.tokens[r]) for r in refused if self.grammars[r].has_mask}
+            self._sample_again(step, in_time)
+            refused = [r for r in refused if r not in in_time]
+        for r in refused:
+            self._send_back(r)
         for r in asked:
-            self._check(r, step, deadline)
+            if r.params.filters:
+                self.grammars[r].begin_mask()
 
-    def _check(self, r: Request, step: Step, deadline: float):
+    def _check(self, r: Request, step: Step, deadline: float) -> bool:
+        """Cut a request's tokens before the first that is refused. Returns whether none is."""
         grammar = self.grammars[r]
         tokens = step.tokens[r]
         is_masked = r in step.notes[self]
@@ -505,19 +522,28 @@ class Constraints(Stage):
         n = 0
         while can_count and n < len(tokens) and grammar.accept(tokens[n], deadline):
             n += 1
-        self.num_checked += 1
-        if n < len(tokens) and is_masked:
+        if n == len(tokens):
+            return True
+        step.tokens[r] = tokens[:n]
+        if is_masked:
             step.failed[r] = grammar.failure()
-        elif n < len(tokens):
-            self._refuse(r, step, n)
-        if r.params.filters:
-            grammar.begin_mask()
+        return is_masked
 
-    def _refuse(self, r: Request, step: Step, n: int):
-        """Take away the tokens after the first n, and the result of the later step under way."""
-        self.num_refused += 1
-        self.grammars[r].begin_mask()
-        step.tokens[r] = step.tokens[r][:n]
+    def _sample_again(self, step: Step, requests: dict[Request, int]):
+        """From the logits of the step, with masks; each after so many tokens that it keeps."""
+        if not requests:
+            return
+        self._sample_masked(step, requests)
+        place_of = step.launched.place_of()
+        sampled = step.launched.tokens.tolist()
+        for r, n in requests.items():
+            token = sampled[place_of[r] + n]
+            if token == NO_TOKEN or not self.grammars[r].accept(token):
+                step.failed[r] = self.grammars[r].failure()
+            step.tokens[r].append(token)
+
+    def _send_back(self, r: Request):
+        """It sits out, and no later step under way counts for it."""
         later = self.engine.in_flight
         if later:
             later.dropped.add(r)

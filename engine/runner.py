@@ -310,12 +310,18 @@ class Runner:
         return sampled, logits, x
 
     @torch.inference_mode()
-    def sample_masked(self, launched: Launched, requests: list[Request], masks: list[np.ndarray]):
-        """Sample for these requests once more, each among the tokens of its mask [V / 32] int32."""
+    def sample_masked(
+        self, launched: Launched, requests: dict[Request, int], masks: list[np.ndarray]
+    ):
+        """
+        Sample for these requests once more, each among the tokens of its mask [V / 32] int32, and
+        each after so many tokens of this step.
+        """
         place_of = launched.place_of()
-        at = upload([place_of[r] for r in requests], self.device)
+        at = upload([place_of[r] + n for r, n in requests.items()], self.device)
         rows = upload([r.row for r in requests], self.device)
-        positions = upload([r.num_tokens for r in requests], self.device)
+        known = [r.num_tokens - r.num_to_come + n for r, n in requests.items()]
+        positions = upload(known, self.device)
         allowed = upload(torch.from_numpy(np.stack(masks)), self.device, torch.int32)
         tokens = launched.tokens
         self.sampling.uncount(rows, tokens[at])

@@ -32,30 +32,38 @@ class Scores(Stage):
 
     def launched(self, step: Step):
         """Start to score. Under way to the host are then tensors, of `rows_of`."""
-        runner = self.engine.runner
-        plan = step.plan
         prompts = []
         first = step.launched.first_of_chunks
-        for request, n in plan.chunks:
+        for request, n in step.plan.chunks:
             count = num_scored(request, n)
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
                 asked = (step.launched, rows, targets, request.prompt_logprobs)
-                prompts.append((request, start, runner.prompt_logprobs(*asked)))
+                tensors = self.engine.runner.prompt_logprobs(*asked)
+                prompts.append((request, start, tensors))
             first += n
-        scored = [r for r in plan.sampled if r in self.wanted] if self.wanted else []
+        step.notes[self] = prompts, *self._score_sampled(step, self.engine.overlap)
+
+    def _score_sampled(self, step: Step, is_time: bool) -> tuple[list[Request], list[Tensor]]:
+        """Start to score the tokens of those who want it. Returns these requests."""
+        scored = (
+            [r for r in step.plan.sampled if r in self.wanted] if is_time and self.wanted else []
+        )
         tensors = []
         if scored:
             place_of = step.launched.place_of()
             places = [place_of[r] for r in scored]
             most = max(r.params.logprobs for r in scored)
-            tensors = runner.sampled_logprobs(step.launched, places, most)
-        step.notes[self] = scored, tensors, prompts
+            tensors = self.engine.runner.sampled_logprobs(step.launched, places, most)
+        return scored, tensors
 
     def settled(self, step: Step):
-        _, _, prompts = step.notes[self]
+        prompts, *sampled = step.notes[self]
+        if not self.engine.overlap:  # only now: a grammar may have had tokens sampled again
+            sampled = self._score_sampled(step, True)
+        step.notes[self] = sampled
         for request, start, tensors in prompts:
             if request.status != "done":
                 kept = self.of_prompts.setdefault(request, [])
@@ -63,7 +71,7 @@ class Scores(Stage):
 
     def resolved(self, step: Step):
         """Add the scores to the outputs."""
-        scored, tensors, _ = step.notes[self]
+        scored, tensors = step.notes[self]
         outputs = step.outputs
         for request, (logprob, ids, candidates) in zip(scored, rows_of(tensors), strict=True):
             if request in outputs:

@@ -199,15 +199,16 @@ class SimulatedRunner(Runner):
             self.break_logits(plan, shape.n, tokens)
         return tokens, texts, hidden
 
-    def sample_masked(self, launched: Launched, requests: list[Request], masks: list):
+    def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
         """The next token that is allowed, from the one that is not on: after the last the first."""
         place_of = launched.place_of()
-        for r, mask in zip(requests, masks, strict=True):
+        for (r, n), mask in zip(requests.items(), masks, strict=True):
             [bits] = mask.tolist()
-            token = crc32(launched.logits[place_of[r]], self.key[r.row]) % self.V
+            place = place_of[r] + n
+            token = crc32(launched.logits[place], self.key[r.row]) % self.V
             while not bits >> token & 1:
                 token = (token + 1) % self.V
-            launched.tokens[place_of[r]] = self.last_token[r.row] = token
+            launched.tokens[place] = self.last_token[r.row] = token
 
     def write_all(self, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Returns the row of each text that is wanted and where it ends, and so of each token."""
