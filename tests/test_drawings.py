@@ -136,7 +136,7 @@ def test_the_ruler_of_cursors():
         plan = scheduler.plan()
         scheduler.advance(plan)
         if under_way:
-            scheduler.resolve(under_way, [50] * len(under_way.sampled))
+            scheduler.resolve(under_way, {request: [50]} if under_way.sampled else {})
         under_way = plan
     assert request.block_table == [7, 2, 9]
     drawn = re.findall(r"^ *(\w+) +(\d+) +─+>", Request.__doc__, re.MULTILINE)

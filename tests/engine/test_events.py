@@ -18,11 +18,7 @@ import serve
 from assets import records
 from assets.records import RecordError, Tallies, open_record, replay
 from engine import events, process
-from engine.events import (
-    Publisher,
-    Recorder,
-    record_to,
-)
+from engine.events import Publisher, record_to
 from engine.grammar import Compiler
 from server import live
 from tests.simulated_runner import finish, greedy, simulated_engine
@@ -43,9 +39,8 @@ def play(scene: str, act, news):
 
 def recorded(engine, tokens: bool = False) -> list[str]:
     """The lines that it will write."""
-    engine.recorder = Recorder(engine, tokens)
     lines = []
-    engine.recorder.listeners.append(lines.append)
+    engine.stages["record"].listen(lines.append, tokens)
     return lines
 
 
@@ -79,7 +74,7 @@ def test_the_lines_of_a_run_are_those_of_the_reference(tokens):
     engine.add_request("b", [7] * 25, greedy(1))
     engine.step()
     engine.step()
-    lines.append(engine.recorder.snapshot())
+    lines.append(engine.stages["record"].snapshot())
     finish(engine)
     expected = LINES if tokens else re.sub(r',"tokens":(\[\[.*?\]\]|\[.*?\])', "", LINES)
     changing = r',"(time|engine)":[\d.e-]+'
@@ -153,6 +148,7 @@ class Renewed(RecordedWorld):
     def check_tallies(self):
         super().check_tallies()
         if self.steps % 5 == 0:
+            self.recorder.listeners.clear()
             self.begin_record()
 
 
@@ -209,8 +205,7 @@ class Stage:
         elif command == "request":
             self.engine.add_request("a", [1, 2, 3], greedy(20))
         elif command == "record":
-            self.engine.recorder = Recorder(self.engine)
-            self.engine.recorder.listeners.append(str)
+            self.engine.stages["record"].listen(str)
         elif command == "clog":
             self.unsent = b"the end of a message"
         elif command == "read":
@@ -223,7 +218,7 @@ class Stage:
         """Messages, and whether the engine records, and in how many seconds one is due."""
         words = [" ".join(self.sent)] if self.sent else []
         self.sent.clear()
-        if not self.engine.recorder:
+        if not self.engine.stages["record"].listeners:
             words.append("off")
         due = self.publisher.due_in()
         return "; ".join(words if due is None else [*words, f"due in {due:.2f}"])
@@ -287,7 +282,9 @@ def test_the_time_goes_on_while_nobody_listens(monkeypatch):
     lines = []
     for stage, seconds in ((stages[0], 5), (stages[0], 3600), (stages[1], 1)):
         stages[1].now += seconds
-        lines.append(json.loads(Recorder(stage.engine).snapshot()))
+        recorder = stage.engine.stages["record"]
+        recorder.listen(str)
+        lines.append(json.loads(recorder.snapshot()))
     first, second, other = lines
     assert second["time"] - first["time"] == pytest.approx(3600)
     assert second["engine"] == first["engine"] != other["engine"], "as in another container"
