@@ -27,15 +27,15 @@ from oracle import possible_tokens
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.drafts import GrowingText, Speculator
+from engine.drafts import GrowingText
 from engine.engine import Engine
-from engine.events import Recorder
-from engine.grammar import Compiled, Compiler, Grammar, Grammars, soon
+from engine.grammar import Compiled, Compiler, Constraints, Grammar, Grammars, soon
 from engine.process import handle_message, queue_output
+from engine.step import Answer, Step
 from model import GPT, GPTConfig
 from ops import cpu
 from ops.sampling import masked
-from paged import Request, Scheduler
+from paged import Plan
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
 from tests.engine.test_runner import capture
@@ -240,7 +240,7 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
     """
     for seed in range(4):
         engine = play(model, grammars, seed, overlap=overlap, attention=attention)
-        assert engine.num_refused > 20
+        assert engine.stages["grammar"].num_refused > 20
         assert engine.scheduler.num_preemptions
         assert engine.scheduler.num_hit_tokens
 
@@ -257,12 +257,12 @@ def test_tokens_are_masked_where_graphs_have_sent_others(model, grammars, monkey
     with monkeypatch.context() as patched:
         patched.setattr(sys.modules[__name__], "new_engine", captured)
         engine = play(model, grammars, 0, overlap=True, attention="torch")
-    assert engine.num_refused > 20
+    assert engine.stages["grammar"].num_refused > 20
 
 
 @needs_cpu_c
-def test_a_refused_token_is_sampled_again_from_its_own_logits(model, grammars, monkeypatch):
-    """Would catch: from those of a neighbour's draft, which stand before it."""
+def test_a_masked_token_is_sampled_from_its_own_logits(model, grammars, monkeypatch):
+    """Would catch: from those of a neighbour's draft, which stand before them."""
 
     def guess(text: GrowingText, most: int) -> list[int]:
         return [7] * min(2, most) if text.can_guess else []
@@ -277,7 +277,7 @@ def test_a_refused_token_is_sampled_again_from_its_own_logits(model, grammars, m
     answers = finish(engine, {})
     for i, kind in enumerate(GRAMMARS):
         assert_follows(model, grammars.compile(*kind), [4, 5, i], held, answers[i])
-    assert engine.speculator.num_guessed >= 38 and engine.num_refused > 10
+    assert engine.stages["drafts"].num_guessed >= 38 and engine.stages["grammar"].num_refused > 10
 
 
 @pytest.mark.parametrize("window", [0, 12])
@@ -349,7 +349,7 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overl
         return draft if text.can_guess else []
 
     def learn(text: GrowingText, n: int):
-        num_right[text.request.grammar is not None] += n
+        num_right[text.request.params.grammar is not None] += n
 
     monkeypatch.setattr(GrowingText, "guess", guess)
     monkeypatch.setattr(GrowingText, "learn", learn)
@@ -363,7 +363,7 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overl
         expected = expected or answers
         assert answers == expected
     assert min(num_right.values()) > 30 and len(num_right) == 2, num_right
-    assert engine.num_refused > 50
+    assert engine.stages["grammar"].num_refused > 50
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -373,7 +373,7 @@ def test_no_request_is_kept_that_has_ended(model, grammars, overlap):
     itself until the next one does. Would catch a book of requests that nobody closes.
     """
     engine = new_engine(model, speculate=not overlap, overlap=overlap)
-    engine.recorder = Recorder(engine)
+    engine.stages["record"].listen(Mock())
 
     def serve(name: str):
         grammar = grammars.compile("regex", "[ab]*")
@@ -386,7 +386,7 @@ def test_no_request_is_kept_that_has_ended(model, grammars, overlap):
     serve("first")
     serve("then")
     gc.collect()
-    kept = [x.id for x in gc.get_objects() if type(x) is Request and str(x.id).startswith("first")]
+    kept = [x.id for x in gc.get_objects() if type(x) is Answer and str(x.id).startswith("first")]
     assert not kept
 
 
@@ -394,21 +394,18 @@ def test_a_right_draft_counts_only_as_far_as_its_grammar_follows(tokenizer, gram
     """llguidance says before that all of it may come: it does not count the tokens of a rule."""
     a, b, c, d = (tokenizer.encode(letter)[0] for letter in "abcd")
     text = 'start: word "!"\nword[max_tokens=2]: /[a-z]+/'
-    grammar = grammars.compile("grammar", text).copy()
+    constraints = Constraints(Mock(in_flight=None))
+    r = Answer("r", [1], 9, generated_tokens=[a], row=0)
+    grammar = constraints.grammars[r] = grammars.compile("grammar", text).copy()
     grammar.accept(a)
-    scheduler = Scheduler()
-    r = Request("r", [1], 9, grammar=grammar)
-    scheduler.add_request(r)
-    scheduler.update(scheduler.plan(), [a])
-    speculator = Speculator(scheduler)
-    speculator.texts[r] = Mock(guess=lambda most: [b, c])
-    plan = scheduler.plan()
-    speculator.plan_drafts(plan)
-    assert plan.drafts == {r: [b, c]}
-    scheduler.advance(plan)
-    assert speculator.take_drafts(plan, [b, c, d]) == [1]
-    assert plan.drafts == {r: [b]}
-    assert not grammar.accept(c)
+    step = Step(1, Plan(decodes=[r], guesses={r: [b, c]}))
+    constraints.planned(step)
+    assert step.plan.guesses == {r: [b, c]}
+    step.tokens = {r: [b, c, d]}
+    constraints.settled(step)
+    assert step.tokens == {r: [b]}
+    constraints.engine.scheduler.hold.assert_called_with(r)
+    assert allowed_tokens(grammar) == tokenizer.encode("!")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -620,7 +617,7 @@ def test_scores_are_of_the_distribution_without_a_mask(model, grammars, overlap)
     engine.add_request("a", [5, 6], replace(params, grammar=grammars.compile("regex", "[a-z]{99}")))
     while engine.has_work:
         outputs += engine.step()
-    assert engine.num_refused > 5
+    assert engine.stages["grammar"].num_refused > 5
     text = [5, 6]
     for output in outputs:
         logits = model(torch.tensor([text], device=DEVICE))[0][0, -1]
