@@ -22,7 +22,6 @@ from assets import draw
 from assets.commands import build_parser
 from checkpoint import save_checkpoint
 from engine.engine import Engine
-from engine.events import Recorder
 from model import GPT, GPTConfig
 from params import SamplingParams, Settings
 from server import connection, live, protocol
@@ -155,10 +154,11 @@ def test_the_fields_of_a_record_are_in_the_reference():
     documented = set(re.findall(r"`(\w+)`", " ".join(fields)))
     config = GPTConfig(vocab_size=32, n_layer=1, n_head=1, n_embd=8)
     engine = Engine(GPT(config))
-    engine.recorder = Recorder(engine, tokens=True)
+    recorder = engine.stages["record"]
+    recorder.listen(str, tokens=True)
     engine.add_request("a", [1, 2, 3], SamplingParams())
     engine.step()
-    lines = [engine.recorder.snapshot()]
+    lines = [recorder.snapshot()]
     for record in (ROOT / "assets").glob("*.jsonl"):
         lines += record.read_text().splitlines()
     seen = set()

@@ -379,8 +379,8 @@ def with_drafts(start) -> list[Service]:
         with mock.patch.object(GrowingText, "guess", guess):
             service = start(speculate=True, max_num_seqs=4, overlap=overlap)
             service.run(*ASKS, *4 * ["nucleus"])  # which alone is not scored
-        speculator = service.engine.speculator
-        assert 1 < speculator.num_right < speculator.num_guessed - 1
+        drafts = service.engine.stages["drafts"]
+        assert 1 < drafts.num_right < drafts.num_guessed - 1
         services.append(service)
     return services
 

@@ -194,7 +194,7 @@ class Scenario:
         logits = self.dense(torch.tensor([text[:-1]], device=device))[0][0].cpu()
         before = oracle.counts["ties"]
         of_request = {"prompt": request.prompt_tokens, "stops": request.stop_token_ids}
-        of_request |= {"choice": request.choice, "rounding": 1e-4}
+        of_request |= {"choice": request.index, "rounding": 1e-4}
         for i, token in enumerate(tokens):
             at = P + i
             so_far = {"generated": tokens[:i], **of_request}

@@ -34,7 +34,6 @@ from browser import (  # noqa: F401
 from processes import Process
 
 from assets.draw import draw_page
-from engine.events import Recorder
 from params import SamplingParams
 from server.live import page as page_html
 from server.live import page_headers
@@ -107,9 +106,10 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 def recorded(engine) -> list[dict]:
     """The lines of its record, from a snapshot on, as it will write them."""
-    engine.recorder = Recorder(engine)
-    lines = [json.loads(engine.recorder.snapshot())]
-    engine.recorder.listeners.append(lambda text: lines.append(json.loads(text)))
+    lines = []
+    recorder = engine.stages["record"]
+    recorder.listen(lambda text: lines.append(json.loads(text)))
+    lines.append(json.loads(recorder.snapshot()))
     return lines
 
 
@@ -120,9 +120,9 @@ def record(engine, arrivals: dict[int, list], aborts: dict[int, list]) -> list[t
     """
     lines = recorded(engine)
     snapshots = lines.copy()
-    recorder = engine.recorder
+    recorder = engine.stages["record"]
     # a step with drafts may have two lines
-    recorder.listeners.append(lambda line: snapshots.append(json.loads(recorder.snapshot())))
+    recorder.listen(lambda line: snapshots.append(json.loads(recorder.snapshot())))
     coming = sorted(arrivals.items())
     while engine.has_work or coming:
         while coming and (coming[0][0] <= engine.num_steps or not engine.has_work):
