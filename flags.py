@@ -17,6 +17,7 @@ from functools import partial
 from typing import get_args
 
 from common import Parser, add_flag, at_least, positive
+from engine.stages import require
 from params import Settings, check_variables, model_defaults
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
@@ -40,6 +41,8 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     try:
         engine_settings(args)  # what is out of range is refused before anything is loaded
+        if args.record is not None:
+            require("record")
     except ValueError as error:
         parser.error(str(error))
     directory = vars(args).pop("directory")

@@ -90,9 +90,9 @@ class Ops(NamedTuple):
     fixed_shapes: bool = False
     # whether an answer is equal to the bit whatever else is in its steps
     is_deterministic: bool = False
-    # whether `attend` reads blocks that several decodes begin with once for all of them, if the
-    # batch names such groups: see ops/prefix.py
-    shares_prefixes: bool = False
+    # (G, S) -> finder of decodes that begin with the same blocks, which `attend` then reads once for
+    # all of a group (ops/prefix.py); None: it cannot
+    group_finder: Callable | None = None
 
 
 @dataclass

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common import MALFORMED, read_json, refuse_withdrawn
+from engine.stages import require
 from paged import POLICIES, SchedulerSettings, setting
 
 GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
@@ -100,6 +101,10 @@ class SamplingParams:
     grammar: object = None  # what the answer is held to: engine/grammar.py compiles it
 
     def __post_init__(self):
+        if self.grammar:
+            require("grammar")
+        if self.logprobs is not None:
+            require("scores")
         for name, limits in RANGES.items():
             self._require(name, limits.admits(getattr(self, name)), limits.wanted)
         fits = self.min_tokens <= self.max_tokens
@@ -124,6 +129,11 @@ class SamplingParams:
         for token in self.logit_bias or ():
             if not 0 <= token < V:
                 raise ValueError(f"logit_bias has token {token}, outside 0..{V - 1}: leave it out")
+
+    def check_end(self, ends: Sequence[int]):
+        """Raise ValueError where a grammar could end an answer, and no token does."""
+        if self.grammar and not ends:
+            raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
 
     # The parts of the sampler that a request needs: computed once, read in every step.
 
@@ -230,6 +240,8 @@ class Settings(SchedulerSettings):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.speculate:
+            require("drafts")
         refuse_withdrawn("attention", self.attention)
 
 

@@ -42,7 +42,6 @@ from common import (
     plural,
     say,
 )
-from engine.events import record_to
 from flags import KEY_VARIABLE, engine_settings, parse_args
 
 # Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
@@ -76,16 +75,11 @@ def build_engine(args: Namespace):
     convert = partial(packed_if_it_fits, settings, device)
     engine = Engine(load_checkpoint(args.model, device, dtype, convert), settings)
     if args.record is not None:
+        from engine.events import record_to
+
         title = {"model": args.model, "machine": machine_name(device)}
         record_to(args.record, engine, args.log_requests, **title)
     return engine
-
-
-def open_grammars(directory: str, engine):
-    """Of the engine's model."""
-    from engine.grammar import Grammars
-
-    return Grammars(directory, engine.config)
 
 
 def engine_process(args: Namespace, sock: socket.socket):
@@ -106,7 +100,7 @@ def engine_process(args: Namespace, sock: socket.socket):
         link.send({"op": "fatal", "message": last_words(error)})
         return
     collect_garbage_rarely()
-    serve(engine, link, partial(open_grammars, args.model, engine))
+    serve(engine, link, args.model)
 
 
 def set_environment():

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from common import plural
 from engine.runner import Runner, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
-from engine.stages import STAGES
-from engine.step import Answer, Output, Step
+from engine.stages import build_stages
+from engine.step import Answer, Output, Step, check_prompt_logprobs
 from kernels import Batch
 from model import GPT
 from ops.choice import TORCH
@@ -69,7 +69,7 @@ class Engine:
             self.runner = Runner(model, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
-        self.stages = {name: stage(self) for name, stage in STAGES.items()}
+        self.stages = build_stages(self)
         self.in_flight: Step | None = None
         self.requests: dict[int | str, Answer] = {}  # waiting or running
         self.promised: dict[int | str, list[Answer]] = {}  # other answers, still to be forked
@@ -114,9 +114,7 @@ class Engine:
         params.check_vocabulary(self.config.vocab_size)
         if type(n) is not int or n < 1:
             raise ValueError(f"n is {n!r}: wanted a whole number, at least 1")
-        is_count = type(prompt_logprobs) is int and prompt_logprobs >= 0
-        if not is_count and prompt_logprobs is not None:
-            raise ValueError(f"prompt_logprobs is {prompt_logprobs!r}: wanted 0 or more, or None")
+        check_prompt_logprobs(prompt_logprobs)
         if not isinstance(cache_salt, str):
             raise ValueError(f"cache_salt is {cache_salt!r}: wanted a string")
         self._check_ids(id, n)
@@ -124,8 +122,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self.seeds.getrandbits(63))
         eos = () if params.ignore_eos else self.config.eos_token_ids
-        if params.grammar and not eos:
-            raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
+        params.check_end(eos)
         answer = partial(
             Answer,
             prompt_tokens=prompt_tokens,

@@ -67,6 +67,24 @@ class Recorder(Stage):
         self.num_idled = scheduler.block_allocator.num_idled
         self.lines_left = LINES_A_SNAPSHOT  # until the next one
 
+    # -- in a server's loop ------------------------------------------------------------------------
+
+    def connect(self, link, directory: str):
+        self.publisher = Publisher(self, link)
+
+    def due_in(self) -> float | None:
+        return self.publisher.due_in()
+
+    def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
+        for message in messages:
+            if message["op"] == "listen":
+                self.publisher.listen(message["on"], message["tokens"])
+            else:
+                yield message
+
+    def sent(self):
+        self.publisher.publish()
+
     # -- what the engine calls ---------------------------------------------------------------------
 
     def planned(self, step: Step):
@@ -273,8 +291,8 @@ class Publisher:
     last listener has left, a message without lines is the last one, and recording ends.
     """
 
-    def __init__(self, engine, link):
-        self.recorder = engine.stages["record"]
+    def __init__(self, recorder: Recorder, link):
+        self.recorder = recorder
         self.link = link
         self.is_on = False
         self.has_listeners = False
@@ -300,6 +318,8 @@ class Publisher:
 
     def publish(self):
         """Send what is due, between two steps, while it is on."""
+        if not self.is_on:
+            return
         now = time.monotonic()
         if self.due_in() == 0:
             self.sent_at = now

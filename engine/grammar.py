@@ -14,7 +14,7 @@ them, the next position's mask is begun as soon as a token is known.
 
 llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
 answers of a grammar gather until the first of them waits, and are sent together. A `Compiler`
-stands before the server's loop, and has the grammars of its messages compiled, by turns of their
+looks at the messages of the server's loop first, and has their grammars compiled, by turns of their
 clients.
 """
 
@@ -28,7 +28,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
 
@@ -45,16 +45,16 @@ from engine.matcher import (
     STEP_MIB,
     STEP_SECONDS,
 )
-from engine.step import Answer, Stage, Step
+from engine.step import STUCK, Answer, Stage, Step
 from model import GPTConfig
 from paged import Request
 from params import NO_TOKEN
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
+COMPILE_POLL = 0.002  # seconds between two looks of an idle engine whether a grammar is compiled
 KEPT_MIB = 256  # of compiled grammars, together
 PROCESS_MIB = 4  # of a kept grammar: its process has as much beside it
 
-STUCK = "the answer cannot go on: "  # begins messages of errors that are not the server's fault
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 TOO_LARGE = f"compiling it takes more than {COMPILE_SECONDS} s or {COMPILE_MIB} MB: make it smaller"
@@ -431,6 +431,15 @@ class Constraints(Stage):
 
     def ended(self, request: Answer):
         self.grammars.pop(request, None)
+
+    def connect(self, link, directory: str):
+        self.compiler = Compiler(partial(Grammars, directory, self.engine.config))
+
+    def due_in(self) -> float | None:
+        return COMPILE_POLL if self.compiler.waiting else None
+
+    def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
+        return self.compiler.pass_on(messages)
 
     def begin(self):
         """

@@ -1,7 +1,7 @@
 """
 The server's loop around the engine: messages of the HTTP process in, a step, its tokens out.
 
-    serve(engine, Link(sock))                       # until the HTTP process is gone
+    serve(engine, Link(sock), "out/stdlib")         # until the HTTP process is gone
 
 For a thread or a process of its own. Over the link (link.py has the wire) go
 
@@ -10,59 +10,62 @@ For a thread or a process of its own. Over the link (link.py has the wire) go
           "owner", by whose turns grammars are compiled}
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}: there are listeners, or no more
-    out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids"}
+    out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids", "stages"}
          {"op": "step", "out": rows of `queue_output`, "stats"}
          {"op": "events", "lines"}: what happens, while there are listeners; see events.py
          {"op": "error", "id", "message", "kind", "tools"}: "invalid" for what the client can
          change, else "internal"; numbers of the tools whose schemas are refused
 """
 
-from collections.abc import Callable
-
 from engine.engine import Engine, Output
-from engine.events import Publisher
-from engine.grammar import STUCK, Compiler, Grammars
 from engine.link import Link
+from engine.step import STUCK
 from params import SamplingParams
 
-COMPILE_POLL = 0.002  # seconds between two looks of an idle engine whether a grammar is compiled
 
-
-def serve(engine: Engine, link: Link, open_grammars: Callable[[], Grammars] = dict):
-    """Serve until the HTTP process is gone. `open_grammars`: see `Compiler`."""
-    link.send(greeting(engine))
-    publisher = Publisher(engine, link)
-    compiler = Compiler(open_grammars)
+def serve(engine: Engine, link: Link, directory: str = ""):
+    """Serve the model of this directory until the HTTP process is gone."""
+    greet(engine, link, directory)
     while link.is_open:
-        serve_step(engine, link, publisher, compiler)
+        serve_step(engine, link)
+
+
+def greet(engine: Engine, link: Link, directory: str):
+    for stage in engine.stages.values():
+        stage.connect(link, directory)
+    link.send(greeting(engine))
 
 
 def greeting(engine: Engine) -> dict:
-    """The limits that the HTTP process must know before its first request."""
+    """What the HTTP process must know before its first request: limits, and what is there."""
     return {
         "op": "ready",
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.scheduler.max_num_seqs,
         "vocab_size": engine.config.vocab_size,
         "eos_token_ids": engine.config.eos_token_ids,
+        "stages": list(engine.stages),
     }
 
 
-def serve_step(engine: Engine, link: Link, publisher: Publisher, compiler: Compiler):
+def serve_step(engine: Engine, link: Link):
     """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
-    timeout = 0 if engine.has_work else publisher.due_in()
-    if compiler.waiting and timeout != 0:
-        timeout = COMPILE_POLL
-    for message in compiler.pass_on(link.receive(timeout)):
-        if message["op"] == "listen":
-            publisher.listen(message["on"], message["tokens"])
+    stages = engine.stages.values()
+    timeout = 0
+    if not engine.has_work:
+        due = [stage.due_in() for stage in stages]
+        timeout = min((seconds for seconds in due if seconds is not None), default=None)
+    messages = link.receive(timeout)
+    for stage in stages:
+        messages = stage.arrived(messages)
+    for message in messages:
         handle_message(engine, link, message)
     for output in engine.step():
         queue_output(link, output)
     if not link.unsent:  # else rows and delays gather until there is room
         link.flush(engine.stats())
-    if publisher.is_on:
-        publisher.publish()
+    for stage in stages:
+        stage.sent()
 
 
 def handle_message(engine: Engine, link: Link, message: dict):

@@ -23,7 +23,6 @@ from tqdm import tqdm
 
 from engine.step import Answer
 from model import GPT
-from ops import prefix
 from ops.choice import choose_ops
 from ops.fused import send
 from ops.inputs import (
@@ -102,18 +101,6 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     return shapes
 
 
-def sharing_shapes(N: int, G: int) -> list[StepShape]:
-    """
-    The shapes of steps of at most N decodes that share prefixes, with G query heads to a KV head.
-    Fewer, as each is a graph more: such a step has time to spare.
-    """
-    least = prefix.LEAST_REQUESTS
-    if least > N:
-        return []
-    fewer = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
-    return [StepShape(n, 0, 0, prefix.num_groups(n, G)) for n in (*fewer, N)]
-
-
 class Runner:
     """
     The model, the KV pool, and what the device must know of each running request, in arrays indexed
@@ -167,13 +154,13 @@ class Runner:
         self.shapes = []  # to which steps are padded, if they are
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
-        self.finder = None  # of the groups of decodes that share prefixes
-        self.sharing_shapes = []
-        if self.ops.shares_prefixes and not self.window:
+        self.finder = None  # of groups of decodes that begin alike
+        self.shapes_with_groups = []
+        if self.ops.group_finder and not self.window:
             G = config.n_head // config.n_kv_head
-            self.finder = prefix.GroupFinder(G, settings.block_size)
+            self.finder = self.ops.group_finder(G, settings.block_size)
             if self.shapes:
-                self.sharing_shapes = sharing_shapes(N, G)
+                self.shapes_with_groups = self.finder.shapes(N)
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         # where graphs send their tokens, and how often they have: see fused.send
         self.ring: Tensor | None = None
@@ -226,13 +213,6 @@ class Runner:
             n = min(shape.n for shape in self.shapes if shape.n >= n)
         return StepShape(n, C, T)
 
-    def sharing_shape(self, n: int) -> StepShape:
-        """The smallest padded shape for n decodes that share prefixes, or n itself unpadded."""
-        for shape in self.sharing_shapes:
-            if shape.n >= n:
-                return shape
-        return StepShape(n, 0, 0, prefix.num_groups(n, self.finder.G))
-
     # -- a step on the device ----------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -264,7 +244,8 @@ class Runner:
         if self.finder and not plan.chunks and not plan.guesses:
             groups = self.finder.find(plan.decodes)
         if groups:
-            shape = self.sharing_shape(shape.n)
+            fitting = (padded for padded in self.shapes_with_groups if padded.n >= shape.n)
+            shape = next(fitting, self.finder.shape(shape.n))
         places = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         packed = pack(plan, shape, self.padding_row, self.pool.sink, self.S_if_given, groups or ())
         if shape not in self.graphs:
@@ -396,7 +377,7 @@ class Runner:
         memory. A step runs once before: that compiles its kernels. At the end all objects of the
         process are exempt from garbage collection.
         """
-        shapes = self.shapes + self.sharing_shapes
+        shapes = self.shapes + self.shapes_with_groups
         longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
         # two steps are under way at most

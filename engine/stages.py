@@ -1,18 +1,44 @@
 """
 What an engine does beside computing tokens: a file each, in the order in which they act.
 
-A stage whose file is deleted together with its lines here is gone, and all else works as before.
+    stages = build_stages(engine)       # {"drafts": Drafts(engine), ..}
+    require("drafts")                   # a ValueError, where the line of the drafts is gone
+
+Delete a file and its line in `STAGES`, and all else works as before; who asks for what is gone is
+told so. The HTTP process reads these tables, too, so nothing is imported before it is built.
 """
 
-from engine.drafts import Drafts
-from engine.events import Recorder
-from engine.grammar import Constraints
-from engine.scores import Scores
-from engine.step import Stage
+from importlib import import_module
 
-STAGES: dict[str, type[Stage]] = {
-    "drafts": Drafts,  # guesses tokens, which a step checks
-    "grammar": Constraints,  # after the drafts, of which it forbids some
-    "scores": Scores,  # of the tokens that are left
-    "record": Recorder,  # last: it writes down what the others have done
+STAGES = {
+    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
+    "grammar": "engine.grammar.Constraints",  # with server/tools.py; forbids some of the guesses
+    "scores": "engine.scores.Scores",  # of the tokens that are left
+    "record": "engine.events.Recorder",  # last: it writes down what the others have done
 }
+FILES = {
+    "drafts": "engine/drafts.py",
+    "grammar": "engine/grammar.py",
+    "scores": "engine/scores.py",
+    "record": "engine/events.py",
+}
+
+
+def absent(name: str) -> str:
+    """Return what is said to one who asks for a stage that is gone."""
+    return f"this server has no {name} ({FILES[name]})"
+
+
+def require(name: str):
+    """Raise ValueError unless there is such a stage."""
+    if name not in STAGES:
+        raise ValueError(absent(name))
+
+
+def build_stages(engine) -> dict:
+    """Return the stages (`step.Stage`) of an engine, by their names."""
+    stages = {}
+    for name, path in STAGES.items():
+        module, _, kind = path.rpartition(".")
+        stages[name] = getattr(import_module(module), kind)(engine)
+    return stages

@@ -16,11 +16,16 @@ these moments, in this order:
 With overlap a step is planned and launched before the one before it is settled.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from engine.stages import require
 from paged import Plan, Request
 from params import GREEDY, SamplingParams
+
+# begins messages of errors that are not the server's fault
+STUCK = "the answer cannot go on: "
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +70,15 @@ class Step:
     notes: dict = field(default_factory=dict)  # stage -> what it must know of this step
 
 
+def check_prompt_logprobs(count: int | None):
+    """Raise ValueError unless so many candidates can be scored with each token of a prompt."""
+    if count is None:
+        return
+    require("scores")
+    if type(count) is not int or count < 0:
+        raise ValueError(f"prompt_logprobs is {count!r}: wanted 0 or more, or None")
+
+
 class Stage:
     """One thing that an engine does beside computing tokens. What it does not need, it inherits."""
 
@@ -104,3 +118,18 @@ class Stage:
     def stats(self) -> dict:
         """Return its part of `Engine.stats`."""
         return {}
+
+    # in a server's loop (process.py)
+
+    def connect(self, link, directory: str):
+        """The engine serves the model in this directory, over a link.Link."""
+
+    def due_in(self) -> float | None:
+        """Return the seconds until it has something to do without a message; None: nothing."""
+
+    def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
+        """Return the messages that the engine may handle now: not those that it keeps itself."""
+        return messages
+
+    def sent(self):
+        """A step's tokens are on their way."""

@@ -51,15 +51,15 @@ TRITON = TORCH._replace(
     add_norm=linear.add_norm,
     project_qkv=fused.project_qkv,
     store_kv=kernels.store_kv_triton,
-    attend=prefix.attend,
+    attend=kernels.paged_attention_triton,
     linear=linear.linear,
     head=linear.head,
-    prepare=prefix.prepare,
+    prepare=kernels.prepare_triton,
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,
     fixed_shapes=True,
-    shares_prefixes=True,
 )
+TRITON = prefix.sharing(TRITON)  # without this line, and ops/prefix.py, none are shared
 DETERMINISTIC = TRITON._replace(
     add_norm=linear.norm_now,
     project_qkv=deterministic.project_qkv,
@@ -68,7 +68,7 @@ DETERMINISTIC = TRITON._replace(
     head=deterministic.head,
     prepare=deterministic.prepare,
     is_deterministic=True,
-    shares_prefixes=False,
+    group_finder=None,
 )
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",

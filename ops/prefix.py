@@ -46,7 +46,8 @@ from kernels import (
     tl,
     triton,
 )
-from model import Attention
+from model import Attention, Ops
+from ops.inputs import StepShape
 
 ROWS = PREFILL_ROWS  # of queries in a program
 MAX_PARTS = 4  # programs that divide up what a group shares
@@ -122,7 +123,10 @@ def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tup
 
 
 class GroupFinder:
-    """Finds the groups of a step. Most steps have the requests and groups of the one before."""
+    """
+    Finds the groups of a step, of a model with G query heads to a KV head and blocks of S. Most
+    steps have the requests and groups of the one before.
+    """
 
     def __init__(self, G: int, S: int):
         self.G = G
@@ -140,6 +144,21 @@ class GroupFinder:
             full = [r.num_filled_slots // self.S for r in requests]
             self.groups = self.worth_it(find_groups(tables, full, most_members(self.G)))
         return self.groups
+
+    def shape(self, n: int) -> StepShape:
+        """Return the shape of a step with groups: for n decodes, unpadded."""
+        return StepShape(n, 0, 0, num_groups(n, self.G))
+
+    def shapes(self, N: int) -> list[StepShape]:
+        """
+        Return the shapes that steps with groups are padded to, of at most N decodes. They are few,
+        as each is a graph more: such a step has time to spare.
+        """
+        least = LEAST_REQUESTS
+        if least > N:
+            return []
+        fewer = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
+        return [self.shape(n) for n in (*fewer, N)]
 
     def worth_it(self, found: list[tuple[int, int, int]]) -> Groups | None:
         """The groups that save most reads, or None if together they save too few."""
@@ -209,6 +228,11 @@ def prefix_kernel(
     to = (request * H + query).to(tl.int64) * PARTS + part
     tl.store(prefix_out + to[:, None] * WIDTH + d[None, :], acc, mask=real[:, None])
     tl.store(prefix_lse + to, top + tl.log2(tl.maximum(total, 1e-30)), mask=real)
+
+
+def sharing(ops: Ops) -> Ops:
+    """Return Triton's table of operators with those that share prefixes."""
+    return ops._replace(attend=attend, prepare=prepare, group_finder=GroupFinder)
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:

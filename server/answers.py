@@ -23,7 +23,7 @@ import orjson
 
 from server.live import EVENTS, PING, PING_SECONDS
 from server.protocol import ApiError, ClientGone, error_body
-from server.tools import Reader, grammar_before, grammar_of_calls, schema_of
+from server.text import tools
 from tokenizer import token_name
 
 SEED_BITS = 48  # of drawn seeds: readers of JSON that take numbers for doubles keep 53 exactly
@@ -69,7 +69,7 @@ class Choice:
         self.reader = None
         self.markers = {}  # tokens that mark parts of an answer: what they are called in its text
         if body.tools or (job and job.ahead):
-            self.reader = Reader(job.call_tag, job.ahead, job.hidden)
+            self.reader = tools.Reader(job.call_tag, job.ahead, job.hidden)
             self.markers = job.markers
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
@@ -360,7 +360,7 @@ class Job:
             self._hold_to_tools(chat)
         if self.ahead and self.grammar:
             is_free = bool(self.body.tools) and self.body.tool_choice == "auto"
-            before = grammar_before(self.ahead, chat.tokens, is_free)
+            before = tools.grammar_before(self.ahead, chat.tokens, is_free)
             self.grammar = self.grammar | {"before": before}
 
     def _hold_to_tools(self, chat):
@@ -370,9 +370,9 @@ class Job:
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        lark = grammar_of_calls(self.body, self.call_tag, chat.tokens)
+        lark = tools.grammar_of_calls(self.body, self.call_tag, chat.tokens)
         dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
-        schemas = [dump(schema_of(function)) for function in self.body.functions]
+        schemas = [dump(tools.schema_of(function)) for function in self.body.functions]
         self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
 
     async def __call__(self, scope, receive, send):
@@ -413,7 +413,7 @@ class Job:
         if self.body.stream or self.is_done:
             self.changed.set()  # a task sends it, once all messages of this round are read
 
-    def on_refusal(self, kind, message, tools=()):
+    def on_refusal(self, kind, message, refused=()):
         """
         The engine does not accept a choice, or failed at it: the call fails. If it is for the
         schemas of these tools, and none must be called, it begins again, and any object will do for
@@ -421,7 +421,7 @@ class Job:
         """
         if kind != "invalid":  # the client cannot change it
             return self.fail(ApiError(500, message))
-        refused = [self.body.functions[number] for number in tools]
+        refused = [self.body.functions[number] for number in refused]
         if refused and self.body.tool_choice == "auto":
             return self._begin_again(refused)
         logged = message.partition(": ")[0]  # a grammar may be quoted

@@ -24,6 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
 from common import plural, say
+from engine.stages import absent
 from server import live, protocol
 from server.answers import Job, send_json
 from server.connection import Connection
@@ -253,6 +254,8 @@ class Service:
         self.check_ready()
         if http.method == "HEAD":
             return Response(media_type="text/event-stream")
+        if "record" not in self.client.info["stages"]:
+            raise ApiError(400, absent("record"))
         return self.listeners.join(http.scope["salt"], owner_of(http))
 
     async def show_readiness(self, http):

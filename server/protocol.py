@@ -38,8 +38,9 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from common import plural
+from engine.stages import require
 from params import BIAS, RANGES, SamplingParams, check_variables
-from server.tools import NO_PARAMETERS, drop_neutral
+from server.text import tools
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
@@ -91,6 +92,7 @@ MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
 MAX_SCHEMA = 2**16  # bytes of a grammar, or of the parameters of all tools
 MAX_TOOLS = 128
+NO_PARAMETERS = {"type": "object", "properties": {}}
 HAS_GRAMMARS = find_spec("llguidance") is not None
 INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of them must be printed
 
@@ -257,6 +259,10 @@ def arguments_object(value):
 
 def grammar_text(value, *path) -> str:
     """A schema or grammar for the engine. It compiles it, and refuses those that are broken."""
+    try:
+        require("grammar")
+    except ValueError as error:
+        raise Refused(f"cannot be obeyed: {error}", *path) from None
     if not HAS_GRAMMARS:
         raise Refused("is not served here: `pip install llguidance`, or leave it out", *path)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -271,7 +277,7 @@ def schema_text(value) -> str:
     text = grammar_text(value)
     try:
         # `from_json` takes no half characters, which no message could carry
-        lean = drop_neutral(from_json(text))
+        lean = tools.drop_neutral(from_json(text))
         return json.dumps(lean, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # the engine says what is wrong
         return text

@@ -23,10 +23,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from importlib import import_module
 from pathlib import Path
 
 from common import MALFORMED, read_json
-from server.tools import find_tag, find_thoughts, tags
+from engine.stages import STAGES
 from tokenizer import (
     Tokenizer,
     TokenizerError,
@@ -35,6 +36,9 @@ from tokenizer import (
     read_config,
     token_text,
 )
+
+# what belongs to grammars in the HTTP process; None where there are none
+tools = import_module("server.tools") if "grammar" in STAGES else None
 
 # Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
 SHORT = 1024
@@ -239,10 +243,14 @@ class Chat:
     ):
         self.tokenizer = tokenizer
         self.variables = variables or {}
-        self.call_tag = find_tag(tool_source or source)
         backend = tokenizer.backend
-        self.thoughts = find_thoughts(f"{source}{tool_source}{backend.get_added_tokens_decoder()}")
-        markers = tags(self.call_tag) + self.thoughts
+        self.call_tag = ""
+        self.thoughts = markers = []
+        if tools:
+            self.call_tag = tools.find_tag(tool_source or source)
+            texts = f"{source}{tool_source}{backend.get_added_tokens_decoder()}"
+            self.thoughts = tools.find_thoughts(texts)
+            markers = tools.tags(self.call_tag) + self.thoughts
         self.tokens = {m: id for m in markers if (id := backend.token_to_id(m)) is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)

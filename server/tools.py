@@ -23,7 +23,6 @@ from collections.abc import Iterable
 from copy import copy, deepcopy
 
 MAX_CALLS = 16  # in one answer
-NO_PARAMETERS = {"type": "object", "properties": {}}
 # Written as json.dumps writes it, as in the templates. So a newline stands behind a call alone. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

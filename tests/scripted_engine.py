@@ -16,8 +16,6 @@ from virtual import Socket
 from wires import EOS, fake_score
 
 from engine import engine, process
-from engine.events import Publisher
-from engine.grammar import Compiler
 from engine.link import Link
 from engine.runner import Launched
 from params import NO_TOKEN, Settings
@@ -153,10 +151,8 @@ class EngineProcess:
         if not self.is_dead:
             self.state = "ready"
             self.engine = ScriptedEngine(self.world)
-            self.publisher = Publisher(self.engine, self.link)
-            self.compiler = Compiler(dict)
             self.link.selector.on_ready = self.wake
-            self.link.send(process.greeting(self.engine))
+            process.greet(self.engine, self.link, "")
             self.wake()
 
     def cannot_load(self):
@@ -179,7 +175,7 @@ class EngineProcess:
             return self.wake(wait)
         if not self.link.is_open:
             return self.die()
-        process.serve_step(self.engine, self.link, self.publisher, self.compiler)
+        process.serve_step(self.engine, self.link)
         self.check_link(self.link)
         if self.engine.has_work or self.link.selector.select(0) or not self.link.is_open:
             self.wake(self.world.settings["step_seconds"])

@@ -142,7 +142,7 @@ class SimulatedRunner(Runner):
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
         self.finder = None if self.recorded or self.window else FindAll(G=16, S=self.block_size)
-        self.sharing_shapes = []
+        self.shapes_with_groups = []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [
             StepShape(n, 2, T) for T in (4, settings.token_budget) for n in decodes[-2:]

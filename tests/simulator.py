@@ -37,6 +37,7 @@ from assets.records import Tallies
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
+from engine.stages import STAGES
 from paged import Plan, Request
 from params import Settings
 from tests.shrink import shrink
@@ -260,7 +261,7 @@ class World:
 
     def send(self, message: dict):
         sizes = {"max_num_seqs": self.settings["engine"]["max_num_seqs"], "vocab_size": self.V}
-        limits = {"max_model_len": self.longest, "eos_token_ids": tuple(self.eos)}
+        limits = {"max_model_len": self.longest, "eos_token_ids": tuple(self.eos), "stages": [*STAGES]}
         assert message == {"op": "ready"} | sizes | limits
 
     def receive(self, timeout: float | None):

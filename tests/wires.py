@@ -29,6 +29,7 @@ from virtual import Loop, Socket, Transport, pair
 
 import serve
 from engine.link import to_line
+from engine.stages import STAGES
 from server import answers, gate, metrics
 from server import app as api
 from server import client as client_module
@@ -259,7 +260,7 @@ class Engine:
 
     def ready(self, max_model_len: int | None = None):
         vocab_size = self.house.encoder.tokenizer.vocab_size
-        limits = {"vocab_size": vocab_size, "eos_token_ids": [EOS]}
+        limits = {"vocab_size": vocab_size, "eos_token_ids": [EOS], "stages": [*STAGES]}
         limits["max_model_len"] = max_model_len or self.house.max_model_len
         max_num_seqs = self.house.args.max_num_seqs or 256
         self.say({"op": "ready", "max_num_seqs": max_num_seqs, **limits})

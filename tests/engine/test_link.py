@@ -7,15 +7,15 @@ import json
 import math
 import selectors
 import socket
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import Mock
 
 import pytest
 
-from engine.events import Publisher
-from engine.grammar import Compiler
+from engine.grammar import COMPILE_POLL
 from engine.link import Link, to_line
-from engine.process import COMPILE_POLL, serve_step
+from engine.process import serve_step
 from tests.simulated_runner import finish, greedy, simulated_engine, tokens_of
 
 STATS = {"running": 0}
@@ -34,6 +34,13 @@ def row(id: str, *tokens: int, end: str | None = None) -> list:
     return [id, [*tokens], end, 7, None, None]
 
 
+def connected(engine, link) -> Callable:
+    """A turn of the loop of an engine that is connected, and has said so."""
+    for stage in engine.stages.values():
+        stage.connect(link, "")
+    return partial(serve_step, engine, link)
+
+
 def read(sock) -> list[dict]:
     """All messages that are there; waits for one."""
     data = sock.recv(2**24)
@@ -46,7 +53,7 @@ def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
     """In their order, and they take no more memory than they need."""
     link, sock = ends
     engine, other = (simulated_engine(context_length=1000, num_blocks=300) for _ in range(2))
-    turn = partial(serve_step, engine, link, Publisher(engine, link), Compiler(dict))
+    turn = connected(engine, link)
     for each in engine, other:
         each.add_request("a", [1, 2, 3], greedy(900))
     while engine.has_work:  # five times what a link holds
@@ -142,9 +149,14 @@ def test_values_cross_a_link(value, received):
 )
 def test_how_long_an_engine_sleeps(has_work, due_in, compiles, expected):
     """Would catch a grammar that waits until lines are due which somebody listens to."""
-    engine, link, publisher, compiler = (Mock() for _ in range(4))
-    engine.configure_mock(has_work=has_work, **{"step.return_value": []})
-    publisher.due_in.return_value = due_in
-    compiler.configure_mock(waiting=compiles, **{"pass_on.return_value": []})
-    serve_step(engine, link, publisher, compiler)
+    engine = simulated_engine()
+    link = Mock()
+    link.receive.return_value = []
+    turn = connected(engine, link)
+    engine.stages["record"].publisher.due_in = lambda: due_in
+    engine.stages["grammar"].compiler.waiting = compiles
+    engine.stages["grammar"].compiler.pass_on = lambda messages: messages
+    if has_work:
+        engine.add_request("a", [1], greedy(1))
+    turn()
     link.receive.assert_called_once_with(expected)

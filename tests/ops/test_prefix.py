@@ -148,8 +148,8 @@ def test_only_the_table_of_a_gpu_shares():
     """--deterministic has one order of additions, so it shares nothing."""
     tables = [*tables_for(on_gpu=True).values(), *tables_for(on_gpu=False).values()]
     for ops in (*tables, DETERMINISTIC):
-        assert ops.shares_prefixes == (ops.attend is prefix.attend)
-    assert TRITON.shares_prefixes
+        assert bool(ops.group_finder) == (ops.attend is prefix.attend)
+    assert TRITON.group_finder
     assert DETERMINISTIC.attend is deterministic.attend
 
 
