@@ -163,7 +163,6 @@ class Runner:
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
-        self.window = settings.window
         self.S_with_drafts = settings.block_size if settings.speculate else 0  # for `pack`
         self.scored_rows: set[int] = set()  # whose tokens' log-probabilities are wanted
         self.shapes = []  # to which steps are padded, if they are
@@ -171,7 +170,7 @@ class Runner:
             self.shapes = padded_shapes(most_rows, settings.token_budget)
         self.finder = None  # of the groups of decodes that share prefixes
         self.sharing_shapes = []
-        if self.ops.shares_prefixes and not self.window:
+        if self.ops.shares_prefixes and 0 in config.windows:  # some layer sees whole prefixes
             G = config.n_head // config.n_kv_head
             self.finder = prefix.GroupFinder(G, settings.block_size)
             if self.shapes:
@@ -254,13 +253,12 @@ class Runner:
         if plan.admitted:
             self.fill_rows(*plan.admitted)
         # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
-        # where that is not enough: for prompts with a window, which get blocks chunk by chunk; for
-        # drafts, whose later tokens may see more new blocks; and for recorded steps.
-        changed = [r for r, _ in plan.chunks if self.window]
+        # where that is not enough: for drafts, whose later tokens may see more new blocks; and for
+        # recorded steps.
         if self.recorded or plan.drafts:
-            changed += [r for r in plan.grown if r.row is not None]
-        if changed:
-            self.fill_tables(changed)
+            changed = [r for r in plan.grown if r.row is not None]
+            if changed:
+                self.fill_tables(changed)
         shape = self.padded_shape(plan)
         groups = None
         if self.finder and not plan.chunks and not plan.drafts:
