@@ -32,8 +32,7 @@ function load(line) { // all that is, as a snapshot says
     committed: new Set(line.committed),
     idle: new Set(line.idle), // in the order in which they are evicted
     hues: line.hues.slice(), // of each block's last owner, from 1 on
-    // who holds a block: [request, logical block]; the last is no block, but stands in records made
-    // before the first block of a table did for those that were given back
+    // who holds a block: [request, logical block]; the last is no block, see isGivenBack
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
@@ -73,7 +72,7 @@ function setTable(q, from, blocks) {
   touch([...left, ...blocks])
 }
 
-// A window has left this block: the first one stands in its place (in older records num_blocks).
+// A window has left this block: the first one stands in its place, in older records num_blocks.
 const isGivenBack = ({ table }, i) =>
   table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
 
