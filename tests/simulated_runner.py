@@ -127,7 +127,7 @@ class SimulatedRunner(Runner):
         self.device = "cpu"
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
-        [self.window] = model.config.windows
+        self.window = model.config.windows[0]
         self.pool = Pool(settings.num_blocks, settings.block_size)
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
         self.S_with_drafts = settings.block_size if settings.speculate else 0
