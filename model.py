@@ -90,8 +90,8 @@ class Ops(NamedTuple):
     fixed_shapes: bool = False
     # whether an answer is equal to the bit whatever else is in its steps
     is_deterministic: bool = False
-    # (G, S) -> finder of decodes that begin with the same blocks, which `attend` then reads once for
-    # all of a group (ops/prefix.py); None: it cannot
+    # (G, S) -> finder of decodes that begin with the same blocks, which `attend` then reads once
+    # for all of a group (ops/prefix.py); None: it cannot
     group_finder: Callable | None = None
 
 

@@ -23,6 +23,7 @@ all of it at work.
 from array import array
 from bisect import insort
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from numbers import Integral
@@ -104,7 +105,6 @@ class BlockAllocator:
 
     def __init__(self, num_blocks: int, block_size: int = 4):
         self.num_blocks = num_blocks
-        self.sink = num_blocks  # in block tables: a block that was given back and is not seen again
         self.block_size = block_size
         self.ref_counts = [0] * num_blocks  # how many block tables hold each block
         # in no table and not committed; a stack: the block freed last is handed out next
@@ -152,8 +152,6 @@ class BlockAllocator:
     def share(self, blocks: list[int]):
         """One more block table holds these blocks: a fork of a running request, or a prefix hit."""
         for block in blocks:
-            if block == self.sink:
-                continue
             if self.ref_counts[block] == 0:
                 del self.idle[block]
             self.ref_counts[block] += 1
@@ -165,8 +163,6 @@ class BlockAllocator:
         Raises ValueError for a block without a reference.
         """
         for block in reversed(block_table):
-            if block == self.sink:
-                break  # and so are all before it
             if self.ref_counts[block] < 1:
                 raise ValueError(f"block {block} is freed twice: no block table holds it")
             self.ref_counts[block] -= 1
@@ -193,8 +189,7 @@ TO_COME = None
 class Request:
     """
     One text being continued. The K, V of all its tokens but the last are in the blocks of
-    `block_table`, except those that a window has left; the last token is the input of its next
-    step.
+    `block_table`; the last token is the input of its next step.
 
         waiting ── admitted ──> prefilling ── prompt computed ──> active ── stop or length ──> done
            ^                        │                               │
@@ -230,7 +225,7 @@ class Request:
     block_table: list[int] = field(default_factory=list)
     num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
 
-    # what overlap, windows, sampling and sharing add: first what the caller may set
+    # what overlap, sampling and sharing add: first what the caller may set
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
@@ -319,9 +314,8 @@ def commit_blocks(
     Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
     prefix cache, and count them in `num_committed`. Returns the blocks that are new there. With
     `ref_counts`, a block with other owners is skipped for good: a fork may still write into it (the
-    last owner writes without copying), so its content is not final; the sink is skipped, too. How a
-    full block can be shared and not final, by n = 2 choices of a prompt of P = 3 tokens, with
-    blocks of 4 and overlap:
+    last owner writes without copying), so its content is not final. How a full block can be shared
+    and not final, by n = 2 choices of a prompt of P = 3 tokens, with blocks of 4 and overlap:
 
         block 5    references
         p p p -    1    step 1 has computed the prompt; step 2 is under way, with its first token, a
@@ -342,7 +336,7 @@ def commit_blocks(
     for index in range(request.num_committed, num_slots // block_size):
         block = request.block_table[index]
         content = request.content_of(index, block_size)
-        is_final = ref_counts is None or (block < len(ref_counts) and ref_counts[block] == 1)
+        is_final = ref_counts is None or ref_counts[block] == 1
         if is_final and block_cache.insert(block, content):
             new.append(block)
         request.num_committed = index + 1
@@ -457,10 +451,6 @@ class SchedulerSettings:
         True, "compute each prompt from its first token", flag="--no-prefix-cache"
     )
 
-    # where every layer of the model slides, the largest window: a token sees itself and window - 1
-    # tokens before it, and blocks behind that are given back; 0: some layer sees all
-    window: int = 0
-
     def __post_init__(self):
         for f in fields(self):
             least = f.metadata.get("least")
@@ -476,16 +466,6 @@ class SchedulerSettings:
                 f"prefill_share is {self.prefill_share}, wanted a share of the token budget: 0 or "
                 "more, below 1"
             )
-
-
-def blocks_held(num_tokens: int, block_size: int, window: int) -> int:
-    """
-    The blocks that a text of so many tokens must hold at once. A window (0: none) may begin with
-    the last slot of a block.
-    """
-    if window:
-        num_tokens = min(num_tokens, block_size - 1 + window)
-    return -(-num_tokens // block_size)
 
 
 class Scheduler:
@@ -519,7 +499,6 @@ class Scheduler:
                 f"max_kv_tokens is {max_kv_tokens}, wanted at least 1 block of {block_size}"
             )
         self.settings = settings
-        self.window = settings.window
         self.queue_key = POLICIES[policy]  # the smallest is served first
         self.token_budget = token_budget
         self.block_size = block_size
@@ -534,6 +513,9 @@ class Scheduler:
         self.active: list[Request] = []  # decoding
         self.ending: list[Request] = []  # their last token is on its way
         self.held: list[Request] = []  # sit out until `release`
+        # called with each request whose computed slots have been committed: it may give back blocks
+        # that the request no longer needs (engine/window.py)
+        self.after_commit: Callable[[Request], None] | None = None
         # for metrics and traces
         self.num_added = 0
         self.num_preemptions = 0
@@ -561,10 +543,6 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def first_block(self, position: int) -> int:
-        """The first logical block that the token at this position sees."""
-        return max(0, position - self.window + 1) // self.block_size if self.window else 0
-
     # -- requests in: queue, admit -----------------------------------------------------------------
 
     def add_request(self, request: Request):
@@ -576,7 +554,7 @@ class Scheduler:
             raise ValueError(
                 f"request {request.id} has an empty prompt: give it at least one token"
             )
-        needed = blocks_held(request.num_tokens, self.block_size, self.window)
+        needed = self.blocks_for(request.num_tokens)
         available = self.block_allocator.num_blocks
         if needed > available:
             raise ValueError(
@@ -609,9 +587,7 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """
         Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
-        shared; it is prefilling then. With a sliding window a long prompt gets only the blocks that
-        one window needs; `extend` adds more as old ones are freed. Returns False, with nothing
-        changed, if there is no room.
+        shared; it is prefilling then. Returns False, with nothing changed, if there is no room.
         """
         # a request that was preempted with a token to come cannot be computed before it is known
         if not self.free_rows or request.num_to_come:
@@ -620,9 +596,7 @@ class Scheduler:
         num_tokens = request.num_tokens
         hits = self._find_prefix(request)
         num_hit_tokens = len(hits) * self.block_size
-        left = self.first_block(num_hit_tokens)  # hits that the window has left
-        S = self.block_size
-        needed = blocks_held(num_tokens - left * S, S, self.window) + left - len(hits)
+        needed = self.blocks_for(num_tokens) - len(hits)
         # an idle hit counts as free, but is about to be referenced
         spare = allocator.num_free - len(allocator.idle.keys() & hits)
         # with no other request to grow, one may take the whole pool
@@ -647,28 +621,16 @@ class Scheduler:
 
     def _find_prefix(self, request: Request) -> list[int]:
         """
-        The physical blocks of the longest cached prefix, not referenced yet. With a window, only
-        the blocks that the first token to compute sees must be cached; the sink stands for those
-        before. The block with the last token is never a hit: we need that token's logits, hits are
-        whole blocks, and shared blocks are read-only. Of 8 tokens in blocks of 4, all in the cache,
-        (8 - 1) // 4 = 1 block is a hit; 4 tokens are computed again, into a block of the request's
-        own.
+        The physical blocks of the longest cached prefix, not referenced yet. The block with the
+        last token is never a hit: we need that token's logits, hits are whole blocks, and shared
+        blocks are read-only. Of 8 tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block
+        is a hit; 4 tokens are computed again, into a block of the request's own.
         """
+        hits = []
         # to score a prompt takes the logits of all its tokens, so all are computed
         if not self.settings.prefix_cache or request.prompt_logprobs is not None:
-            return []
-        end = (request.num_tokens - 1) // self.block_size
-        while True:
-            start = self.first_block(end * self.block_size)
-            hits = self._cached_blocks(request, start, end)
-            if start == 0 or start + len(hits) == end:
-                return [self.block_allocator.sink] * start + hits
-            end = start + len(hits)  # a longer prefix would need the block that is missing here
-
-    def _cached_blocks(self, request: Request, start: int, end: int) -> list[int]:
-        """The physical blocks of logical blocks start..end-1, up to the first not cached."""
-        hits = []
-        for index in range(start, end):
+            return hits
+        for index in range((request.num_tokens - 1) // self.block_size):
             block = self.block_cache.lookup(request.content_of(index, self.block_size))
             if block is None:
                 break
@@ -712,8 +674,8 @@ class Scheduler:
         S = self.block_size
         ref_counts = self.block_allocator.ref_counts
         # the hot loop: S - 1 times out of S a request has room, and there is nothing to do; prompts
-        # have room from their admission on, but for long ones with a window
-        for request in plan.decodes + self.prefilling:
+        # have room from their admission on
+        for request in plan.decodes.copy():
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
                 self._make_room(request, plan)
@@ -728,7 +690,7 @@ class Scheduler:
         Give a request a slot of its own for its next token: a new block if the last one is full, a
         copy if it is shared. While no block is free, preempt and look again: by then the last block
         may no longer be shared, or the request itself may have been preempted. If ending requests
-        are about to give blocks back, a decode leaves plan.decodes instead.
+        are about to give blocks back, the request leaves plan.decodes instead.
         """
         allocator = self.block_allocator
         while request.row is not None:
@@ -746,12 +708,8 @@ class Scheduler:
                     allocator.free_blocks_for_request(table[-1:])
                     table[-1] = block
                     self.num_copies += 1
-            elif self._slide(request, request.num_filled_slots):
-                # with overlap, blocks that the running step fills are freed uncommitted
-                plan.grown.append(request)
             elif self.ending:  # blocks are about to come back
-                if request in plan.decodes:
-                    plan.decodes.remove(request)
+                plan.decodes.remove(request)
                 return
             else:
                 plan.preempted.append(self._preempt_for(request))
@@ -801,9 +759,7 @@ class Scheduler:
                 break
             share = -(-left // max(1, num_sharers - i))
             missing = request.prefill_target - request.prefill_cursor
-            n = self.extend(request, min(share, missing))
-            if n == 0:  # it waits for blocks that are about to come back
-                continue
+            n = min(share, missing)
             plan.chunks.append((request, n))
             if n == missing:
                 plan.completed.append(request)
@@ -812,7 +768,7 @@ class Scheduler:
     def extend(self, request: Request, n: int) -> int:
         """
         Lengthen a block table for the next n tokens, as far as blocks are free (the watermark
-        apart). Returns how many it has room for. Without a window a prompt has its blocks.
+        apart). Returns how many it has room for.
         """
         allocator = self.block_allocator
         table = request.block_table
@@ -917,39 +873,17 @@ class Scheduler:
         del request.block_table[end:]
         if request.status == "ending" and not request.is_done:
             self.move(request, "active")
-        seen = request.block_table[self.first_block(request.num_filled_slots) :]
-        if self.block_allocator.sink in seen:
-            self._preempt(request)  # a later step has left a block that this position sees
 
     def commit(self, request: Request) -> list[int]:
-        """
-        Commit the request's full blocks, then free those that its window has left: in this order
-        the prefix cache has them. Returns the blocks that are new in it.
-        """
+        """Commit the request's full blocks. Returns those that are new in the prefix cache."""
         new = []
         computed = request.num_computed_slots
         if self.settings.prefix_cache:
             ref_counts = self.block_allocator.ref_counts
             new = commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
-        if self.window:
-            self._slide(request, computed)
+        if self.after_commit:
+            self.after_commit(request)
         return new
-
-    def _slide(self, request: Request, position: int) -> bool:
-        """
-        Give back the blocks that neither the token at `position` nor any later one sees; the sink
-        takes their places. A running step may still read them for earlier tokens: the next step
-        that writes there is launched after it, on the same stream. Returns whether any were given
-        back.
-        """
-        allocator = self.block_allocator
-        table = request.block_table
-        end = start = self.first_block(position)
-        while start and table[start - 1] != allocator.sink:
-            start -= 1
-        allocator.free_blocks_for_request(table[start:end])
-        table[start:end] = [allocator.sink] * (end - start)
-        return start < end
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""
@@ -1040,7 +974,6 @@ class Scheduler:
         """Each block is free, referenced or idle, and referenced by as many tables as it counts."""
         allocator = self.block_allocator
         held = Counter(block for request in self.running for block in request.block_table)
-        del held[allocator.sink]
         counted = {block: n for block, n in enumerate(allocator.ref_counts) if n != 0}
         assert held == counted, f"block tables hold {held}, reference counts say {counted}"
         everything = sorted([*held, *allocator.free, *allocator.idle])
@@ -1078,8 +1011,6 @@ class Scheduler:
         )
         if r.status in ("active", "held"):
             assert r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
-        seen = r.block_table[self.first_block(r.num_filled_slots) :]
-        assert self.block_allocator.sink not in seen, f"{r.id}: its next token sees a freed block"
 
     def check_plan(self, plan: Plan):
         """

@@ -35,7 +35,7 @@ class Tallies:
         version = snapshot["version"]
         if version != VERSION:
             raise ValueError(f"this reads version {VERSION}, there is {version!r:.20}")
-        self.num_blocks = snapshot["num_blocks"]  # an entry of this number is no block
+        self.num_blocks = snapshot["num_blocks"]  # in old records an entry of this is no block
         self.tables = {q["r"]: q["table"] for q in snapshot["requests"]}
         self.committed = set(snapshot["committed"])
         self.idle = dict.fromkeys(snapshot["idle"])  # the next to be evicted first

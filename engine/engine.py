@@ -31,7 +31,7 @@ from model import GPT
 from ops.choice import TORCH
 from ops.inputs import flat_inputs, upload
 from ops.sampling import SamplingRows, sample_torch
-from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings, blocks_held
+from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import NO_TOKEN, SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
@@ -45,8 +45,6 @@ class Engine:
         """Raises ValueError for settings that cannot work here, with what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
-        windows = model.config.windows
-        settings = replace(settings, window=0 if 0 in windows else max(windows))
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with explain_lack_of_memory("the weights and a step"):
                 Runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
@@ -184,11 +182,8 @@ class Engine:
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
         prompt_blocks = first.block_table[: scheduler.blocks_for(P)]
-        # with a window, `first` may have left a block that a fork still sees
-        seen = prompt_blocks[scheduler.first_block(P - 1) :]
-        has_left = scheduler.block_allocator.sink in seen
         is_partial = first.num_committed * scheduler.block_size < P
-        can_share = first.status == "active" and is_partial and not has_left
+        can_share = first.status == "active" and is_partial
         for answer in self.promised.pop(first.id):
             if can_share and scheduler.free_rows:
                 answer = scheduler.fork(
@@ -410,7 +405,7 @@ class Engine:
         runner = self.runner
         S = self.scheduler.block_size
         size = runner.pool.kv.nbytes / 2**20
-        num_texts = self.num_blocks // blocks_held(self.max_model_len, S, self.settings.window)
+        num_texts = self.num_blocks // self.scheduler.blocks_for(self.max_model_len)
         texts = f"{plural(num_texts, 'text')} of {self.max_model_len:,}"
         if self.max_model_len < self.config.context_length:
             texts += f" (the model's context has {self.config.context_length:,})"

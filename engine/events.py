@@ -28,7 +28,7 @@ from engine.step import Stage, Step
 from paged import Request
 
 VERSION = 2  # of the lines
-SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len", "window")
+SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len")
 LINES_A_SNAPSHOT = 1000  # a reader can begin at any snapshot
 PUBLISH_SECONDS = 0.1  # between two messages to listeners
 KEEP_SECONDS = 600  # for which lines are still published without listeners: pages are reloaded
@@ -190,7 +190,7 @@ class Recorder(Stage):
 
     def _add_tables(self):
         """The block tables that differ from the lines so far, and from which entry on."""
-        if self.scheduler.window:  # any may have left blocks behind
+        if self.scheduler.after_commit:  # it may have changed any table
             self.changed = self.scheduler.running + self.changed
         tables = []
         for r in dict.fromkeys(self.changed):

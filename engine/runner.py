@@ -148,7 +148,6 @@ class Runner:
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
-        self.window = settings.window
         # for `pack`: tokens of decodes are given, as a request may have several
         self.S_if_given = settings.block_size if settings.speculate else 0
         self.shapes = []  # to which steps are padded, if they are
@@ -156,7 +155,7 @@ class Runner:
             self.shapes = padded_shapes(most_rows, settings.token_budget)
         self.finder = None  # of groups of decodes that begin alike
         self.shapes_with_groups = []
-        if self.ops.group_finder and not self.window:
+        if self.ops.group_finder and 0 in config.windows:  # some layer sees whole prefixes
             G = config.n_head // config.n_kv_head
             self.finder = self.ops.group_finder(G, settings.block_size)
             if self.shapes:
@@ -228,13 +227,12 @@ class Runner:
         if plan.admitted:
             self.fill_rows(*plan.admitted)
         # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
-        # where that is not enough: for prompts with a window, which get blocks chunk by chunk; for
-        # guesses, which may see more new blocks; and for recorded steps.
-        changed = [r for r, _ in plan.chunks if self.window]
+        # where that is not enough: for guesses, which may see more new blocks; and for recorded
+        # steps.
         if self.recorded or plan.guesses:
-            changed += [r for r in plan.grown if r.row is not None]
-        if changed:
-            self.fill_tables(changed)
+            changed = [r for r in plan.grown if r.row is not None]
+            if changed:
+                self.fill_tables(changed)
         shape = self.padded_shape(plan)
         if self.recorded:
             n = num_decode_rows(plan)

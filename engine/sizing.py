@@ -14,7 +14,6 @@ from common import plural
 from engine.runner import kv_dtype
 from model import GPT, GPTConfig
 from ops.choice import choose_ops
-from paged import blocks_held
 from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
 # The pool's share, by default, of the memory that is free: on a GPU the rest is for CUDA graphs, on
@@ -68,9 +67,7 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
             f"{needed / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
             "--block-size"
         )
-    longest = context_length
-    if blocks_held(context_length, S, settings.window) > num_blocks:
-        longest = num_blocks * S
+    longest = min(context_length, num_blocks * S)
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
         raise ValueError(

@@ -14,12 +14,14 @@ STAGES = {
     "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
     "grammar": "engine.grammar.Constraints",  # with server/tools.py; forbids some of the guesses
     "scores": "engine.scores.Scores",  # of the tokens that are left
+    "windows": "engine.window.Window",  # gives back the blocks that no token sees any more
     "record": "engine.events.Recorder",  # last: it writes down what the others have done
 }
 FILES = {
     "drafts": "engine/drafts.py",
     "grammar": "engine/grammar.py",
     "scores": "engine/scores.py",
+    "windows": "engine/window.py",
     "record": "engine/events.py",
 }
 

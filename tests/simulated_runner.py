@@ -126,7 +126,7 @@ class SimulatedRunner(Runner):
         self.device = "cpu"
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
-        self.window = settings.window
+        self.window = model.config.windows[0]
         self.pool = Pool(settings.num_blocks, settings.block_size)
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
         self.S_if_given = settings.block_size if settings.speculate else 0

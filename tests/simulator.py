@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, count
+from itertools import chain, count, takewhile
 from typing import NamedTuple
 from unittest import mock
 
@@ -183,7 +183,7 @@ class World:
         self.prefilled: list[float] = []
         self.failing: list[Text] = []  # those that must get an error in this step
         self.writers: dict[int, Writer] = {}  # block -> of whom wrote it last
-        self.in_need: set[Request] = set()  # gave back blocks of a step under way, to grow
+        self.first_computed: dict[Request, int] = {}  # position, since it was admitted
         self.everybody: list[Text] = []
         self.reported_idle = True
         self.restarting = False
@@ -222,9 +222,7 @@ class World:
         def watched() -> Plan:
             # their blocks come back with the step under way: no request need be preempted for these
             ending = [r.id for r in scheduler.ending]
-            before = {r: self.num_left(r) for r in scheduler.running}
             made = plan()
-            self.in_need |= {r for r in before if self.num_left(r) > before[r]}
             assert not (ending and made.preempted), f"preempted, while {ending} are about to end"
             self.saw(made)
             return made
@@ -249,10 +247,6 @@ class World:
         resolve_flight = self.engine._resolve
         self.engine._resolve = heard
 
-    def num_left(self, request: Request) -> int:
-        """Blocks behind its window, given back."""
-        return request.block_table.count(self.engine.num_blocks)
-
     # -- the engine's link -------------------------------------------------------------------------
 
     @property
@@ -261,7 +255,11 @@ class World:
 
     def send(self, message: dict):
         sizes = {"max_num_seqs": self.settings["engine"]["max_num_seqs"], "vocab_size": self.V}
-        limits = {"max_model_len": self.longest, "eos_token_ids": tuple(self.eos), "stages": [*STAGES]}
+        limits = {
+            "max_model_len": self.longest,
+            "eos_token_ids": tuple(self.eos),
+            "stages": [*STAGES],
+        }
         assert message == {"op": "ready"} | sizes | limits
 
     def receive(self, timeout: float | None):
@@ -587,13 +585,8 @@ class World:
         hits = request.num_filled_slots
         right = self.longest_hit(text, request.num_tokens)
         assert hits == right, f"{text.id}: {hits} tokens found in the cache, {right} are there"
-        first = max(0, hits - self.window + 1) // S if self.window else 0
-        sink = self.engine.num_blocks
-        given_back = [index for index, block in enumerate(request.block_table) if block == sink]
-        assert given_back == [*range(first)], (
-            f"{text.id} is without blocks {given_back}, and does not see the first {first}"
-        )
-        for index in range(first, hits // S):
+        self.first_computed[request] = hits
+        for index in range(hits // S):
             writer = self.writers[request.block_table[index]]
             assert writer.text(S) == text.writer(index).text(S), (
                 f"{text.id} of salt {text.salt!r} finds {writer.text(S)}"
@@ -607,7 +600,6 @@ class World:
     def longest_hit(self, text: Text, num_tokens: int) -> int:
         """
         How many of its first tokens the cache holds, in whole blocks; at least one is computed.
-        With a window it needs to hold only what the first of the others sees.
         """
         if not self.settings["engine"]["prefix_cache"] or text.prompt_logprobs is not None:
             return 0
@@ -615,12 +607,8 @@ class World:
         held = self.engine.scheduler.block_cache.held
         cached = {self.writers[block].text(S) for block in held}
         most = (num_tokens - 1) // S
-        has = [text.writer(i).text(S) in cached for i in range(most)]
-        for n in range(most, 0, -1):
-            first = max(0, n * S - self.window + 1) // S if self.window else 0
-            if all(has[first:n]):
-                return n * S
-        return 0
+        hits = takewhile(lambda i: text.writer(i).text(S) in cached, range(most))
+        return len([*hits]) * S
 
     def must_fail(self, plan: Plan):
         """This step raises: each request that takes part must get an error before it is over."""
@@ -655,7 +643,7 @@ class World:
     def filled_by(self, plan: Plan, tokens: dict) -> list[Writer]:
         """
         The blocks that a step has filled, which must be in the cache once it is resolved: unless
-        others hold them, too, no block was free when they were left, or its logits were broken.
+        others hold them, too, or its logits were broken.
         """
         if not self.settings["engine"]["prefix_cache"]:
             return []
@@ -667,10 +655,7 @@ class World:
             num_full = (request.num_computed_slots + n) // self.S
             for i in range(request.num_committed, num_full):
                 block = request.block_table[i]
-                is_lost = request in self.in_need
-                if block != self.engine.num_blocks:
-                    is_lost = self.engine.scheduler.block_allocator.ref_counts[block] > 1
-                if not is_lost:
+                if self.engine.scheduler.block_allocator.ref_counts[block] == 1:
                     filled.append(self.live[request.id].writer(i))
         return filled
 
@@ -681,19 +666,29 @@ class World:
             assert block.text(self.S) in cached, f"{block} was filled, and is not in the cache"
 
     def check_windows(self):
-        """Blocks that no token sees any more were given back."""
+        """
+        Blocks that no token sees any more were given back, and no others; the first stands in for
+        them. Not before the request has computed something: until then it holds all hits.
+        """
+        S = self.S
         for request in self.engine.scheduler.running:
-            ended = request.num_computed_slots // self.S * self.S
-            first = max(0, ended - self.window + 1) // self.S
-            left = self.num_left(request)
-            assert left >= first, f"{request.id} holds block {left}, and sees no token of it"
+            computed = request.num_computed_slots
+            if computed == self.first_computed.get(request):
+                continue
+            table = request.block_table
+            last_seen = max(1, (computed // S * S - self.window) // S)  # in the last commit
+            next_seen = max(1, (computed + 1 - self.window) // S)
+            left = table.count(table[0])
+            self.counts["windows"] += left > 1
+            assert last_seen <= left <= next_seen, (
+                f"{request.id} is without {left} blocks: of {table} the next token sees those "
+                f"from {next_seen} on"
+            )
 
     def check_stats(self, stats: dict):
         engine = self.engine
         running = sum(text.runs for text in self.live.values())
         held = {block for r in engine.requests.values() for block in r.block_table}
-        self.counts["windows"] += engine.num_blocks in held
-        held.discard(engine.num_blocks)  # the sink
         right = {
             "running": running,
             "waiting": len(self.live) - running,

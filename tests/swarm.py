@@ -34,16 +34,8 @@ def a_life(seed: int) -> tuple[dict, list[dict]]:
 
 
 def longest_text(settings: dict) -> int:
-    """A text whose windows fit into the pool may be longer than it."""
-    num_blocks = settings["engine"]["num_blocks"]
-    S = settings["engine"]["block_size"]
-    context = settings["context"]
-    window = settings["window"]
-    # the blocks that a window touches, wherever it begins
-    touched = [len({p // S for p in range(i, i + window)}) for i in range(S)]
-    if window and max(touched) <= num_blocks:
-        return context
-    return min(context, num_blocks * S)
+    engine = settings["engine"]
+    return min(settings["context"], engine["num_blocks"] * engine["block_size"])
 
 
 # How often something happens, where requests come 20 times: a feature or fault of the life

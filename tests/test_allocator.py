@@ -65,12 +65,10 @@ LONG_PROMPTS = {"b": 30, "c": 16, "d": 9}, {"long_prefill_threshold": 10}
         (*PROMPTS_SHARE, "b5 c4, b5 c4, b2 c4 d3, d9, "),
         # c waits for b, which is long, too, and gets what the others leave over; d does not wait
         (*LONG_PROMPTS, "b5 d4, b5 d4, b5 d1 c3, b9, b6 c3, c9, c1, "),
-        # with a window, blocks are taken chunk by chunk
-        ({"b": 24}, {"window": 4}, "b9, b9, b6, "),
         # of its 16 tokens the cache has 12: so c is not long
         ({"b": 30, "again": 16}, {"long_prefill_threshold": 10}, "b5 again4, b9, b9, b7, "),
     ],
-    ids=["in even shares", "long ones in turn", "in a window", "long but cached"],
+    ids=["in even shares", "long ones in turn", "long but cached"],
 )
 def test_prompts_share_what_decodes_leave_of_the_budget(prompts, settings, chunks):
     """One long prompt at the head of the line would hold up every short one behind it."""
@@ -195,15 +193,6 @@ def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little()
     assert min(counts[0]) <= 256 * 20  # lines per request when no block is full
 
 
-def test_a_long_prompt_that_waits_costs_a_lookup_for_each_window():
-    """A prompt of 131,072 tokens that did not fit took 8,192 lookups in every step."""
-    scheduler = new_scheduler(window=40)
-    lookups = []
-    scheduler.block_cache.lookup = lookups.append
-    assert scheduler._find_prefix(Request("r", [i % 7 for i in range(401)], 1)) == []
-    assert len(lookups) == 10  # a window sees 10 blocks
-
-
 # --------------------------------------------------------------------------------------------------
 # `check`, on which all tests rely
 
@@ -242,48 +231,3 @@ def test_check_notices(line):
     exec(sabotage.strip(), globals() | names | locals())
     with raises(AssertionError, message.strip()):
         scheduler.check(plan)
-
-
-# --------------------------------------------------------------------------------------------------
-# Windows: every layer slides
-
-
-def test_a_block_that_no_token_sees_any_more_is_given_back_and_the_sink_takes_its_place():
-    """
-    Would catch: a window of 5 or 7 for 6, which gives a block back a token too early or keeps one
-    too many.
-    """
-    r = Request("r", [*range(9)], 10)
-    scheduler = new_scheduler(r, window=6)
-    tables = {}
-    while r.status != "done":
-        plan = scheduler.plan()
-        tables[r.num_filled_slots] = list(r.block_table)
-        scheduler.update(plan, [0] * len(plan.sampled))
-        scheduler.check()
-    sink = scheduler.block_allocator.num_blocks
-    assert tables[0] == [0, 1, 2]  # the token at 9 sees 4..9, so block 0 is left after the prompt
-    assert [tables[p] for p in range(9, 12)] == 3 * [[sink, 1, 2]]
-    # 12 sees 7..12, so block 1 stays; 16 sees 11..16
-    assert [tables[p] for p in range(12, 16)] == 4 * [[sink, 1, 2, 3]]
-    assert [tables[p] for p in range(16, 18)] == 2 * [[sink, sink, 2, 3, 4]]
-    assert list(scheduler.block_allocator.idle) == [0, 1, 3, 2]
-
-
-def test_a_refused_token_whose_window_has_lost_a_block_is_computed_anew():
-    """
-    Its request goes back by a token while a later step, under way, has left the block that the
-    token sees: as if it were preempted. Would catch: a hole in the window of what comes next.
-    """
-    r = Request("r", [*range(7)], 9)
-    scheduler = Scheduler("fcfs", 16, 8, 4, settings=SchedulerSettings(window=5))
-    scheduler.add_request(r)
-    plans = []
-    for _ in range(3):  # the prompt, and the tokens at positions 7 and 8, which sees 4 to 8
-        plans.append(scheduler.plan())
-        scheduler.advance(plans[-1])
-    scheduler.resolve(plans[0], [70])
-    assert r.block_table[0] == scheduler.block_allocator.sink
-    scheduler.go_back(r, *plans[1:])
-    assert r.status == "waiting"
-    scheduler.check()

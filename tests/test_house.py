@@ -28,12 +28,13 @@ ARGUMENTS = 8  # the most, without self
 
 # Each may import only those before it, also inside its functions.
 ORDER = [
-    "common", "paged", "params", "tokenizer", "training.corpus", "model", "families",
+    "common", "engine.stages", "paged", "params", "tokenizer", "training.corpus", "model", "families",
     "ops.packed", "checkpoint", "kernels",
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
     "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
-    "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
-    "engine.matcher", "engine.grammar", "engine.engine", "engine.process",
+    "engine.step", "engine.drafts", "engine.runner", "engine.sizing", "engine.link",
+    "engine.events", "engine.matcher", "engine.grammar", "engine.scores", "engine.window",
+    "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",

@@ -248,7 +248,7 @@ function fillDrawer() {
 
 function tableOf(q) {
   return q.table.map((block, i) => {
-    const name = block < state.num_blocks ? block : "sink"
+    const name = isGivenBack(q, i) ? "given back" : block
     const text = textOfSlots(q, i)
     return make("li", { className: "entry" }, `${i} → ${name}${text && ` ${text}`}`)
   })

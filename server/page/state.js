@@ -32,7 +32,7 @@ function load(line) { // all that is, as a snapshot says
     committed: new Set(line.committed),
     idle: new Set(line.idle), // in the order in which they are evicted
     hues: line.hues.slice(), // of each block's last owner, from 1 on
-    // who holds a block: [request, logical block]; the last is the sink, which is no block
+    // who holds a block: [request, logical block]; the last is no block, see isGivenBack
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
@@ -64,12 +64,17 @@ function setTable(q, from, blocks) {
   for (const block of left) owners[block] = owners[block].filter(([holder]) => holder !== q)
   if (blocks.length && q.hue === undefined) giveHue(q)
   blocks.forEach((block, i) => {
+    if (isGivenBack(q, from + i)) return
     owners[block].push([q, from + i])
     state.hues[block] = q.hue + 1
     state.idle.delete(block)
   })
   touch([...left, ...blocks])
 }
+
+// A window has left this block: the first one stands in its place, in older records num_blocks.
+const isGivenBack = ({ table }, i) =>
+  table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
 
 function touch(blocks) {
   for (const block of blocks) state.touched?.add(block)
