@@ -317,7 +317,6 @@ MODELS |= {"windows": OTHERS, "caps": CAPPED, "shared heads, all norms": NORMED}
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS)
-@pytest.mark.quick("*-cpu-*", "llama-cuda-dtype0", "windows-cuda-dtype0", "caps-cuda-*")
 def test_operators_that_train_are_the_references(fields, device, dtype, monkeypatch):
     """
     The loss and all gradients: within rounding in fp32, and in bfloat16 within twice the error of
