@@ -246,7 +246,8 @@ def init_process(args: Namespace) -> Process:
         store = dist.PrefixStore(attempt, store)
         dist.init_process_group(store=store, rank=rank, world_size=world, **group)
     dtype = getattr(torch, args.dtype)
-    return Process(device, dtype, is_compiled(args), rank, world, training_ops(device))
+    compiled = is_compiled(args)
+    return Process(device, dtype, compiled, rank, world, training_ops(device, compiled))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,8 +10,6 @@ import pytest
 import torch
 from runs import PICTURE, ROOT, TINY
 
-from kernels import INTERPRETED
-from training import fast
 from training.corpus import train_bpe, write_corpus
 
 
@@ -39,13 +37,8 @@ def tiny(corpus, out) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    """
-    A run with --device=cpu that is resumed without that flag would go on there. And kernels that
-    are compiled for it take no tensors of a CPU: then the loss is torch's.
-    """
+    """A run with --device=cpu that is resumed without that flag would go on there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    if not INTERPRETED:
-        monkeypatch.setattr(fast, "triton", None)
 
 
 @pytest.fixture(autouse=True)

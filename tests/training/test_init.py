@@ -101,7 +101,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("family", tiny_models.FAMILIES)
-@pytest.mark.quick("*-cpu", "gpt2-untied-cuda", "gemma2-cuda")  # the others by the interpreter
 def test_loss_and_gradients_are_those_of_transformers(family, device, corpus, tmp_path):
     """
     In texts longer than the windows, with the operators that train on each device. Without a soft
