@@ -18,8 +18,7 @@ import serve
 from assets import records
 from assets.records import RecordError, Tallies, open_record, replay
 from engine import events, process
-from engine.events import Publisher, record_to
-from engine.grammar import Compiler
+from engine.events import record_to
 from server import live
 from tests.simulated_runner import finish, greedy, simulated_engine
 from tests.simulator import RecordedWorld
@@ -180,7 +179,9 @@ class Stage:
         monkeypatch.setattr(events, "time", self)
         self.now = 1000.0
         self.engine = simulated_engine(num_blocks=8, overlap=False)
-        self.publisher = Publisher(self.engine, self)
+        for stage in self.engine.stages.values():
+            stage.connect(self, "")
+        self.recorder = self.engine.stages["record"]
         self.messages = []
         self.sent = []
         self.unsent = b""
@@ -203,22 +204,22 @@ class Stage:
         elif command == "request":
             self.engine.add_request("a", [1, 2, 3], greedy(20))
         elif command == "record":
-            self.engine.stages["record"].listen(str)
+            self.recorder.listen(str)
         elif command == "clog":
             self.unsent = b"the end of a message"
         elif command == "read":
             self.unsent = b""
         elif command in ("join", "leave"):
             self.messages = [{"op": "listen", "on": command == "join", "tokens": False}]
-        process.serve_step(self.engine, self, self.publisher, Compiler(dict))
+        process.serve_step(self.engine, self)
 
     def news(self) -> str:
         """Messages, and whether the engine records, and in how many seconds one is due."""
         words = [" ".join(self.sent)] if self.sent else []
         self.sent.clear()
-        if not self.engine.stages["record"].listeners:
+        if not self.recorder.listeners:
             words.append("off")
-        due = self.publisher.due_in()
+        due = self.recorder.due_in()
         return "; ".join(words if due is None else [*words, f"due in {due:.2f}"])
 
 
@@ -280,9 +281,8 @@ def test_the_time_goes_on_while_nobody_listens(monkeypatch):
     lines = []
     for stage, seconds in ((stages[0], 5), (stages[0], 3600), (stages[1], 1)):
         stages[1].now += seconds
-        recorder = stage.engine.stages["record"]
-        recorder.listen(str)
-        lines.append(json.loads(recorder.snapshot()))
+        stage.recorder.listen(str)
+        lines.append(json.loads(stage.recorder.snapshot()))
     first, second, other = lines
     assert second["time"] - first["time"] == pytest.approx(3600)
     assert second["engine"] == first["engine"] != other["engine"], "as in another container"

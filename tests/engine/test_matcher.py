@@ -370,7 +370,7 @@ def test_none_is_compiled_whose_client_went_while_its_process_began():
     assert python(GONE).stdout == "False\n"
 
 
-def test_a_compiler_ends_when_the_http_process_is_gone(grammars):
+def test_a_compiler_ends_when_the_http_process_is_gone(grammars, monkeypatch):
     """Would catch an engine that stays until grammars are compiled that nobody wants."""
     server = grammars.process.pid
     grammars.compile("regex", "a")
@@ -380,12 +380,13 @@ def test_a_compiler_ends_when_the_http_process_is_gone(grammars):
         | {"grammar": dict(zip(["kind", "text"], bomb(i), strict=True))}
         for i in range(10)
     ]
+    monkeypatch.setattr(grammar_module, "Grammars", lambda *_: grammars)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"".join(map(to_line, asked)))
         theirs.shutdown(socket.SHUT_WR)
         began = time.monotonic()
-        serve(simulated_engine(), Link(ours), lambda: grammars)
+        serve(simulated_engine(), Link(ours))
     wait_until(lambda: {*children(server)} <= before)
     assert time.monotonic() - began < 10  # each would take two seconds
 

@@ -24,7 +24,7 @@ import torch
 import kernels
 from engine import runner as runner_module
 from engine.engine import Engine
-from engine.runner import Runner, padded_shapes, sharing_shapes
+from engine.runner import Runner, padded_shapes
 from model import GPT, GPTConfig
 from ops import gather, prefix
 from ops.inputs import StepShape, upload
@@ -71,7 +71,7 @@ def pad(engine: Engine):
     runner.ops = runner.ops._replace(fixed_shapes=True)
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
     if runner.finder:
-        runner.sharing_shapes = sharing_shapes(scheduler.max_num_seqs, runner.finder.G)
+        runner.shapes_with_groups = runner.finder.shapes(scheduler.max_num_seqs)
     runner.recorded = None
 
 
@@ -83,7 +83,7 @@ def capture(engine: Engine):
     if runner.ops.name != "triton":
         runner.ops = runner.ops._replace(prepare=prepare_from_device)
     runner.static_inputs = torch.full((10_000,), runner.padding_row, device=runner.device)
-    for shape in runner.shapes + runner.sharing_shapes:
+    for shape in runner.shapes + runner.shapes_with_groups:
         graph = Replay(runner, shape)
         runner.graphs[shape] = graph, *graph.outputs
     launch = runner.launch
@@ -405,12 +405,12 @@ def test_the_sizes_that_steps_are_padded_to():
     assert StepShape(64, 16, 1024) in shapes
     assert shapes[-1] == StepShape(256, 128, 8192)
     # those that share prefixes: nine graphs more
-    shapes = sharing_shapes(256, 1)
+    shapes = prefix.GroupFinder(1, 16).shapes(256)
     assert [shape.n for shape in shapes] == [16, 32, 64, 96, 128, 160, 192, 224, 256]
     assert [shape.groups for shape in shapes] == [2, 4, 8, 12, 16, 20, 24, 28, 32]
-    assert sharing_shapes(20, 16) == [StepShape(16, 0, 0, 4), StepShape(20, 0, 0, 5)]
-    assert sharing_shapes(16, 1) == [StepShape(16, 0, 0, 2)]
-    assert sharing_shapes(15, 1) == []
+    assert prefix.GroupFinder(16, 16).shapes(20) == [StepShape(16, 0, 0, 4), StepShape(20, 0, 0, 5)]
+    assert prefix.GroupFinder(1, 16).shapes(16) == [StepShape(16, 0, 0, 2)]
+    assert prefix.GroupFinder(1, 16).shapes(15) == []
 
 
 # decodes, then the tokens of each chunk -> decodes, chunks, and their tokens together
