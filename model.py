@@ -83,8 +83,8 @@ class Ops(NamedTuple):
     sample: Callable | None = None
     logprobs: Callable | None = None
     pack_weights: Callable | None = None
-    # see `CpuKernels.record`; None: a step is computed operator by operator
-    record: Callable | None = None
+    # see `CpuKernels.program`; None: a step is computed operator by operator
+    program: Callable | None = None
     # whether the host never waits for the device and launches what the step's padded shape alone
     # decides, so that a CUDA graph can hold it
     fixed_shapes: bool = False

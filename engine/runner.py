@@ -160,18 +160,20 @@ class Runner:
             self.finder = self.ops.group_finder(G, settings.block_size)
             if self.shapes:
                 self.shapes_with_groups = self.finder.shapes(N)
+        self.run = self.run_batch
+        self.program = None
+        if self.ops.program:
+            T = settings.token_budget
+            self.program = self.ops.program(self.model, self.ops, self.pool.kv, self.known, T)
+            self.run = self.run_program
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         # where graphs send their tokens, and how often they have: see fused.send
         self.ring: Tensor | None = None
         self.turn: Tensor | None = None
         self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
-        self.recorded = None
-        if self.ops.record:
-            self.recorded = self.ops.record(
-                self.model, self.ops, self.pool.kv, self.known, settings.token_budget
-            )
         if settings.graphs and self.shapes:
             self.capture_all()
+            self.run = self.replay
 
     # -- host to device ----------------------------------------------------------------------------
 
@@ -227,17 +229,42 @@ class Runner:
         if plan.admitted:
             self.fill_rows(*plan.admitted)
         # A decode's new block is among the inputs that `pack` makes. The device needs whole tables
-        # where that is not enough: for guesses, which may see more new blocks; and for recorded
-        # steps.
-        if self.recorded or plan.guesses:
+        # where that is not enough: for guesses, which may see more new blocks; and for programs.
+        if self.program or plan.guesses:
             changed = [r for r in plan.grown if r.row is not None]
             if changed:
                 self.fill_tables(changed)
+        return self.run(plan)
+
+    # Three ways to run a plan, of which a runner has one: as a program (a list of calls into C), as
+    # a batch, operator by operator; or so, but as a CUDA graph where one was captured.
+
+    def run_program(self, plan: Plan) -> Launched:
+        x, logits, rows, positions = self.program(plan)
+        tokens = self.sample(logits, rows, positions, plan)
+        n = num_decode_rows(plan)
+        places = list(range(n, n + len(plan.completed)))
+        return Launched(plan, tokens, logits, x, n, places)
+
+    def run_batch(self, plan: Plan) -> Launched:
+        packed, shape, places = self.pack(plan)
+        outputs = self.compute(upload(packed, self.device), shape, plan)
+        return Launched(plan, *outputs, shape.n, places)
+
+    def replay(self, plan: Plan) -> Launched:
+        packed, shape, places = self.pack(plan)
+        if shape not in self.graphs:
+            return self.run_batch(plan)
+        graph, *outputs = self.graphs[shape]
+        if packed != self.last_inputs:  # else the same requests decode on in their blocks
+            upload(packed, self.device, to=self.static_inputs)
+            self.last_inputs = packed
+        graph.replay()
+        return Launched(plan, *outputs, shape.n, places, on_host=next(self.sent))
+
+    def pack(self, plan: Plan) -> tuple[array, StepShape, list[int]]:
+        """Return a plan's inputs, the shape they have, and the places of plan.completed."""
         shape = self.padded_shape(plan)
-        if self.recorded:
-            n = num_decode_rows(plan)
-            places = list(range(n, n + len(plan.completed)))
-            return Launched(plan, *self.compute(None, shape, plan), n, places)
         groups = None
         if self.finder and not plan.chunks and not plan.guesses:
             groups = self.finder.find(plan.decodes)
@@ -246,15 +273,7 @@ class Runner:
             shape = next(fitting, self.finder.shape(shape.n))
         places = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
         packed = pack(plan, shape, self.padding_row, self.pool.sink, self.S_if_given, groups or ())
-        if shape not in self.graphs:
-            outputs = self.compute(upload(packed, self.device), shape, plan)
-            return Launched(plan, *outputs, shape.n, places)
-        graph, *outputs = self.graphs[shape]
-        if packed != self.last_inputs:  # else the same requests decode on in their blocks
-            upload(packed, self.device, to=self.static_inputs)
-            self.last_inputs = packed
-        graph.replay()
-        return Launched(plan, *outputs, shape.n, places, on_host=next(self.sent))
+        return packed, shape, places
 
     def send(self, launched: Launched):
         """Start to bring the tokens to the host, if a graph has not done so itself."""
@@ -264,29 +283,26 @@ class Runner:
             launched.done = torch.cuda.Event()
             launched.done.record()
 
-    def compute(self, packed: Tensor | None, shape: StepShape, plan: Plan | None = None):
+    def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """
         A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
         all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
         width]. With `fixed_shapes` the host does not wait for the device, so a CUDA graph can hold
-        it; `plan` (None at a capture) shows what can be skipped. A recorded step (`Ops.record`)
-        takes all from the plan, and its tokens and logits are those of `plan.sampled`.
+        it; `plan` (None at a capture) shows what can be skipped.
         """
-        if self.recorded:
-            x, logits, rows, positions = self.recorded(plan)
-        else:
-            batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
-            positions = batch.context_lens
-            H = self.model.config.n_head
-            kv = self.pool.kv[0]
-            batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
-            x = self.model.hidden(batch, self.pool.kv)
-            last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
-            logits = self.model.logits(last, self.ops)
-        # a plain request is greedy, which asks for nothing
+        batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
+        H = self.model.config.n_head
+        kv = self.pool.kv[0]
+        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+        x = self.model.hidden(batch, self.pool.kv)
+        last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+        logits = self.model.logits(last, self.ops)
+        return self.sample(logits, rows, batch.context_lens, plan), logits, x
+
+    def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
+        """Sample by the parameters in these rows. A plain request is greedy."""
         asked = [getattr(r, "params", GREEDY) for r in plan.sampled] if plan else None
-        sampled = self.ops.sample(logits, rows, positions, self.sampling, asked)
-        return sampled, logits, x
+        return self.ops.sample(logits, rows, positions, self.sampling, asked)
 
     @torch.inference_mode()
     def sample_masked(

@@ -4,10 +4,10 @@ The operators of cpu.c: built with the C compiler when they are first used, and 
     machine = CpuKernels(c_compiler(), threads=2)
     x, y = machine.add_norm(x, delta, norm)       # at once: each is called as its twin in model.py;
                                                   # q, k and v stay one tensor
-    forward = machine.record(model, ops, kv, known, T)   # or a whole step as one call
+    forward = machine.program(model, ops, kv, known, T)   # or a whole step as one call
     x, logits, rows, positions = forward(plan)
 
-What a CUDA graph is to a GPU, a recorded step is to a CPU: a list of operators, with the addresses
+What a CUDA graph is to a GPU, a program is to a CPU: a list of operators, with the addresses
 of all that they read and write. The model runs once, with operators that are listed instead
 of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head
 size, S block size; of a layer, R rows, K inputs, N outputs.
@@ -169,7 +169,7 @@ class CpuKernels:
         self.library.run.argtypes = 2 * [ctypes.c_void_p] + 2 * [ctypes.c_int64]
         self.pool = self.library.open_pool(threads or torch.get_num_threads())
         weakref.finalize(self, self.library.close_pool, ctypes.c_void_p(self.pool))
-        self.recorded: list | None = None  # operators, while a step is recorded
+        self.listed: list | None = None  # operators, while a step is listed
 
     def table(self, other: Ops) -> Ops:
         """The table of these operators, and for what they do not do those of another."""
@@ -186,25 +186,25 @@ class CpuKernels:
             sample=self.sample,
             logprobs=self.logprobs,
             pack_weights=packed_for_kernels,
-            record=self.record,
+            program=self.program,
             is_deterministic=True,
         )
 
     def room(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """
-        For a result [R, width]. In a recorded step all results of one role and width share theirs:
+        For a result [R, width]. In a listed step all results of one role and width share theirs:
         none is read again once the next is written.
         """
         new = torch.empty(R, width, dtype=dtype)
-        return new if self.recorded is None else self.buffers.setdefault((role, width), new)
+        return new if self.listed is None else self.buffers.setdefault((role, width), new)
 
     def compute(self, op: Op, y: Tensor) -> Tensor:
-        """Compute an operator for the rows of y, or record it. Returns y."""
+        """Compute an operator for the rows of y, or list it. Returns y."""
         op.y = y
-        if self.recorded is None:
+        if self.listed is None:
             self.library.run(self.pool, ctypes.byref(op), 1, len(y))
         else:
-            self.recorded.append(op)
+            self.listed.append(op)
         return y
 
     def prepare(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
@@ -342,7 +342,7 @@ class CpuKernels:
 
     # -- a step ------------------------------------------------------------------------------------
 
-    def record(self, model: GPT, ops: Ops, kv: Tensor, known: KnownRows, T: int) -> Callable:
+    def program(self, model: GPT, ops: Ops, kv: Tensor, known: KnownRows, T: int) -> Callable:
         """
         The model, for steps of at most T tokens, as forward(plan). It returns hidden states [n,
         width] of all tokens and, of `plan.sampled`, the logits, the rows, and the positions of the
@@ -354,13 +354,13 @@ class CpuKernels:
         tables = known.block_tables
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
         batch.prepared = dict.fromkeys(model.config.windows, rows)
-        self.recorded = []
+        self.listed = []
         self.buffers = {}  # (role, width) -> room for the results
         x = model.hidden(batch, kv)
-        before_head = len(self.recorded)
+        before_head = len(self.listed)
         logits = model.logits(x[: len(tables)], ops)  # of decodes alone
-        kept = self.recorded  # and with it the tensors that the operators have addresses of
-        self.recorded = None
+        kept = self.listed  # and with it the tensors that the operators have addresses of
+        self.listed = None
         program = (Op * len(kept))(*kept)
 
         def forward(plan: Plan) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -39,12 +39,12 @@ def python(code):
 class Process:
     """serve.py as a user starts it, on a free port; ready when it says so."""
 
-    def __init__(self, checkpoint, *flags):
+    def __init__(self, checkpoint, *flags, cwd=ROOT):
         command = [sys.executable, "serve.py", "--model", str(checkpoint), *flags]
         command += ["--port", "0", "--check"]
         command += [] if "--log-requests" in flags else ["--no-access-log"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self.process = subprocess.Popen(command, **RUN, **pipes)
+        self.process = subprocess.Popen(command, **RUN | {"cwd": cwd}, **pipes)
         output = ""
         self.greeting = ""
         while "http://" not in self.greeting:  # before it come the engine's statement or its error

@@ -27,7 +27,7 @@ from engine import engine as engine_module
 from engine.engine import Engine
 from engine.runner import CHEAP_ROWS, Launched, Runner, sampling_row
 from model import GPTConfig
-from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
+from ops.inputs import StepInputs, StepShape, flat_inputs, num_decode_rows, sizes
 from ops.prefix import GroupFinder, Groups, num_groups
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
@@ -130,8 +130,8 @@ class SimulatedRunner(Runner):
         self.pool = Pool(settings.num_blocks, settings.block_size)
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
         self.S_if_given = settings.block_size if settings.speculate else 0
-        self.recorded = settings.speculate and not padded
-        self.graphs = {}
+        self.program = settings.speculate and not padded
+        self.run = self.run_program if self.program else self.run_batch
         self.ring = None
         self.cheap_rows = CHEAP_ROWS
         self.padding_row = N  # all that follows is indexed by row
@@ -141,7 +141,7 @@ class SimulatedRunner(Runner):
         most_blocks = -(-model.config.context_length // settings.block_size)
         self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
         decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
-        self.finder = None if self.recorded or self.window else FindAll(G=16, S=self.block_size)
+        self.finder = None if self.program or self.window else FindAll(G=16, S=self.block_size)
         self.shapes_with_groups = []
         self.shapes = [StepShape(n, 0, 0) for n in decodes]
         self.shapes += [
@@ -175,16 +175,22 @@ class SimulatedRunner(Runner):
         place of logits, and in place of hidden states where each token of the step stands.
         """
         self.poison_new_blocks(plan)
-        prefixes = {}
-        if self.recorded:
-            ends, hidden = self.write_all(plan)
-        else:
-            step = split_list(packed.tolist(), shape)
-            ends = self.write_decodes(step)
-            hidden = [*ends, *zip(step.token_rows, [i + 1 for i in step.positions], strict=True)]
-            self.write_chunks(step)
-            ends = ends + [(row, self.context_len[row]) for row in step.sampling_rows]
-            prefixes = self.read_prefixes(step)
+        step = split_list(packed.tolist(), shape)
+        ends = self.write_decodes(step)
+        hidden = [*ends, *zip(step.token_rows, [i + 1 for i in step.positions], strict=True)]
+        self.write_chunks(step)
+        ends = ends + [(row, self.context_len[row]) for row in step.sampling_rows]
+        return *self.choose(plan, ends, self.read_prefixes(step), shape.n), hidden
+
+    def run_program(self, plan: Plan) -> Launched:
+        self.poison_new_blocks(plan)
+        ends, hidden = self.write_all(plan)
+        n = num_decode_rows(plan)
+        places = list(range(n, n + len(plan.completed)))
+        return Launched(plan, *self.choose(plan, ends, {}, n), hidden, n, places)
+
+    def choose(self, plan: Plan, ends: list[tuple], prefixes: dict[int, bytes], n: int):
+        """Sample after each text. Returns the tokens, and the texts."""
         texts = []
         tokens = HostTokens()
         for row, end in ends:
@@ -196,8 +202,8 @@ class SimulatedRunner(Runner):
             texts.append(text)
             tokens.append(token)
         if self.broken_logits:
-            self.break_logits(plan, shape.n, tokens)
-        return tokens, texts, hidden
+            self.break_logits(plan, n, tokens)
+        return tokens, texts
 
     def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
         """The next token that is allowed, from the one that is not on: after the last the first."""
@@ -275,7 +281,7 @@ class SimulatedRunner(Runner):
     def break_logits(self, plan: Plan, n: int, tokens: list[int]):
         """After n decodes, padding included, come the chunks."""
         at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
-        if self.recorded or plan.guesses:
+        if self.program or plan.guesses:
             rows = [r for r in plan.decodes for _ in range(plan.num_sampled(r))]
             at = dict(enumerate(rows + plan.completed))
         for i, request in at.items():

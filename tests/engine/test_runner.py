@@ -72,7 +72,8 @@ def pad(engine: Engine):
     runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
     if runner.finder:
         runner.shapes_with_groups = runner.finder.shapes(scheduler.max_num_seqs)
-    runner.recorded = None
+    runner.program = None
+    runner.run = runner.run_batch
 
 
 @torch.inference_mode()
@@ -251,7 +252,7 @@ def test_the_answers_of_random_requests_are_the_dense_models(ready, overlap, num
     that keeps state of its last owner, scores of a neighbour, a copy that comes too
     late, a chunk that samples too early.
     """
-    attention = "torch" if ready else "auto"  # a recorded step has no room for padding
+    attention = "torch" if ready else "auto"  # a program has no room for padding
     model = trained_model()
     engine = new_engine(model, attention=attention, overlap=overlap, num_blocks=num_blocks, **SIZES)
     if ready and not kernels.INTERPRETED:

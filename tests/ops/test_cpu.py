@@ -1,6 +1,6 @@
 """
 The operators of a CPU. Those of cpu.c: each beside torch, and to the last bit whatever shares the
-batch; a recorded step; how the file is built; threads. Last what stands in for it in bf16 and where
+batch; a step as a program; how the file is built; threads. Last what stands in for it in bf16 and where
 there is no compiler.
 """
 
@@ -656,11 +656,11 @@ def test_threads_share_a_run_for_all_of_its_products(R, before, after):
     """
     kernels = cpu.CpuKernels(COMPILER, 2)
     Pool.from_address(kernels.pool).runs = before
-    kernels.recorded, kernels.buffers = [], {}
+    kernels.listed, kernels.buffers = [], {}
     layer = SimpleNamespace(N=512, weight=torch.ones(16, 512, 32), bias=None)
     y = kernels.linear(torch.ones(R, 512), layer)
     kernels.add_norm(y, None, torch.nn.LayerNorm(512))
-    program = (cpu.Op * 2)(*kernels.recorded)
+    program = (cpu.Op * 2)(*kernels.listed)
     kernels.library.run(kernels.pool, program, 2, R)
     assert Pool.from_address(kernels.pool).runs == after
 

@@ -1,0 +1,117 @@
+"""
+A feature is a file: without it, and without the lines that name it in one place, all else works as
+before, and who asks for it is told what is missing.
+"""
+
+import io
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import httpx
+import pytest
+from callers import save_caller
+from planting import copy_repo
+from processes import RUN, Process
+
+from engine.stages import FILES, STAGES
+
+ROOT = Path(__file__).parents[1]
+GREEDY = {"temperature": 0, "max_tokens": 24}
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+# feature: its files, the file that lists it, how the lines there begin
+LISTED = {
+    "drafts": (["engine/drafts.py"], "engine/stages.py", ['    "drafts": "engine.']),
+    "grammar": (
+        ["engine/grammar.py", "server/tools.py"],
+        "engine/stages.py",
+        ['    "grammar": "engine.'],
+    ),
+    "scores": (["engine/scores.py"], "engine/stages.py", ['    "scores": "engine.']),
+    "windows": (["engine/window.py"], "engine/stages.py", ['    "windows": "engine.']),
+    "record": (["engine/events.py"], "engine/stages.py", ['    "record": "engine.']),
+    "prefixes": (["ops/prefix.py"], "ops/choice.py", ["    prefix,", "TRITON = prefix."]),
+}
+FLAGS = {"drafts": ["--speculate"], "record": ["--record", "r.jsonl"]}
+FIELDS = {
+    "grammar": [{"response_format": {"type": "json_object"}}, {"tools": [TOOL]}],
+    "scores": [{"logprobs": True}],
+}
+
+
+def answers_of(url: str) -> list[str]:
+    """Greedy: a completion, a chat, and a stream with its events as they were sent."""
+    texts = []
+    with httpx.Client(base_url=url, timeout=60) as client:
+        reply = client.post("/v1/completions", json={"prompt": "def f", **GREEDY}).json()
+        texts.append(reply["choices"][0]["text"])
+        reply = client.post("/v1/chat/completions", json={"messages": HELLO, **GREEDY}).json()
+        texts.append(reply["choices"][0]["message"]["content"])
+        body = {"prompt": "def f", "stream": True, **GREEDY}
+        lines = client.post("/v1/completions", json=body).text.split("data: ")
+        texts += [line.partition('"text":')[2].partition(",")[0] for line in lines]
+        assert "vllm:num_requests_running" in client.get("/metrics").text
+    return texts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("caller")
+    save_caller(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(model):
+    with Process(model) as server:
+        return answers_of(server.url)
+
+
+def without(feature: str, folder: Path) -> Path:
+    """A copy of the tree in which a feature's files and lines are deleted."""
+    repo = copy_repo(folder / "repo")
+    files, list_file, beginnings = LISTED[feature]
+    for name in files:
+        (repo / name).unlink()
+    lines = (repo / list_file).read_text().splitlines(keepends=True)
+    kept = [line for line in lines if not line.startswith(tuple(beginnings))]
+    assert len(lines) - len(kept) == len(beginnings) <= 3
+    (repo / list_file).write_text("".join(kept))
+    return repo
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", LISTED)
+def test_a_feature_can_be_deleted(feature, model, expected, tmp_path):
+    repo = without(feature, tmp_path)
+    here = RUN | {"cwd": repo}
+    done = subprocess.run([sys.executable, "test_paged.py"], **here, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    missing = f"this server has no {feature} ({FILES.get(feature)})"
+    if feature in FLAGS:
+        command = [sys.executable, "serve.py", "--model", str(model), *FLAGS[feature]]
+        done = subprocess.run(command, **here, capture_output=True)
+        assert done.returncode == 2 and missing in done.stderr
+    with Process(model, cwd=repo) as server:
+        assert answers_of(server.url) == expected
+        for fields in FIELDS.get(feature, []):
+            body = {"messages": HELLO, **GREEDY, **fields}
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            assert reply.status_code == 400 and missing in reply.text, reply.text
+        if feature == "record":
+            reply = httpx.get(f"{server.url}/events")
+            assert reply.status_code == 400 and missing in reply.text
+
+
+@pytest.mark.parametrize("name", ["engine/engine.py", "engine/runner.py"])
+def test_no_stage_has_a_name_in_the_engine(name):
+    """But in the list: engine/stages.py. Would catch a stage that cannot be deleted."""
+    classes = [path.rpartition(".")[2] for path in STAGES.values()]
+    modules = [path.split(".")[1] for path in STAGES.values()]
+    names = {*STAGES, *classes, *modules, "recorder", "drafts", "window", "prefix"} - {"record"}
+    source = io.StringIO((ROOT / name).read_text())
+    tokens = tokenize.generate_tokens(source.readline)
+    used = {t.string.strip("\"'") for t in tokens if t.type in (tokenize.NAME, tokenize.STRING)}
+    assert not used & names
