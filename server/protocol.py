@@ -38,8 +38,9 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from common import plural
+from engine.schemas import drop_neutral
 from params import BIAS, RANGES, SamplingParams, check_variables
-from server.tools import NO_PARAMETERS, drop_neutral
+from server.tools import NO_PARAMETERS
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
