@@ -195,10 +195,10 @@ WITH_AN_END = r"""
 @pytest.mark.parametrize("schema", ENDLESS.strip().splitlines())
 def test_a_schema_without_a_finite_value_is_refused(grammars, schema):
     """Its answers went on until max_tokens."""
-    with pytest.raises(Refused, match="no value of #.* has an end"):
+    with pytest.raises(Refused, match=r"no value of #.* has an end"):
         grammars.compile("json", schema)
     tools = json.dumps([f"start: %json {schema}", ['{"type": "object"}', schema]])
-    with pytest.raises(Refused, match="no value of #.* has an end") as caught:
+    with pytest.raises(Refused, match=r"no value of #.* has an end") as caught:
         grammars.compile("tools", tools)
     assert caught.value.tools == [1]
 
