@@ -41,6 +41,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from engine.rules import check_ends, check_tokens
 from engine.schemas import all_schemas, check_schema, target_of
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -57,6 +58,8 @@ JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "leni
 OFFER, COUNT, MASK, END = range(4)
 # the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+TRIED = 8  # tokens of an answer, before a grammar is served
+NO_TOKEN = "the vocabulary has no token for what must come next"
 NOTHING = {"enum": []}  # a schema that nothing fits
 DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
 ENDLESS = "no value of {} has an end: allow null there, or require less"
@@ -64,6 +67,7 @@ ENDLESS = "no value of {} has an end: allow null there, or require less"
 OWN_WORDS = {
     "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
     "too many expressions": "it has too many expressions: make its regular expressions smaller",
+    "recursion depth": "it is nested too deep",
     "decimal literal": "it has a length or count above 4,294,967,295: choose a smaller one",
     "Too many items": "it goes on without an end, or has too many short rules",
 }
@@ -92,6 +96,7 @@ class Library:
 
         self.module = llguidance
         self.eos = eos
+        self.ends = {id: name for name, id in tokenizer.control.items() if id in eos}
         wrapped = llguidance.TokenizerWrapper(Vocabulary(tokenizer, V, eos))
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=eos)
         self.limits = llguidance.LLParserLimits(**LIMITS)
@@ -105,7 +110,10 @@ class Library:
             if "x-guidance" in unescaped(text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
             schemas = schemas_within(text)
-            kind = "gbnf" if "::=" in text else "lark"
+            text = self.module.grammar_from("gbnf" if "::=" in text else "lark", text)
+            kind = "lark"
+            check_tokens(text, self.ends)
+            check_ends(text)
         for schema in schemas:
             check_schema(schema)
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
@@ -186,6 +194,7 @@ class Library:
             matcher = self.compile(kind, *texts)
             mask = mask_of(matcher, "no text fits it")
             if isinstance(mask, bytes):
+                check_start(matcher.deep_copy(), mask)
                 return matcher, mask
         except MemoryError:
             raise
@@ -233,6 +242,18 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
     if is_right and not matcher.is_error():
         return mask
     return plain(matcher.get_error(), otherwise)
+
+
+def check_start(answer, mask: bytes):
+    """Raise ValueError if the likes of an answer get stuck at one of its first tokens."""
+    for _ in range(TRIED):
+        bits = int.from_bytes(mask, "little")
+        answer.consume_token((bits & -bits).bit_length() - 1)
+        if answer.is_stopped() and not answer.is_error():
+            return
+        mask = mask_of(answer, NO_TOKEN)
+        if isinstance(mask, str):
+            raise ValueError(f"its answers cannot go on: {mask}")
 
 
 def plain(error: str, otherwise: str = "") -> str:

@@ -33,7 +33,7 @@ ORDER = [
     "ops.gather", "ops.inputs", "ops.sampling", "ops.sampling_kernels", "ops.cpu",
     "ops.linear", "ops.fused", "ops.deterministic", "ops.prefix", "ops.choice",
     "engine.drafts", "engine.runner", "engine.sizing", "engine.link", "engine.events",
-    "engine.schemas", "engine.matcher", "engine.grammar", "engine.engine", "engine.process",
+    "engine.schemas", "engine.rules", "engine.matcher", "engine.grammar", "engine.engine", "engine.process",
     "server.tools", "server.text", "server.protocol",
     "server.client", "server.live", "server.connection", "server.metrics", "server.gate",
     "server.answers", "server.app", "server.terminal", "flags", "serve",

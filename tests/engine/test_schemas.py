@@ -99,8 +99,13 @@ def test_what_is_obeyed_is_served(library, schema, right, wrong):
     matcher, said = library.try_to_compile("json", schema)
     assert matcher, said
     for text, fits in (right, True), (wrong, False):
-        tokens = [*text.encode(), 256]
-        assert (matcher.deep_copy().validate_tokens(tokens) == len(tokens)) == fits
+        assert takes(matcher, text) == fits
+
+
+def takes(matcher, text: str) -> bool:
+    """Return whether this text is a whole answer."""
+    tokens = [*text.encode(), 256]
+    return matcher.deep_copy().validate_tokens(tokens) == len(tokens)
 
 
 NEUTRAL = r"""
