@@ -42,6 +42,28 @@ def test_a_port_in_use_is_reported():
     )
 
 
+MODELS = {  # files of a directory -> what is said of it
+    "none": ([], "no model in DIR: tokenizer.json is missing"),
+    "no config": (["tokenizer.json"], "no model in DIR: config.json is missing"),
+    "a GGUF": (["x.gguf"], "GGUF is llama.cpp's"),
+    "whole": (["tokenizer.json", "config.json"], "cannot listen at"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, case):
+    """The wrong name was reported when another port had been found."""
+    names, said = MODELS[case]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(serve.signal, "signal", Mock())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        args = serve.parse_args(["--model", str(tmp_path), "--port", port])
+        with pytest.raises((ValueError, SystemExit), match=said.replace("DIR", str(tmp_path))):
+            serve.serve_http(args)
+
+
 HOSTS = {  # what is typed -> the refusal, or none
     "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host is a name or address of this",
     "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host is .*, without a port",
