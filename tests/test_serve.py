@@ -152,6 +152,7 @@ def with_first(folder: Path) -> dict:
 def test_a_first_line_comes_before_torch(command, tmp_path):
     """To import torch takes ten seconds on a busy machine, in which nothing was to be seen."""
     bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
     done = subprocess.run(
         [sys.executable, *command.replace("MODEL", str(tmp_path)).split()],
@@ -262,6 +263,7 @@ def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
     """The engine's process imports them; the HTTP process, which needs none, prints it."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
     where = {"cwd": ROOT, "env": with_first(tmp_path)}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
