@@ -67,6 +67,7 @@ ENDLESS = "no value of {} has an end: allow null there, or require less"
 OWN_WORDS = {
     "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
     "too many expressions": "it has too many expressions: make its regular expressions smaller",
+    "Failed to generate regex": "a bound is too large: choose one of at most 2^53 in size",
     "recursion depth": "it is nested too deep",
     "decimal literal": "it has a length or count above 4,294,967,295: choose a smaller one",
     "Too many items": "it goes on without an end, or has too many short rules",
@@ -263,7 +264,7 @@ def plain(error: str, otherwise: str = "") -> str:
     for words, own in OWN_WORDS.items():
         if words in error:
             return own
-    reason = error.partition("\n<")[0].partition(":  (")[0].strip()
+    reason = error.partition("\n<")[0].partition(":  (")[0].strip().replace(" f64 ", " a number ")
     _, found, cause = reason.partition("\nerror: ")
     if found:
         return f"invalid regex: {cause}".partition("\n")[0]

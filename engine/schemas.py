@@ -32,8 +32,8 @@ NEUTRAL = {
 DRAFTS = r"https://json-schema.org/draft/20(19-09|20-12)/schema#?|"
 DRAFTS += r"http://json-schema.org/draft-0[467]/schema#?|"
 DRAFT_3 = ("divisibleBy", "disallow", "extends")
-LOWER = ("minimum", "exclusiveMinimum")
-UPPER = ("maximum", "exclusiveMaximum")
+UPPER = {"maximum", "exclusiveMaximum"}
+BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
 MOST = 2**63  # with integers below it the library computes, and with doubles
 EXACT = "wanted at most 2^53 in size, as larger numbers are rounded"
 MOST_REMAINDERS = 20_000  # of a multipleOf: each is a state of the library's automaton
@@ -123,10 +123,11 @@ def check_words(node: dict):
 
 def check_numbers(node: dict):
     """Raise ValueError for numbers that the library rounds, or counts to for too long."""
-    for key in (*LOWER, *UPPER):
-        value = node.get(key, 0)
-        is_harmless = key in UPPER and is_number(value) and value >= MOST - 1  # no answer is larger
-        if is_number(value) and not (is_exact(value) or is_harmless):
+    for key in BOUNDS & node.keys():
+        value = node[key]
+        # it computes with the largest integer in place of a larger one: no answer is above either
+        is_kept = is_number(value) and key in UPPER and value >= MOST - 1
+        if is_number(value) and not (is_exact(value) or is_kept):
             raise ValueError(f"{key} is {value!r:.40}, {EXACT}: choose another bound")
     constants = json.dumps([node.get("const"), node.get("enum")])
     json.loads(constants, parse_int=check_constant)

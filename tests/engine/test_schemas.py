@@ -32,6 +32,8 @@ REFUSED = r"""
 {"type": "integer", "maximum": 9007199254740995} -> maximum is 9007199254740995
 {"type": "integer", "exclusiveMinimum": 9007199254740993} -> exclusiveMinimum is 9007199254740993
 {"items": {"anyOf": [{"type": "number", "minimum": 1e400}]}} -> minimum is inf
+{"type": "number", "maximum": 1e300} -> a bound is too large: choose one of at most 2^53 in size
+{"type": "integer", "maximum": "3"} -> Expected a number for 'maximum', got "3"
 {"const": 1234567890123456789} -> a constant is 1234567890123456789, wanted at most 2^53
 {"enum": ["a", {"b": [-9007199254740993]}]} -> a constant is -9007199254740993
 {"type": "string", "maxLength": 4294967296} -> a length or count above 4,294,967,295
