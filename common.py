@@ -94,6 +94,14 @@ def missing_file(path: Path) -> str:
     )
 
 
+def check_model(directory: str):
+    """Raise ValueError if a model's directory lacks a file that each has."""
+    for name in ("tokenizer.json", "config.json"):
+        path = Path(directory, name)
+        if not path.is_file():
+            raise ValueError(missing_file(path))
+
+
 # --------------------------------------------------------------------------------------------------
 # The process: first lines, messages, threads, garbage
 

@@ -37,6 +37,7 @@ from multiprocessing import resource_tracker
 from common import (
     SPINS_SERVING,
     announce,
+    check_model,
     collect_garbage_rarely,
     last_words,
     plural,
@@ -254,6 +255,7 @@ def serve_http(args: Namespace) -> str | None:
     terminate_on_hang_up()
     from server.app import Service  # a missing package is found before a model is loaded
 
+    check_model(args.model)  # a wrong name is said before a port in use
     sock = listen(args)
     keys = api_keys(args)
     client, encoder = client_and_encoder(args)

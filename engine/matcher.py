@@ -41,6 +41,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from engine.rules import check_ends, check_tokens
+from engine.schemas import all_schemas, check_schema, target_of
 from tokenizer import Tokenizer, load_tokenizer
 
 COMPILE_SECONDS = 2
@@ -56,12 +58,18 @@ JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "leni
 OFFER, COUNT, MASK, END = range(4)
 # the library's own limits, which it names when it refuses
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
+TRIED = 8  # tokens of an answer, before a grammar is served
+NO_TOKEN = "the vocabulary has no token for what must come next"
+NOTHING = {"enum": []}  # a schema that nothing fits
 DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
-ENDLESS = "no value of it has an end, by {}: allow null there, or require less"
+ENDLESS = "no value of {} has an end: allow null there, or require less"
 # words of the library that mean nothing to others, and ours
 OWN_WORDS = {
     "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
     "too many expressions": "it has too many expressions: make its regular expressions smaller",
+    "Failed to generate regex": "a bound is too large: choose one of at most 2^53 in size",
+    "recursion depth": "it is nested too deep",
+    "decimal literal": "it has a length or count above 4,294,967,295: choose a smaller one",
     "Too many items": "it goes on without an end, or has too many short rules",
 }
 
@@ -89,6 +97,7 @@ class Library:
 
         self.module = llguidance
         self.eos = eos
+        self.ends = {id: name for name, id in tokenizer.control.items() if id in eos}
         wrapped = llguidance.TokenizerWrapper(Vocabulary(tokenizer, V, eos))
         self.tokenizer = llguidance.LLTokenizer(wrapped, eos_token=eos)
         self.limits = llguidance.LLParserLimits(**LIMITS)
@@ -101,7 +110,13 @@ class Library:
         if kind == "grammar":
             if "x-guidance" in unescaped(text):
                 raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
-            kind = "gbnf" if "::=" in text else "lark"
+            schemas = schemas_within(text)
+            text = self.module.grammar_from("gbnf" if "::=" in text else "lark", text)
+            kind = "lark"
+            check_tokens(text, self.ends)
+            check_ends(text)
+        for schema in schemas:
+            check_schema(schema)
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
         if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
             raise ValueError(DEAD_END)
@@ -129,8 +144,7 @@ class Library:
         Return whether the library allows a comma or a brace before patternProperties that name
         nothing but declared properties. It does not notice: after `{` it can write no quote.
         """
-        nodes = []
-        json.loads(schema, object_hook=lambda node: nodes.append(node) or node)
+        nodes = [*all_schemas(json.loads(schema), with_targets=True)]
         declared = [node.get(key) for node in nodes for key in ("properties", "required")]
         names = [str(name) for each in declared if isinstance(each, dict | list) for name in each]
         probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
@@ -146,33 +160,34 @@ class Library:
 
     def check_end(self, text: str):
         """
-        Raise ValueError if a schema has no finite value. A reference has one if its schema can be
-        met without those that are not known to have one.
+        Raise ValueError if a schema in it has no finite value. A reference has one if its schema
+        can be met without those that are not known to have one.
         """
-        nodes = []
-        root = json.loads(text, object_hook=lambda node: nodes.append(node) or node)
-        values = json.dumps([node.get(key) for node in nodes for key in ("const", "enum")])
-        if '"$ref"' in values:  # a constant is no schema, and must stay as it is
-            return
+        root = json.loads(text)
+        nodes = all_schemas(root, with_targets=True)
         refs = [str(node["$ref"]) for node in nodes if "$ref" in node]
-        library = self.module.LLMatcher
-        waiting = {ref: json.dumps([target_of(ref, root)]) for ref in [*refs, "#"]}
-
-        def cut(node: dict):
-            return str(node["$ref"]) not in waiting if "$ref" in node else node
-
+        waiting = {ref: json.dumps({"allOf": [target_of(ref, root)]}) for ref in [*refs, "#"]}
         count = 0
-        while refs and "#" in waiting:
+        while refs and waiting:
             if count == len(waiting):
-                raise ValueError(ENDLESS.format(", ".join(sorted(waiting.keys() & refs))))
+                raise ValueError(ENDLESS.format(", ".join(sorted(waiting))))
             count = len(waiting)
             # to and fro: a chain of references may stand in either order
             waiting = dict(reversed(waiting.items()))
             for ref, schema in [*waiting.items()]:
-                probe = json.dumps({"allOf": json.loads(schema, object_hook=cut)})
-                grammar = library.grammar_from_json_schema(probe)
-                if not library.validate_grammar(grammar).startswith("Unsatisfiable"):
+                if self.has_value(json.loads(schema), waiting):
                     del waiting[ref]
+
+    def has_value(self, schema: dict, endless) -> bool:
+        """Return whether something fits a schema, which is changed, without these references."""
+        for node in all_schemas(schema):
+            if "$ref" in node:
+                is_endless = node["$ref"] in endless
+                node.clear()
+                node |= NOTHING if is_endless else {}
+        library = self.module.LLMatcher
+        grammar = library.grammar_from_json_schema(json.dumps(schema))
+        return not library.validate_grammar(grammar).startswith("Unsatisfiable")
 
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
         """Return (the matcher, its first mask), or (None, why it is refused)."""
@@ -180,6 +195,7 @@ class Library:
             matcher = self.compile(kind, *texts)
             mask = mask_of(matcher, "no text fits it")
             if isinstance(mask, bytes):
+                check_start(matcher.deep_copy(), mask)
                 return matcher, mask
         except MemoryError:
             raise
@@ -199,15 +215,13 @@ class Library:
         return next(iter(reasons.values()), reason), [*reasons]
 
 
-def target_of(ref: str, root):
-    """Return the schema that a JSON pointer names; True, which all values meet, for other forms."""
-    first, *names = ref.split("/")
-    with suppress(LookupError, TypeError, ValueError):
-        for name in names:
-            name = name.replace("~1", "/").replace("~0", "~")
-            root = root[int(name) if isinstance(root, list) else name]
-        return first != "#" or root
-    return True
+def schemas_within(lark: str) -> list[str]:
+    """Return the JSON schemas in a Lark grammar."""
+    schemas = []
+    for found in re.finditer(r"%json\s*(?=\{)", lark):
+        with suppress(ValueError):  # the library says where
+            schemas.append(json.dumps(json.JSONDecoder().raw_decode(lark, found.end())[0]))
+    return schemas
 
 
 def unescaped(text: str) -> str:
@@ -231,6 +245,18 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
     return plain(matcher.get_error(), otherwise)
 
 
+def check_start(answer, mask: bytes):
+    """Raise ValueError if the likes of an answer get stuck at one of its first tokens."""
+    for _ in range(TRIED):
+        bits = int.from_bytes(mask, "little")
+        answer.consume_token((bits & -bits).bit_length() - 1)
+        if answer.is_stopped() and not answer.is_error():
+            return
+        mask = mask_of(answer, NO_TOKEN)
+        if isinstance(mask, str):
+            raise ValueError(f"its answers cannot go on: {mask}")
+
+
 def plain(error: str, otherwise: str = "") -> str:
     """Return the library's reason without its codes, its own notation, backtraces and panics."""
     if error.startswith("panic"):
@@ -238,7 +264,7 @@ def plain(error: str, otherwise: str = "") -> str:
     for words, own in OWN_WORDS.items():
         if words in error:
             return own
-    reason = error.partition("\n<")[0].partition(":  (")[0].strip()
+    reason = error.partition("\n<")[0].partition(":  (")[0].strip().replace(" f64 ", " a number ")
     _, found, cause = reason.partition("\nerror: ")
     if found:
         return f"invalid regex: {cause}".partition("\n")[0]

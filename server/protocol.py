@@ -38,9 +38,9 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from common import plural
+from engine.schemas import drop_neutral
 from engine.stages import require
 from params import BIAS, RANGES, SamplingParams, check_variables
-from server.text import tools
 
 # OpenAI's names for kinds of errors; a client library turns status and type into an exception of
 # its own.
@@ -277,7 +277,7 @@ def schema_text(value) -> str:
     text = grammar_text(value)
     try:
         # `from_json` takes no half characters, which no message could carry
-        lean = tools.drop_neutral(from_json(text))
+        lean = drop_neutral(from_json(text))
         return json.dumps(lean, ensure_ascii=False, allow_nan=False)
     except (ValueError, RecursionError):  # the engine says what is wrong
         return text

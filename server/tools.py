@@ -22,20 +22,12 @@ import secrets
 from collections.abc import Iterable
 from copy import copy, deepcopy
 
+from engine.schemas import drop_neutral
+
 MAX_CALLS = 16  # in one answer
 # Written as json.dumps writes it, as in the templates. So a newline stands behind a call alone. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keywords of schemas that are not served, with values that ask for nothing. zod says of each record
-# that its names are strings.
-NEUTRAL = {
-    "uniqueItems": [False],
-    "unevaluatedProperties": [True, {}],
-    "not": [False],
-    "propertyNames": [True, {}, {"type": "string"}],
-}
-VALUES = {"const", "enum", "default", "examples"}  # keywords whose values are no schemas
-
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
 START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
@@ -55,20 +47,6 @@ def find_tag(source: str) -> str:
 def tags(tag: str) -> list[str]:
     """What stands before a call, and after it."""
     return [f"<{tag}>", f"</{tag}>"] if tag else ["", ""]
-
-
-def drop_neutral(node):
-    """
-    A schema without what asks for nothing. An object of objects stays, which may be a list of
-    properties, and so do values.
-    """
-    if isinstance(node, list):
-        return [drop_neutral(each) for each in node]
-    if not isinstance(node, dict):
-        return node
-    if not all(isinstance(value, dict) for value in node.values()):
-        node = {key: value for key, value in node.items() if value not in NEUTRAL.get(key, ())}
-    return {key: value if key in VALUES else drop_neutral(value) for key, value in node.items()}
 
 
 def schema_of(function) -> dict:

@@ -42,6 +42,28 @@ def test_a_port_in_use_is_reported():
     )
 
 
+MODELS = {  # files of a directory -> what is said of it
+    "none": ([], "no model in DIR: tokenizer.json is missing"),
+    "no config": (["tokenizer.json"], "no model in DIR: config.json is missing"),
+    "a GGUF": (["x.gguf"], "GGUF is llama.cpp's"),
+    "whole": (["tokenizer.json", "config.json"], "cannot listen at"),
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, case):
+    """The wrong name was reported when another port had been found."""
+    names, said = MODELS[case]
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(serve.signal, "signal", Mock())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        args = serve.parse_args(["--model", str(tmp_path), "--port", port])
+        with pytest.raises((ValueError, SystemExit), match=said.replace("DIR", str(tmp_path))):
+            serve.serve_http(args)
+
+
 HOSTS = {  # what is typed -> the refusal, or none
     "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host is a name or address of this",
     "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host is .*, without a port",
@@ -130,6 +152,7 @@ def with_first(folder: Path) -> dict:
 def test_a_first_line_comes_before_torch(command, tmp_path):
     """To import torch takes ten seconds on a busy machine, in which nothing was to be seen."""
     bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
     done = subprocess.run(
         [sys.executable, *command.replace("MODEL", str(tmp_path)).split()],
@@ -240,6 +263,7 @@ def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
     """The engine's process imports them; the HTTP process, which needs none, prints it."""
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
     command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
     where = {"cwd": ROOT, "env": with_first(tmp_path)}
     done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)

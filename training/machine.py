@@ -346,7 +346,8 @@ class Clock:
 
     def __init__(self, run, started: float):
         self.run = run
-        self.end = started + 60 * run.args.minutes * (1 - run.share)
+        self.begun = started - 60 * run.args.minutes * run.share
+        self.end = self.begun + 60 * run.args.minutes
         self.counted = None  # or seconds: until when the run's time has been counted
         self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
@@ -358,7 +359,8 @@ class Clock:
         now = time.perf_counter()
         share = self.run.share
         if self.counted is None:  # a first step allocates, or compiles: the others are faster
-            self.counted = now
+            self.counted = self.first_time = now
+            self.first_step = self.run.step
             return share
         spent = now - self.counted
         self.counted = now
@@ -379,12 +381,22 @@ class Clock:
         least = LEAST_FINETUNING if args.init else LEAST_STEPS
         if args.steps or steps >= least or not self.recent:
             return
-        minutes = args.minutes + (least - steps) * median(self.recent) / 60
+        flags = f"--minutes {self.minutes_for(least)} --out {args.out} --overwrite"
+        if "MAKELEVEL" in os.environ:  # `make run` was typed
+            flags = f"`{os.path.relpath(sys.executable)} train.py {flags}`, then make run"
         self.run.process.print(
             f"warning: only about {steps:.0f} steps fit into {plural(args.minutes, 'minute')}, and "
-            f"in fewer than {least} a model learns little: begin again with --minutes "
-            f"{math.ceil(minutes)} --out {args.out} --overwrite"
+            f"in fewer than {least} a model learns little: begin again with {flags}"
         )
+
+    def minutes_for(self, steps: int) -> int:
+        """The minutes in which so many steps fit at the speed so far, with a tenth to spare."""
+        step = self.run.step
+        # with the evaluations between steps; or of late, where the machine has become busy
+        mean = (self.counted - self.first_time) / (step - self.first_step)
+        step_seconds = max(mean, median(self.recent))
+        seconds = time.perf_counter() - self.begun + (steps - step) * step_seconds
+        return math.ceil(1.1 * (seconds + closing_seconds(self.run, step_seconds)) / 60)
 
 
 def closing_seconds(run, step_seconds: float) -> float:

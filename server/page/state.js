@@ -218,7 +218,7 @@ function playOn() {
 
 function seek(place, isPaused = true) {
   if (!tape.lines.length) return
-  if (player.until) setText("moment", "")
+  if (player.until || !isPaused) setText("moment", "") // it tells of a pause
   $("effects").replaceChildren() // a demo's arrow stays until now
   moveTo(place)
   player.isPaused = isPaused

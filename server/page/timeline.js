@@ -187,16 +187,18 @@ function drawFlags(row) { // above the ticks; what they stand for is said on hov
 }
 
 function drawRuler(seen) { // step numbers and ms
+  const { ctx } = paper
   const start = chart.columns[0].time
   let limit = LEFT - 1 // to the right of it is room for words
   for (const column of seen) {
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
-    limit = x + 110
     const ms = `${english(Math.round(1000 * (column.time - start)))} ms`
-    paint(paper.ctx, theme.quiet, x, RULER - 6, 1, 5)
-    write(paper.ctx, theme.ink, column.step, x + 4, 11)
-    write(paper.ctx, theme.quiet, ms, x + 14 + 6 * `${column.step}`.length, 11)
+    const middle = x + 12 + ctx.measureText(column.step).width
+    limit = Math.max(x + 110, middle + ctx.measureText(ms).width + 8)
+    paint(ctx, theme.quiet, x, RULER - 6, 1, 5)
+    write(ctx, theme.ink, column.step, x + 4, 11)
+    write(ctx, theme.quiet, ms, middle, 11)
   }
 }
 

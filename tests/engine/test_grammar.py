@@ -29,7 +29,7 @@ from tokenizer_kinds import save
 from engine import grammar as grammar_module
 from engine.drafts import GrowingText
 from engine.engine import Engine
-from engine.grammar import Compiled, Compiler, Constraints, Grammar, Grammars, soon
+from engine.grammar import Compiled, Compiler, Constraints, Grammar, Grammars, Refused, soon
 from engine.process import handle_message, queue_output
 from engine.step import Answer, Step
 from model import GPT, GPTConfig
@@ -445,12 +445,12 @@ HOSTILE = {
     "not": ("json", '{"not": {"type": "string"}}', '"not"'),
     "uniqueItems": ("json", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
     "format": ("json", '{"type": "string", "format": "foo"}', "Unknown format: foo"),
-    "itself": ("json", '{"$ref": "#"}', "no value of it has an end, by #"),
-    "remote": ("json", '{"$ref": "http://x/y"}', "does not fetch"),
+    "itself": ("json", '{"$ref": "#"}', "no value of # has an end"),
+    "remote": ("json", '{"$ref": "http://x/y"}', "nothing in it is http://x/y"),
     "a typo in Lark": ("grammar", 'start "a"', "Expected token ':'"),
     "overlapping oneOf": ("json", '{"oneOf": [{}, {}]}', "may overlap: say anyOf"),
     "no type": ("json", '{"type": "foo"}', "Invalid type"),
-    "no JSON": ("json", '{"type": ', "EOF"),
+    "no JSON": ("json", '{"type": ', "is no JSON"),
     "no schema": ("json", "[1]", "object"),
     "options": ("json", CHECKS_OFF, '"not"'),
     "options of a part": ("json", f'{{"allOf": [{CHECKS_OFF}]}}', '"not"'),
@@ -642,7 +642,10 @@ def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     [free] = alone.generate([[7, 8]], params, progress=False)
     engine = new_engine(model, overlap=overlap)
     engine.add_request("free", [7, 8], params)
-    engine.add_request("byte", [7], replace(params, grammar=with_lacking.compile("regex", "a\tb")))
+    with pytest.raises(Refused, match="the vocabulary has no token"):
+        with_lacking.compile("regex", "a\tb")
+    lacking = with_lacking.compile("regex", "a{20}\tb")
+    engine.add_request("byte", [7], replace(params, grammar=lacking))
     late = replace(params, min_tokens=9)
     engine.add_request("short", [7], replace(late, grammar=grammars.compile("regex", "a|b")))
     long = replace(params, max_tokens=200)

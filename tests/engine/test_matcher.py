@@ -170,6 +170,12 @@ ENDLESS = r"""
 {"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]}
 {"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]}
 {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}}
+{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}}
+{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]}
+{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}}
+{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}}
+{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}}
+{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}}
 """  # noqa: E501
 WITH_AN_END = r"""
 {"type": "object", "required": ["v", "next"], "properties": {"v": {}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
@@ -189,10 +195,10 @@ WITH_AN_END = r"""
 @pytest.mark.parametrize("schema", ENDLESS.strip().splitlines())
 def test_a_schema_without_a_finite_value_is_refused(grammars, schema):
     """Its answers went on until max_tokens."""
-    with pytest.raises(Refused, match="no value of it has an end, by #"):
+    with pytest.raises(Refused, match=r"no value of #.* has an end"):
         grammars.compile("json", schema)
     tools = json.dumps([f"start: %json {schema}", ['{"type": "object"}', schema]])
-    with pytest.raises(Refused, match="no value of it has an end, by #") as caught:
+    with pytest.raises(Refused, match=r"no value of #.* has an end") as caught:
         grammars.compile("tools", tools)
     assert caught.value.tools == [1]
 
@@ -257,7 +263,6 @@ SCHEMAS_TO_FINISH = r"""
 {"type": "object", "properties": {"a b": {}, "é": {}}, "additionalProperties": false}
 {"type": "object", "additionalProperties": {"type": "integer"}}
 {"type": "object", "additionalProperties": false}
-{"type": "object", "minProperties": 2}
 {"type": "object", "maxProperties": 2}
 {"type": "object", "minProperties": 1, "additionalProperties": false, "properties": {"a": {}, "b": {}}}
 {"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": false}

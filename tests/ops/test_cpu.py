@@ -1,7 +1,7 @@
 """
 The operators of a CPU. Those of cpu.c: each beside torch, and to the last bit whatever shares the
-batch; a step as a program; how the file is built; threads. Last what stands in for it in bf16 and where
-there is no compiler.
+batch; a step as a program; how the file is built; threads. Last what stands in for it in bf16 and
+where there is no compiler.
 """
 
 import ctypes

@@ -13,6 +13,7 @@ import signal
 import statistics
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -945,6 +946,28 @@ def test_canvases_have_the_words_that_they_should(open_record):
     shared = [f"×{n}" for n in owners.values() if n > 1]
     heads = [str(first) for first in range(0, 12, columns)]
     assert sorted(page("written")) == sorted(heads + held + shared)
+
+
+def test_the_rulers_words_have_room_after_hours(open_record):
+    """Those of a server that had run for an hour were written over each other."""
+    page = open_record(small_record())
+    page.select_option("#widths", "tokens")
+    places = page("""(() => {
+        const { fillText } = CanvasRenderingContext2D.prototype
+        const places = []
+        chart.columns.forEach((one, i) => {
+            Object.assign(one, { step: 10_000_000 + i, time: 36_000 * (i > 0) })
+        })
+        chart.left = 0
+        CanvasRenderingContext2D.prototype.fillText = function (text, x) {
+            places.push([x, x + this.measureText(text).width])
+        }
+        drawRuler(chart.columns)
+        CanvasRenderingContext2D.prototype.fillText = fillText
+        return places
+    })()""")
+    assert len(places) > 4
+    assert all(end < start for (_, end), (start, _) in pairwise(places))
 
 
 def test_a_demo_plays_at_ten_steps_a_second(open_record):

@@ -496,6 +496,9 @@ def test_four_answers_to_one_prompt(demo_page):
         demo_page.click("#forth")
         line = demo_page("tape.lines[tape.at]")
         assert demo_page(kinds).count("copied") == len(line.get("copies", []))
+    assert "Paused" in demo_page.inner_text("#moment")
+    demo_page.click("#pause")
+    assert demo_page.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator(".answer:visible").count() == 4
 

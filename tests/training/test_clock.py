@@ -3,6 +3,8 @@ The clock of machine.py: a run of so many minutes ends in time and well, whateve
 down, and warns if the minutes are too few.
 """
 
+import os
+import sys
 from unittest.mock import patch
 
 import pytest
@@ -110,7 +112,8 @@ def test_the_minutes_begin_when_the_corpus_is_made(tiny, out, monkeypatch, secon
 
 
 FEW = "warning: only about {} steps fit into {}, and in fewer than {} a model learns little: begin "
-FEW += "again with --minutes {} --out OUT --overwrite"
+FEW += "again with "
+FLAGS = "--minutes {} --out OUT --overwrite"
 WARNINGS = {
     "one short": (58, "--minutes=1", [57, "1 minute", 58, 2]),
     "just enough": (57, "--minutes=1", None),
@@ -124,9 +127,10 @@ def test_too_few_minutes_are_warned_of(tiny, out, monkeypatch, seconds, capsys, 
     """While there is time to begin again, and at the end; with the minutes that would do."""
     least, flags, numbers = WARNINGS[case]
     monkeypatch.setattr(machine, "LEAST_STEPS", least)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
     train.main([*tiny, flags, "--eval_every=10"])
     early, late = capsys.readouterr().out.split("scoring")
-    warning = FEW.format(*numbers).replace("OUT", str(out)) if numbers else "no warning"
+    warning = (FEW + FLAGS).format(*numbers).replace("OUT", str(out)) if numbers else "no warning"
     for printed in early.partition("step 10,")[0], late:
         assert (warning in printed) == ("warning" in printed) == bool(numbers)
 
@@ -138,19 +142,50 @@ def test_a_busy_machine_is_warned_of_what_became_of_its_minutes(tiny, seconds, c
     early, late = capsys.readouterr().out.split("scoring")
     assert "warning" not in early
     assert "warning: only about 46 steps fit into 1 minute, " in late
+    assert " --minutes 7 " in late  # 57 s, 154 steps of 2 s, 3 s for the end; and a tenth
+
+
+# seconds a step, an evaluation, and the end -> the steps of a minute, of 60, and minutes
+ADVICE = {
+    "slow": (4.0, 0.0, 3.0, 15, 5),
+    "evaluations take longer than steps": (1.0, 9.0, 3.0, 12, 6),
+    "the end takes longer than the run": (1.0, 0.0, 90.0, 2, 3),
+}
+
+
+@pytest.mark.parametrize("case", ADVICE)
+def test_the_minutes_of_a_warning_suffice(tiny, monkeypatch, seconds, capsys, case):
+    """As `make run` is told, with a command that can be pasted. 3 minutes were advised for 19."""
+    step, evaluation, closing, steps, minutes = ADVICE[case]
+    monkeypatch.setattr(machine, "LEAST_STEPS", 60)
+    monkeypatch.setenv("MAKELEVEL", "1")
+    monkeypatch.setattr(machine, "closing_seconds", lambda run, step_seconds: closing)
+    slowly(monkeypatch, train.Run, "evaluate_and_sample", seconds, evaluation)
+    seconds.step_seconds = lambda at: step
+    often = f"--eval_every={2 if evaluation else 1000}"
+    train.main([*tiny, "--minutes=1", often])
+    late = capsys.readouterr().out.partition("scoring")[2]
+    assert f"only about {steps} steps fit into 1 minute" in late
+    command = f"`{os.path.relpath(sys.executable)} train.py --minutes {minutes} --out "
+    assert command in late and "--overwrite`, then make run\n" in late
+    train.main([*tiny, f"--minutes={minutes}", often, "--overwrite"])
+    assert "warning:" not in capsys.readouterr().out.partition("scoring")[2]
 
 
 @pytest.mark.parametrize("steps", [2, 19.9, 20, 57])
-def test_a_finetune_needs_fewer_steps(tiny, corpus, capsys, steps):
+def test_a_finetune_needs_fewer_steps(tiny, corpus, capsys, seconds, steps):
     """`--init --minutes 1` made 2 steps, and said nothing."""
     run = new_run(tiny, corpus)
     run.args.init = "base"
-    clock = machine.Clock(run, 0.0)
-    clock.recent.append(6.0)
+    clock = machine.Clock(run, seconds.now)
+    for run.step in (1, 2):
+        clock.share(6.0)
+        seconds.now += 6.0
+    capsys.readouterr()
     clock.warn_of_few_steps(steps)
     printed = capsys.readouterr().out
     assert ("in fewer than 20 a model" in printed) == (steps < 20)
-    assert steps > 2 or " --minutes 5 " in printed  # 2.25, and 18 steps of 6 s
+    assert steps > 2 or " --minutes 3 " in printed  # 12 s, 18 steps of 6 s, 3 s for the end
 
 
 def test_evaluations_are_part_of_a_timed_run(tiny, monkeypatch, seconds):
