@@ -243,8 +243,8 @@ class Runner:
         x, logits, rows, positions = self.program(plan)
         tokens = self.sample(logits, rows, positions, plan)
         n = num_decode_rows(plan)
-        places = list(range(n, n + len(plan.completed)))
-        return Launched(plan, tokens, logits, x, n, places)
+        end = n + len(plan.completed)
+        return Launched(plan, tokens, logits, x, n, list(range(n, end)))
 
     def run_batch(self, plan: Plan) -> Launched:
         packed, shape, places = self.pack(plan)
@@ -260,7 +260,8 @@ class Runner:
             upload(packed, self.device, to=self.static_inputs)
             self.last_inputs = packed
         graph.replay()
-        return Launched(plan, *outputs, shape.n, places, on_host=next(self.sent))
+        on_host = next(self.sent)
+        return Launched(plan, *outputs, shape.n, places, on_host)
 
     def pack(self, plan: Plan) -> tuple[array, StepShape, list[int]]:
         """Return a plan's inputs, the shape they have, and the places of plan.completed."""
@@ -272,7 +273,8 @@ class Runner:
             fitting = (padded for padded in self.shapes_with_groups if padded.n >= shape.n)
             shape = next(fitting, self.finder.shape(shape.n))
         places = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
-        packed = pack(plan, shape, self.padding_row, self.pool.sink, self.S_if_given, groups or ())
+        padding = (self.padding_row, self.pool.sink)
+        packed = pack(plan, shape, *padding, self.S_if_given, groups or ())
         return packed, shape, places
 
     def send(self, launched: Launched):
@@ -313,11 +315,13 @@ class Runner:
         each after so many tokens of this step.
         """
         place_of = launched.place_of()
-        at = upload([place_of[r] + n for r, n in requests.items()], self.device)
+        places = [place_of[r] + n for r, n in requests.items()]
+        at = upload(places, self.device)
         rows = upload([r.row for r in requests], self.device)
         known = [r.num_tokens - r.num_to_come + n for r, n in requests.items()]
         positions = upload(known, self.device)
-        allowed = upload(torch.from_numpy(np.stack(masks)), self.device, torch.int32)
+        allowed = torch.from_numpy(np.stack(masks))
+        allowed = upload(allowed, self.device, torch.int32)
         tokens = launched.tokens
         self.sampling.uncount(rows, tokens[at])
         asked = [r.params for r in requests]
@@ -337,7 +341,8 @@ class Runner:
     ) -> list[Tensor]:
         """Start `logprobs` of these tokens, after the hidden states in these rows."""
         logits = self.model.logits(launched.hidden[rows], self.ops)
-        return to_host(self.ops.logprobs(logits, upload(targets, self.device), most))
+        targets = upload(targets, self.device)
+        return to_host(self.ops.logprobs(logits, targets, most))
 
     def wait_for(self, launched: Launched) -> dict[Request, list[int]]:
         """
