@@ -330,19 +330,19 @@ class Runner:
         launched.on_host = None  # a graph has sent the others
 
     @torch.inference_mode()
-    def sampled_logprobs(self, launched: Launched, places: list[int], most: int) -> list[Tensor]:
-        """Start `logprobs` of the tokens at these places, with `most` candidates of each."""
+    def sampled_logprobs(self, launched: Launched, places: list[int], most: int) -> tuple:
+        """Return `logprobs` of the tokens at these places, with `most` candidates of each."""
         at = upload(places, self.device)
-        return to_host(self.ops.logprobs(launched.logits[at], launched.tokens[at], most))
+        return self.ops.logprobs(launched.logits[at], launched.tokens[at], most)
 
     @torch.inference_mode()
     def prompt_logprobs(
         self, launched: Launched, rows: slice, targets: list[int], most: int
     ) -> list[Tensor]:
-        """Start `logprobs` of these tokens, after the hidden states in these rows."""
+        """Return `logprobs` of these tokens, after the hidden states in these rows."""
         logits = self.model.logits(launched.hidden[rows], self.ops)
         targets = upload(targets, self.device)
-        return to_host(self.ops.logprobs(logits, targets, most))
+        return self.ops.logprobs(logits, targets, most)
 
     def wait_for(self, launched: Launched) -> dict[Request, list[int]]:
         """
@@ -429,11 +429,6 @@ class Runner:
         self.graph_statement = (
             f"{len(self.graphs)} CUDA graphs, {memory:,.0f} MiB, captured in {seconds:.1f} s"
         )
-
-
-def to_host(tensors) -> list[Tensor]:
-    """Start to copy tensors to the host: they are valid once the step's event is done."""
-    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
 def sampling_row(r: Request) -> Row:

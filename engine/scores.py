@@ -42,12 +42,13 @@ class Scores(Stage):
                 rows = slice(first, first + count)
                 asked = (step.launched, rows, targets, request.prompt_logprobs)
                 tensors = self.engine.runner.prompt_logprobs(*asked)
-                prompts.append((request, start, tensors))
+                prompts.append((request, start, to_host(tensors)))
             first += n
-        step.notes[self] = prompts, *self._score_sampled(step, self.engine.overlap)
+        scored, tensors = self._score_sampled(step, self.engine.overlap)
+        step.notes[self] = prompts, scored, to_host(tensors)
 
     def _score_sampled(self, step: Step, is_time: bool) -> tuple[list[Request], list[Tensor]]:
-        """Start to score the tokens of those who want it. Returns these requests."""
+        """Score the tokens of those who want it, on the device. Returns these requests."""
         scored = (
             [r for r in step.plan.sampled if r in self.wanted] if is_time and self.wanted else []
         )
@@ -81,6 +82,11 @@ class Scores(Stage):
         for request in [r for r in self.of_prompts if r in outputs]:
             of_prompt = self.of_prompts.pop(request)
             outputs[request] = outputs[request]._replace(prompt_logprobs=of_prompt)
+
+
+def to_host(tensors) -> list[Tensor]:
+    """Start to copy tensors to the host: they are valid once the step is settled."""
+    return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
 def rows_of(tensors: list[Tensor]) -> list[list]:
