@@ -681,14 +681,14 @@ def test_any_number_of_kv_heads():
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
     computed = []
-    compute = engine.runner.compute
+    run = engine.runner.run
 
-    def counting(*step):
-        outputs = compute(*step)
-        computed.append(len(outputs[-1]))  # the hidden states
-        return outputs
+    def counting(plan: Plan):
+        launched = run(plan)
+        computed.append(len(launched.hidden))
+        return launched
 
-    engine.runner.compute = counting
+    engine.runner.run = counting
     return computed
 
 
