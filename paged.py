@@ -821,6 +821,12 @@ class Scheduler:
         table += allocator.allocate_n(max(0, min(missing, allocator.num_free - self.watermark)))
         return min(n, len(table) * self.block_size - start)
 
+    def shorten(self, request: Request, num_tokens: int):
+        """Give back the blocks at the end of a table that so many tokens do not need."""
+        end = self.blocks_for(num_tokens)
+        self.block_allocator.free_blocks_for_request(request.block_table[end:])
+        del request.block_table[end:]
+
     # -- after a step: take in what it computed ----------------------------------------------------
 
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
@@ -912,9 +918,7 @@ class Scheduler:
         if request.row is None:
             return
         request.num_filled_slots = request.num_tokens - 1
-        end = self.blocks_for(request.num_tokens)
-        self.block_allocator.free_blocks_for_request(request.block_table[end:])
-        del request.block_table[end:]
+        self.shorten(request, request.num_tokens)
         if request.status == "ending" and not request.is_done:
             self.move(request, "active")
         seen = request.block_table[self.first_block(request.num_filled_slots) :]
