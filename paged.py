@@ -777,6 +777,12 @@ class Scheduler:
         table += allocator.allocate_n(max(0, min(missing, allocator.num_free - self.watermark)))
         return min(n, len(table) * self.block_size - start)
 
+    def shorten(self, request: Request, num_tokens: int):
+        """Give back the blocks at the end of a table that so many tokens do not need."""
+        end = self.blocks_for(num_tokens)
+        self.block_allocator.free_blocks_for_request(request.block_table[end:])
+        del request.block_table[end:]
+
     # -- after a step: take in what it computed ----------------------------------------------------
 
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
@@ -840,7 +846,7 @@ class Scheduler:
             if request.row is not None:  # not preempted since
                 computed = request.num_tokens - request.num_to_come - 1  # all but the last known
                 request.num_computed_slots = computed
-                if computed % S == 0 or n > 1:
+                if computed // S > request.num_committed:
                     self.committed += self.commit(request)
             if new and request.stops_at(new[-1]):
                 request.finish_reason = "stop"
@@ -849,9 +855,8 @@ class Scheduler:
                 request.finish_reason = "length"
                 finished.append(request)
         for request, n in plan.chunks:
-            if request.row is not None:
-                if request not in tokens:
-                    request.num_computed_slots += n
+            if request.row is not None and request not in plan.completed:
+                request.num_computed_slots += n
                 self.committed += self.commit(request)
         for request in finished:
             self.complete(request)
@@ -868,9 +873,7 @@ class Scheduler:
         if request.row is None:
             return
         request.num_filled_slots = request.num_tokens - 1
-        end = self.blocks_for(request.num_tokens)
-        self.block_allocator.free_blocks_for_request(request.block_table[end:])
-        del request.block_table[end:]
+        self.shorten(request, request.num_tokens)
         if request.status == "ending" and not request.is_done:
             self.move(request, "active")
 

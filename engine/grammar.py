@@ -472,6 +472,7 @@ class Constraints(Stage):
         guesses = step.plan.guesses
         for r in [r for r in guesses if r in self.grammars]:
             guesses[r] = self.grammars[r].allowed_part(guesses[r])
+            self.engine.scheduler.shorten(r, r.num_tokens + len(guesses[r]))
             if not guesses[r]:
                 del guesses[r]
         sampled = step.plan.sampled if self.grammars else []

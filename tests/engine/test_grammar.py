@@ -30,6 +30,7 @@ from engine import grammar as grammar_module
 from engine.drafts import GrowingText
 from engine.engine import Engine
 from engine.grammar import Compiled, Compiler, Constraints, Grammar, Grammars, Refused, soon
+from engine.matcher import COUNT
 from engine.process import handle_message, queue_output
 from engine.step import Answer, Step
 from model import GPT, GPTConfig
@@ -313,6 +314,20 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     assert waits
 
 
+def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random, V: int):
+    """Otherwise what comes in the answers, lists of tokens by id."""
+
+    def guess(text: GrowingText, most: int) -> list[int]:
+        r = text.request
+        num_known = r.num_generated - r.num_to_come
+        draft = answers[r.id][num_known:][: choose.randint(0, max(0, most))]
+        if draft and choose.random() < 0.4:
+            draft[choose.randrange(len(draft))] = choose.randrange(V)
+        return draft if text.can_guess else []
+
+    monkeypatch.setattr(GrowingText, "guess", guess)
+
+
 @needs_cpu_c
 @pytest.mark.parametrize(
     ("is_late", "overlap"),
@@ -340,18 +355,9 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overl
     expected = {}
     num_right = Counter()
 
-    def guess(text: GrowingText, most: int) -> list[int]:
-        """What comes, with a wrong token now and then."""
-        r = text.request
-        draft = expected[r.id][0][r.num_generated :][: choose.randint(0, max(0, most))]
-        if draft and choose.random() < 0.4:
-            draft[choose.randrange(len(draft))] = choose.randrange(V)
-        return draft if text.can_guess else []
-
     def learn(text: GrowingText, n: int):
         num_right[text.request.params.grammar is not None] += n
 
-    monkeypatch.setattr(GrowingText, "guess", guess)
     monkeypatch.setattr(GrowingText, "learn", learn)
     for speculate in (False, True):
         sizes = {"num_blocks": 20, "max_num_seqs": 3, "attention": "cpu", "check": True}
@@ -362,6 +368,8 @@ def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overl
         assert_idle(engine)
         expected = expected or answers
         assert answers == expected
+        tokens = {id: answer[0] for id, answer in expected.items()}
+        guess_now_and_then_wrongly(monkeypatch, tokens, choose, V)
     assert min(num_right.values()) > 30 and len(num_right) == 2, num_right
     assert engine.stages["grammar"].num_refused > 50
 
@@ -707,10 +715,11 @@ class FakeGrammar(Grammar):
         self.tokens += self.accepted
         self.accepted = []
         bits = allowed_after(self.tokens)
-        if asked and bits >> asked[0] & 1:
-            self.reply = 1
-        else:
-            self.reply = np.array([bits], np.int32).tobytes()
+        n = 0
+        while n < len(asked) and allowed_after(self.tokens + asked[:n]) >> asked[n] & 1:
+            n += 1
+        is_number = kind == COUNT or n
+        self.reply = n if is_number else np.array([bits], np.int32).tobytes()
 
     def _reply(self, deadline: float) -> int | bytes | None:
         return None if self.choose.random() < 0.3 else self.reply
@@ -728,21 +737,25 @@ def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_simulated_lives(seed):
+def test_simulated_lives(seed, monkeypatch):
     """
-    With preemptions, forks, aborts, windows, padding, late masks, overlap and filters. Would catch:
-    a slot, a block or a row that keeps what was refused; a step under way that counts for a request
-    that has gone back; a request that sits out for ever; another's mask.
+    With preemptions, forks, aborts, windows, padding, late masks, overlap, filters and drafts.
+    Would catch: a slot, a block or a row that keeps what was refused, or was a forbidden guess; a
+    step under way that counts for a request that has gone back; a request that sits out for ever;
+    another's mask.
     """
     choose = random.Random(seed)
     overlap = seed % 2 == 0
     window = choose.choice([0, 0, 6])
     build = partial(SimulatedRunner, padded=choose.random() < 0.5)
-    sizes = {"num_blocks": 12, "max_num_seqs": 4, "overlap": overlap}
+    S = choose.choice([1, 4])
+    sizes = {"block_size": S, "num_blocks": 48 // S, "max_num_seqs": 4}
+    sizes |= {"overlap": overlap, "speculate": choose.random() < 0.7}
     engine = simulated_engine((0,), 40, build, window, **sizes)
     replies = random.Random(seed)
     answers = {}
     wanted = {}
+    guess_now_and_then_wrongly(monkeypatch, wanted, choose, VOCABULARY)
     for i in range(12):
         prompt = [choose.randrange(1, VOCABULARY) for _ in range(choose.randrange(1, 12))]
         params = SamplingParams(
