@@ -43,7 +43,7 @@ def run_client(command: list, folder: Path) -> str:
     homes = {"HOME": str(folder), "HF_HOME": str(folder)}
     environment = os.environ | OFFLINE | homes
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
