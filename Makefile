@@ -20,7 +20,9 @@ BIN := $(VENV)/bin
 # (and no PYTHONDONTWRITEBYTECODE: a hundred processes of the tests would compile the same modules)
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkpoint.py tests/test_families.py \
-	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py
+	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py \
+	$(addprefix --ignore=tests/, engine/test_link.py engine/test_matcher.py engine/test_simulator.py \
+	training/test_clock.py training/test_crashes.py)
 MODEL := out/stdlib
 # an installation that was interrupted: packages that pip takes for whole may be half there
 AGAIN = $(wildcard $(VENV)/installing)

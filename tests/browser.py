@@ -29,7 +29,6 @@ CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.whic
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 NUM_BLOCKS = 24
-SECONDS = float(os.environ.get("PAGE_SECONDS", 120))  # after which nothing more is expected
 # All calls are over, and what the engine did for them is on the tape, whose lines come apart from
 # the answers, and has been played.
 IS_OVER = "stops.size === 0 && calls.size"
@@ -78,7 +77,7 @@ class Page:
 
 def wait_for(page, condition: str):
     """Until this is true there. Playwright's own wait is what the page's policy forbids."""
-    wait_until(lambda: page(f"Boolean({condition})"), seconds=SECONDS)
+    wait_until(lambda: page(f"Boolean({condition})"))
 
 
 @pytest.fixture

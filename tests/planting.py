@@ -52,7 +52,7 @@ class Forks:
             name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
         }
         environment["TRAINED_MODELS"] = str(models)
-        environment["PAGE_SECONDS"] = "30"  # for which a page waits in vain
+        environment["WAIT_SECONDS"] = "10"  # for what a bug keeps from happening
         # a GPU does not outlive a fork, and the bugs in kernels are found by the interpreter
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -97,7 +97,7 @@ def run_tests(repo: str, log: str, tests: list[str]):
     os.chdir(repo)
     sys.path[0] = repo  # so far the folder of this file, in the repo without bugs
     options = ["-m", "slow or not slow", "-W", "ignore", "--durations", "0"]
-    options += ["-p", "no:cacheprovider", "--basetemp", f"{repo}-tmp"]
+    options += ["--exitfirst", "-p", "no:cacheprovider", "--basetemp", f"{repo}-tmp"]
     if not tests[0].startswith("tests/"):
         options += ["-p", "tests.conftest"]  # pytest finds it beside the tests only
     status = importlib.import_module("pytest").main([*options, *tests])

@@ -77,6 +77,7 @@ class Text:
     arrival: float
     prompt_logprobs: int | None = None
     number: int = 0  # the order of arrival
+    urgency: tuple[float, int] = (0.0, 0)  # the smallest goes first
     others: list["Text"] = field(default_factory=list)  # choices to be forked after its first token
     num_sent: int = 0  # tokens so far
     runs: bool = False  # has a row
@@ -348,6 +349,7 @@ class World:
         text.added_at = self.steps
         self.truth["added"] += 1
         text.number = self.truth["added"]
+        text.urgency = self.urgency(text)
 
     def find(self, event: dict) -> Text | None:
         """The text that an event aims at: one of those in a certain state."""
@@ -557,7 +559,7 @@ class World:
                 self.writers[request.block_table[i]] = text.writer(i)
 
     def urgencies(self, requests: Iterable[Request]) -> list:
-        return [self.urgency(self.live[r.id]) for r in requests]
+        return [self.live[r.id].urgency for r in requests]
 
     def check_preempted(self, plan: Plan):
         """Preempted requests are behind all that stay."""
@@ -725,7 +727,7 @@ class World:
             before = 0
             for other in self.everybody:
                 beside = other.ended_at is None or other.ended_at >= text.added_at
-                before += beside and self.urgency(other) < self.urgency(text)
+                before += beside and other.urgency < text.urgency
             assert age <= (1 + 2 * before) * first, (
                 f"{text.id} is {age} steps old, {before} texts go before it"
             )

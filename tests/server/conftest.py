@@ -41,15 +41,19 @@ def install():
     shutil.copy(PINS, HOME / PINS.name)  # last: an installation that was stopped is begun again
 
 
+def is_installed() -> bool:
+    installed = HOME / PINS.name
+    return installed.is_file() and installed.read_text() == PINS.read_text()
+
+
 @pytest.fixture(scope="module")
 def bin(tmp_path_factory):
     """
     The folder with the clients' programs. The processes that share the tests share it, and one of
     them makes it.
     """
-    installed = HOME / PINS.name
     with FileLock(tmp_path_factory.getbasetemp().parent / "clients.lock"):
-        if not installed.is_file() or installed.read_text() != PINS.read_text():
+        if not is_installed():
             try:
                 install()
             except subprocess.CalledProcessError as error:
@@ -86,3 +90,7 @@ def checkpoint(tmp_path_factory):
 def house():
     with House() as house:
         yield house
+
+
+if __name__ == "__main__" and not is_installed():
+    install()

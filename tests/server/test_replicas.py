@@ -306,7 +306,7 @@ def end_one_of_two(number: int, replicas: Replicas):
         ask_all(replicas.url, replicas.name, new)
         return replicas.counts()[one] > 0
 
-    wait_until(the_new_one_answers, 20, 0.3)  # until the router takes it for well again
+    wait_until(the_new_one_answers, pause=0.3)  # until the router takes it for well again
 
 
 def new_prompt() -> str:
@@ -351,7 +351,7 @@ def test_a_busy_server_gets_no_more(bin, replicas):
                         ask_all(router, replicas.name, requests(10, 4), threads=2)
                         return replicas.counts()[1] == before + 10
 
-                    wait_until(all_go_to_the_other, 20, 0.3)
+                    wait_until(all_go_to_the_other, pause=0.3)
                 wait_until(lambda: replicas.load(0)["num_waiting_reqs"] > 0)
             finally:
                 done.set()

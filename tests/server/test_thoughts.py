@@ -95,19 +95,19 @@ def test_thoughts_are_a_field_of_their_own(row, kind, stream, tmp_path):
     tokens = with_tokens(text, KINDS[kind])
     if fields.get("stop") and "<" in fields["stop"] and kind == "text":
         return  # it ends the text, which is not known to begin thoughts
-    for size in (1, 3, 200):
-        with house_of(tmp_path, kind) as house:
+    thought, said, reason = json.loads(expected)
+    if kind == "control" and thought:
+        thought = thought.replace("<tool_call>", "")  # it is hidden where it begins no call
+    with house_of(tmp_path, kind) as house:
+        for size in (1, 3, 200):
             caller = call(house, **fields)
             for start in range(0, len(tokens), size):
                 is_last = start + size >= len(tokens)
                 step = tokens[start : start + size] + [256] * (is_last and finish == "stop")
                 house.engine.step(dict.fromkeys(house.choices, step), finish if is_last else None)
             message = told(caller, stream)
-        thought, said, reason = json.loads(expected)
-        if kind == "control" and thought:
-            thought = thought.replace("<tool_call>", "")  # it is hidden where it begins no call
-        assert message.get("reasoning") == message.get("reasoning_content") == thought
-        assert (message["content"], message["reason"]) == (said, reason)
+            assert message.get("reasoning") == message.get("reasoning_content") == thought
+            assert (message["content"], message["reason"]) == (said, reason)
 
 
 # What holds the answer; an answer that fits it, and one that does not. ONE is a call.
