@@ -804,11 +804,9 @@ class Scheduler:
         Call it once the step has been started: counts its slots as filled, promotes requests whose
         prompt it completes, and appends TO_COME for each token that it will sample.
         """
-        for request in plan.decodes:  # the hot loop
-            request.num_filled_slots += 1
         for request, n in plan.chunks:
             request.prefill_cursor += n
-            request.num_filled_slots += n
+            request.num_filled_slots += n - (request in plan.completed)  # the last one: see below
             if request.is_fully_prefilled:
                 self.promote(request)
         for request, guesses in plan.guesses.items():
@@ -816,6 +814,7 @@ class Scheduler:
             request.num_to_come += len(guesses)
             request.generated_tokens += [TO_COME] * len(guesses)
         for request in plan.sampled:  # the hot loop
+            request.num_filled_slots += 1
             request.num_to_come += 1
             request.generated_tokens.append(TO_COME)
             if len(request.generated_tokens) >= request.max_new_tokens:
@@ -827,25 +826,29 @@ class Scheduler:
         blocks, whose K, V exist only now, and ends requests with their last token; returns these.
 
         A request with fewer tokens than were sampled goes back to the last of them: a guess was
-        wrong, or one is refused. A request that is left out gets none: it has gone back since the
-        step was launched. One that has ended is skipped: if steps overlap, a request that a stop
-        token ends has one more token under way, which is dropped.
+        wrong, or one is refused. One that is left out gets none: it has ended since the step was
+        launched (if steps overlap, one that a stop token ends has a token more under way), or it
+        has gone back.
         """
         S = self.block_size
+        guesses = plan.guesses
         self.committed = []
         finished = []
-        for request, new in tokens.items():  # the hot loop
-            if not request.num_to_come:
+        for request, n in plan.chunks:
+            if request.row is None:  # preempted since
                 continue
-            n = plan.num_sampled(request)
-            start = len(request.generated_tokens) - request.num_to_come
-            request.generated_tokens[start : start + n] = new
-            request.num_to_come -= n
-            if len(new) < n:
-                self._go_back(request)
-            if request.row is not None:  # not preempted since
-                computed = request.num_tokens - request.num_to_come - 1  # all but the last known
-                request.num_computed_slots = computed
+            is_last = request in plan.completed
+            request.num_computed_slots += n - is_last  # the last slot counts with its token, below
+            if request in tokens or not is_last:
+                self.committed += self.commit(request)
+        for request, new in tokens.items():  # the hot loop
+            if len(new) == 1 and request not in guesses:
+                request.generated_tokens[-request.num_to_come] = new[0]
+                request.num_to_come -= 1
+            else:
+                self._take(request, new, plan.num_sampled(request))
+            if request.row is not None:
+                request.num_computed_slots = computed = request.num_computed_slots + len(new)
                 if computed // S > request.num_committed:
                     self.committed += self.commit(request)
             if new and request.stops_at(new[-1]):
@@ -854,13 +857,17 @@ class Scheduler:
             elif request.status == "ending" and not request.num_to_come:
                 request.finish_reason = "length"
                 finished.append(request)
-        for request, n in plan.chunks:
-            if request.row is not None and request not in plan.completed:
-                request.num_computed_slots += n
-                self.committed += self.commit(request)
         for request in finished:
             self.complete(request)
         return finished
+
+    def _take(self, request: Request, new: list[int], n: int):
+        """Put these tokens in the places of the n that were sampled. Fewer: it goes back."""
+        start = request.num_generated - request.num_to_come
+        request.generated_tokens[start : start + n] = new
+        request.num_to_come -= n
+        if len(new) < n:
+            self._go_back(request)
 
     def _go_back(self, request: Request):
         """

@@ -10,8 +10,7 @@ import zlib
 from collections import Counter
 from unittest import mock
 
-import numpy as np
-from simulated_runner import NoModel
+from simulated_runner import HostTokens, NoModel
 from virtual import Socket
 from wires import EOS, fake_score
 
@@ -80,7 +79,7 @@ class Runner:
     def sampled_logprobs(self, launched, places, most):
         chosen = [launched.tokens[launched.plan.sampled[i]][0] for i in places]
         scores = [fake_score(token, most, logprob_of(token)) for token in chosen]
-        return [np.array(column) for column in zip(*scores, strict=True)]
+        return [HostTokens(column) for column in zip(*scores, strict=True)]
 
     def fail(self, where: str, plan):
         if self.fault == where:

@@ -87,6 +87,7 @@ def capture(engine: Engine):
     for shape in runner.shapes + runner.shapes_with_groups:
         graph = Replay(runner, shape)
         runner.graphs[shape] = graph, *graph.outputs
+    runner.run = runner.replay
     launch = runner.launch
 
     def launch_and_copy(plan: Plan):
