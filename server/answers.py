@@ -392,7 +392,7 @@ class Job:
             for task in tasks:
                 task.cancel()
             self.abort()
-            scope["logged"]["tokens"] = sum(choice.num_tokens for choice in self.choices)
+            scope["call"].logged["tokens"] = sum(choice.num_tokens for choice in self.choices)
 
     def submit(self):
         if self.body.needs_engine:

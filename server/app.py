@@ -173,14 +173,15 @@ class Service:
         else:
             prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
-        salt = f"{http.scope['salt']}:{body.cache_salt or ''}"
-        job = Job(self, body, prompts, salt, http.scope["request_id"], owner_of(http))
-        http.scope["logged"]["seed"] = job.seed  # sent with it, a call gets this answer again
+        call = http.scope["call"]
+        salt = f"{call.salt}:{body.cache_salt or ''}"
+        job = Job(self, body, prompts, salt, call.id, owner_of(http))
+        call.logged["seed"] = job.seed  # sent with it, a call gets this answer again
         if self.args.log_requests:
             # with the model's own defaults; without the salt, a secret
             fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
             log("request", id=job.id, **fields | {"seed": job.seed})
-        http.scope["job"] = job
+        call.job = job
         return job
 
     async def tokenize(self, kind, http):
@@ -256,7 +257,7 @@ class Service:
             return Response(media_type="text/event-stream")
         if "record" not in self.client.info["stages"]:
             raise ApiError(400, absent("record"))
-        return self.listeners.join(http.scope["salt"], owner_of(http))
+        return self.listeners.join(http.scope["call"].salt, owner_of(http))
 
     async def show_readiness(self, http):
         self.check_ready()
@@ -368,7 +369,7 @@ class Service:
 
 def owner_of(http) -> str:
     """Return the key of a call; without keys its client's address, "" if it is gone already."""
-    return http.scope["salt"] or (http.client.host if http.client else "")
+    return http.scope["call"].salt or (http.client.host if http.client else "")
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import re
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
@@ -58,12 +59,23 @@ def request_id(name: bytes) -> str:
     return name.decode() if re.fullmatch(b"[!-~]{1,128}", name) else uuid.uuid4().hex
 
 
+@dataclass
+class Call:
+    """What is known of a call, from its head to its answer: scope["call"]."""
+
+    id: str  # its X-Request-Id
+    logged: dict = field(default_factory=dict)  # the fields of its line in the log
+    salt: str = ""  # of its key's part of the prefix cache; "": there are no keys
+    job: object = None  # answers.Job, where the engine has something to do
+    has_answer: bool = False  # its answer has begun
+
+
 def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callable, Callable]:
     """
     ASGI's `receive` and `send` for a call. An answer that begins before the whole body was read
     (mostly it is a refusal) is the connection's last. Closing with bytes unread would reset the
     connection, and a client that is still sending would lose the answer: so first drop up to
-    `limit` bytes of the body. scope["has_answer"] is set when the answer begins.
+    `limit` bytes of the body. Notes when the answer begins.
     """
     headers = dict(scope["headers"])
     has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
@@ -79,7 +91,7 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
     async def send_part(message):
         nonlocal closes
         if message["type"] == "http.response.start":
-            scope["has_answer"] = True
+            scope["call"].has_answer = True
             closes = unread
             if closes:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
@@ -179,7 +191,7 @@ class Connection(HttpToolsProtocol):
             return
         super().on_headers_complete()
         name = request_id(dict(self.headers).get(REQUEST_ID, b""))
-        self.scope["request_id"] = name
+        self.scope["call"] = Call(name)
         self.cycle.default_headers = [*self.cycle.default_headers, (REQUEST_ID, name.encode())]
         self.unanswered.append(self.cycle)
         if len(self.unanswered) > 1 + MAX_PIPELINED:

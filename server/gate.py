@@ -100,14 +100,15 @@ class Gate:
         started = time.perf_counter()
         status = 200
         error = None
-        # the fields of this call's line in the log; its answer adds more
-        logged = {"method": scope["method"], "path": scope["path"][:200], "id": scope["request_id"]}
-        scope |= {"logged": logged, "app": self}  # with an "app", the router raises HTTPException
+        call = scope["call"]
+        logged = call.logged
+        logged |= {"method": scope["method"], "path": scope["path"][:200], "id": call.id}
+        scope["app"] = self  # so that the router raises HTTPException
         try:
             check_head(scope["headers"])
-            scope["salt"] = self.admit(scope)
+            call.salt = self.admit(scope)
             await self.service.router(scope, receive, send)
-            error = getattr(scope.get("job"), "error", None)  # of a stream that had begun
+            error = call.job and call.job.error  # of a stream that had begun
         except (Exception, asyncio.CancelledError) as problem:
             error = refusal_of(problem, scope)
             status = error.status
@@ -196,8 +197,9 @@ def refusal_of(problem, scope) -> ApiError:
         case ClientDisconnect():
             return ClientGone()
         case asyncio.CancelledError():  # the server stops
-            is_unread = "has_answer" in scope  # it has begun: the client does not read it
-            return ClientGone() if is_unread else ApiError(503, STOPPED, code="stopping")
+            if scope["call"].has_answer:  # the client does not read it
+                return ClientGone()
+            return ApiError(503, STOPPED, code="stopping")
         case _:
             return ApiError(500, f"a bug of this server: {type(problem).__name__}")
 
