@@ -156,6 +156,8 @@ class Drafts(Stage):
 
     def launched(self, step: Step):
         """Waiting for a draft that did not come was as bad as a wrong guess."""
+        if not self.promised:
+            return
         for request in self.promised - step.plan.guesses.keys():
             if request in step.plan.decodes:
                 self.texts[request].learn(0)

@@ -25,7 +25,7 @@ from common import plural
 from engine.runner import Runner, kv_dtype, sampling_row
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from engine.stages import build_stages
-from engine.step import Answer, Output, Step, check_prompt_logprobs
+from engine.step import Answer, Output, Step, by_moment, check_prompt_logprobs
 from kernels import Batch
 from model import GPT
 from ops.choice import TORCH
@@ -68,6 +68,7 @@ class Engine:
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.stages = build_stages(self)
+        self.acting = by_moment(self.stages.values())
         self.in_flight: Step | None = None
         self.requests: dict[int | str, Answer] = {}  # waiting or running
         self.promised: dict[int | str, list[Answer]] = {}  # other answers, still to be forked
@@ -233,13 +234,13 @@ class Engine:
         A stage that must know all tokens has the step under way resolved first. If a step fails,
         the requests that took part end with an error and the others go on.
         """
-        stages = self.stages.values()
+        acting = self.acting
         outputs = []
         before = self.in_flight
-        if before and any(stage.waits_for(before) for stage in stages):
+        if before and any(stage.waits_for(before) for stage in acting["waits_for"]):
             self.in_flight = None
             outputs += self._resolve(before)
-            for stage in stages:
+            for stage in acting["between"]:
                 stage.between()
         step = None
         try:
@@ -252,7 +253,7 @@ class Engine:
                 step, self.in_flight = self.in_flight, step
             if step is not None:
                 outputs += self._resolve(step)
-        for stage in stages:
+        for stage in acting["between"]:
             stage.between()
         return outputs
 
@@ -261,12 +262,12 @@ class Engine:
         Plan a step and start it on the device. Returns the outputs of the requests that have failed
         with it, and the step, or None where there is nothing to compute.
         """
-        stages = self.stages.values()
-        for stage in stages:
+        acting = self.acting
+        for stage in acting["begin"]:
             stage.begin()
         plan = self.scheduler.plan()
         step = Step(self.num_steps, plan)
-        for stage in stages:
+        for stage in acting["planned"]:
             stage.planned(step)
         if not plan.decodes and not plan.chunks:
             return [], None
@@ -278,7 +279,7 @@ class Engine:
             if self.settings.check:
                 self.scheduler.check(plan)
             step.launched = self.runner.launch(plan)
-            for stage in stages:
+            for stage in acting["launched"]:
                 stage.launched(step)
             self.runner.send(step.launched)
         except BaseException as error:
@@ -306,7 +307,7 @@ class Engine:
         step.tokens = {r: new for r, new in tokens.items() if r.num_to_come}
         for request in step.dropped:
             step.tokens.pop(request, None)
-        for stage in self.stages.values():
+        for stage in self.acting["settled"]:
             stage.settled(step)
         for request, new in step.tokens.items():
             if NO_TOKEN in new:
@@ -326,7 +327,7 @@ class Engine:
             for r, new in step.tokens.items()
             if new
         }
-        for stage in self.stages.values():
+        for stage in self.acting["resolved"]:
             stage.resolved(step)
         for request in finished:
             self._forget(request)

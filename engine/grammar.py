@@ -447,6 +447,8 @@ class Constraints(Stage):
         else to do. A mask before filters needs the token before it, which with overlap is not known
         yet: then a request is held from one token to the next.
         """
+        if not self.grammars:
+            return
         engine = self.engine
         scheduler = engine.scheduler
         if engine.overlap:
@@ -469,19 +471,19 @@ class Constraints(Stage):
 
     def planned(self, step: Step):
         """Drop guesses from the first that is forbidden on; choose who is sampled with a mask."""
+        step.notes[self] = []
+        if not self.grammars:
+            return
         guesses = step.plan.guesses
         for r in [r for r in guesses if r in self.grammars]:
             guesses[r] = self.grammars[r].allowed_part(guesses[r])
             self.engine.scheduler.shorten(r, r.num_tokens + len(guesses[r]))
             if not guesses[r]:
                 del guesses[r]
-        sampled = step.plan.sampled if self.grammars else []
+        held_to = [r for r in step.plan.sampled if r in self.grammars]
         # with a token to come the mask that is there is that token's
-        step.notes[self] = [
-            r
-            for r in sampled
-            if r in self.grammars and not r.num_to_come and self.grammars[r].has_mask
-        ]
+        masked = [r for r in held_to if not r.num_to_come and self.grammars[r].has_mask]
+        step.notes[self] = masked
 
     def launched(self, step: Step):
         masked = step.notes[self]
@@ -499,10 +501,12 @@ class Constraints(Stage):
         overlap its logits are still there, and it is sampled again, if its mask comes in time. Else
         the request is held until the mask of that position is there.
         """
+        if not self.grammars:
+            return
         for r in step.notes[self]:
             if step.tokens.get(r) == [NO_TOKEN]:
                 step.failed[r] = self.grammars[r].failure()
-        sampled = step.tokens.items() if self.grammars else ()
+        sampled = step.tokens.items()
         asked = [r for r, new in sampled if r in self.grammars and NO_TOKEN not in new]
         for r in asked:
             self.grammars[r].offer(step.tokens[r][0])

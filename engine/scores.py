@@ -19,11 +19,11 @@ class Scores(Stage):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.wanted: set[Request] = set()  # whose tokens are scored
+        self.wanted: set[Request] = set()  # whose tokens are scored, or those of their prompts
         self.of_prompts: dict[Request, list] = {}  # so far, until the first token
 
     def added(self, request: Answer):
-        if request.params.logprobs is not None:
+        if request.params.logprobs is not None or request.prompt_logprobs is not None:
             self.wanted.add(request)
 
     def ended(self, request: Answer):
@@ -32,6 +32,8 @@ class Scores(Stage):
 
     def launched(self, step: Step):
         """Start to score. Under way to the host are then tensors, of `rows_of`."""
+        if not self.wanted:
+            return
         prompts = []
         first = step.launched.first_of_chunks
         for request, n in step.plan.chunks:
@@ -49,10 +51,11 @@ class Scores(Stage):
 
     def _score_sampled(self, step: Step, is_time: bool) -> tuple[list[Request], list[Tensor]]:
         """Score the tokens of those who want it, on the device. Returns these requests."""
-        scored = (
-            [r for r in step.plan.sampled if r in self.wanted] if is_time and self.wanted else []
-        )
         tensors = []
+        scored = []
+        if is_time:
+            scored = [r for r in step.plan.sampled if r in self.wanted]
+            scored = [r for r in scored if r.params.logprobs is not None]
         if scored:
             place_of = step.launched.place_of()
             places = [place_of[r] for r in scored]
@@ -61,6 +64,8 @@ class Scores(Stage):
         return scored, tensors
 
     def settled(self, step: Step):
+        if self not in step.notes:
+            return
         prompts, *sampled = step.notes[self]
         if not self.engine.overlap:  # only now: a grammar may have had tokens sampled again
             sampled = self._score_sampled(step, True)
@@ -72,6 +77,8 @@ class Scores(Stage):
 
     def resolved(self, step: Step):
         """Add the scores to the outputs."""
+        if self not in step.notes:
+            return
         scored, tensors = step.notes[self]
         outputs = step.outputs
         for request, (logprob, ids, candidates) in zip(scored, rows_of(tensors), strict=True):

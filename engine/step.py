@@ -79,6 +79,18 @@ def check_prompt_logprobs(count: int | None):
         raise ValueError(f"prompt_logprobs is {count!r}: wanted 0 or more, or None")
 
 
+MOMENTS = ("waits_for", "begin", "planned", "launched", "settled", "resolved", "between")
+
+
+def by_moment(stages: Iterable["Stage"]) -> dict[str, list["Stage"]]:
+    """Return, for each moment of a step, the stages that do something then: mostly a few."""
+    acting = {}
+    for moment in MOMENTS:
+        nothing = getattr(Stage, moment)
+        acting[moment] = [s for s in stages if getattr(type(s), moment) is not nothing]
+    return acting
+
+
 class Stage:
     """One thing that an engine does beside computing tokens. What it does not need, it inherits."""
 

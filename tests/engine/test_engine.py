@@ -20,7 +20,7 @@ from engine import sizing
 from engine.engine import Engine
 from engine.process import handle_message
 from engine.sizing import with_step_size
-from engine.step import Stage
+from engine.step import Stage, by_moment
 from model import GPT, GPTConfig
 from paged import POLICIES, Plan
 from params import SamplingParams, Settings
@@ -394,7 +394,7 @@ def test_what_a_stage_takes_away_is_computed_again(overlap, window):
     """
     engine = simulated_engine(num_blocks=10, watermark=0, overlap=overlap, window=window)
     stage = TakesAway(engine)
-    engine.stages = {"takes away": stage, **engine.stages}
+    engine.acting = by_moment([stage, *engine.stages.values()])
     lines = []
     engine.stages["record"].listen(lines.append)
     rng = random.Random(1)
