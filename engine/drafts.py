@@ -164,15 +164,13 @@ class Drafts(Stage):
     def settled(self, step: Step):
         """Keep the tokens that right guesses led to, and the one after the last of them."""
         for request, draft in step.plan.guesses.items():
-            if request not in step.tokens:
-                self.num_guessed += len(draft)
-                continue
-            tokens = step.tokens[request]
-            n = num_right(draft, tokens, request.stop_token_ids)
-            step.tokens[request] = tokens[: n + 1]
             self.num_guessed += len(draft)
-            self.num_right += n
-            self.texts[request].learn(n)
+            tokens = step.tokens.get(request)
+            if tokens:
+                n = num_right(draft, tokens, request.stop_token_ids)
+                step.tokens[request] = tokens[: n + 1]
+                self.num_right += n
+                self.texts[request].learn(n)
 
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:

@@ -512,12 +512,12 @@ class Constraints(Stage):
         self.num_refused += len(refused)
         for r in refused:
             self.grammars[r].begin_mask()
-        if refused and not self.engine.overlap:
-            in_time = {r: len(step.tokens[r]) for r in refused if self.grammars[r].has_mask}
+        in_time = [r for r in refused if not self.engine.overlap and self.grammars[r].has_mask]
+        if in_time:
             self._sample_again(step, in_time)
-            refused = [r for r in refused if r not in in_time]
         for r in refused:
-            self._send_back(r)
+            if r not in in_time:
+                self._send_back(r)
         for r in asked:
             if r.params.filters:
                 self.grammars[r].begin_mask()
@@ -539,14 +539,13 @@ class Constraints(Stage):
             step.failed[r] = grammar.failure()
         return is_masked
 
-    def _sample_again(self, step: Step, requests: dict[Request, int]):
-        """From the logits of the step, with masks; each after so many tokens that it keeps."""
-        if not requests:
-            return
-        self._sample_masked(step, requests)
+    def _sample_again(self, step: Step, requests: list[Request]):
+        """Sample from the step's logits, with masks, one token after those that each keeps."""
+        kept = {r: len(step.tokens[r]) for r in requests}
+        self._sample_masked(step, kept)
         place_of = step.launched.place_of()
         sampled = step.launched.tokens.tolist()
-        for r, n in requests.items():
+        for r, n in kept.items():
             token = sampled[place_of[r] + n]
             if token == NO_TOKEN or not self.grammars[r].accept(token):
                 step.failed[r] = self.grammars[r].failure()

@@ -44,14 +44,15 @@ class Scores(Stage):
                 tensors = self.engine.runner.prompt_logprobs(*asked)
                 prompts.append((request, start, to_host(tensors)))
             first += n
-        scored, tensors = self._score_sampled(step, self.engine.overlap)
-        step.notes[self] = prompts, scored, to_host(tensors)
+        sampled = None  # without overlap not yet: a grammar may have tokens sampled again
+        if self.engine.overlap:
+            scored, tensors = self._score_sampled(step)
+            sampled = scored, to_host(tensors)
+        step.notes[self] = prompts, sampled
 
-    def _score_sampled(self, step: Step, is_time: bool) -> tuple[list[Request], list[Tensor]]:
+    def _score_sampled(self, step: Step) -> tuple[list[Request], list[Tensor]]:
         """Score the tokens of those who want it, on the device. Returns these requests."""
-        scored = (
-            [r for r in step.plan.sampled if r in self.wanted] if is_time and self.wanted else []
-        )
+        scored = [r for r in step.plan.sampled if r in self.wanted] if self.wanted else []
         tensors = []
         if scored:
             place_of = step.launched.place_of()
@@ -61,10 +62,8 @@ class Scores(Stage):
         return scored, tensors
 
     def settled(self, step: Step):
-        prompts, *sampled = step.notes[self]
-        if not self.engine.overlap:  # only now: a grammar may have had tokens sampled again
-            sampled = self._score_sampled(step, True)
-        step.notes[self] = sampled
+        prompts, sampled = step.notes[self]
+        step.notes[self] = sampled or self._score_sampled(step)
         for request, start, tensors in prompts:
             if request.status != "done":
                 kept = self.of_prompts.setdefault(request, [])
