@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def blocks(self) -> str:
-        """The pool's, for messages: "40 blocks of 16"."""
+        """The size of the pool, for messages: "40 blocks of 16"."""
         return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
@@ -140,7 +140,7 @@ class Engine:
         return request
 
     def _announce(self, request: Answer):
-        """It is in the scheduler: from now on it is one of the engine's."""
+        """Register a request that the scheduler has got, and tell the stages."""
         self.requests[request.id] = request
         for stage in self.stages.values():
             stage.added(request)
@@ -303,9 +303,8 @@ class Engine:
             return self._fail(step, error)
         prefilled = [r for r in plan.completed if r.num_to_come]
         # without those that were aborted, or went back, since the launch
-        step.tokens = {r: new for r, new in tokens.items() if r.num_to_come}
-        for request in step.dropped:
-            step.tokens.pop(request, None)
+        dropped = step.dropped
+        step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.stages.values():
             stage.settled(step)
         for request, new in step.tokens.items():
