@@ -415,8 +415,8 @@ def soon() -> float:
 
 class Constraints(Stage):
     """
-    The grammars of an engine's requests. A request whose token is refused goes back by that token,
-    and is held, sitting out, until its mask is there: the others never wait for it.
+    The grammars of an engine's requests. A request whose token is refused goes back by that token.
+    It is held, and sits out, until its mask is computed: the others never wait for it.
     """
 
     def __init__(self, engine):
@@ -443,7 +443,7 @@ class Constraints(Stage):
 
     def begin(self):
         """
-        Let the requests go on whose masks are there. Waits for the first where there is nothing
+        Let the requests go on whose masks are computed. Waits for the first if there is nothing
         else to do. A mask before filters needs the token before it, which with overlap is not known
         yet: then a request is held from one token to the next.
         """
@@ -452,14 +452,14 @@ class Constraints(Stage):
         if engine.overlap:
             for r in self.grammars:
                 if r.params.filters and r.status == "active" and r.num_to_come:
-                    scheduler.hold(r)
+                    scheduler.move(r, "held")
         known = [r for r in scheduler.held if not r.num_to_come]
         ready = [r for r in known if self._is_ready(r)]
         if known and not ready and len(known) == len(engine.requests):
             self.grammars[known[0]].wait_for_mask(soon())
             ready = [r for r in known if self._is_ready(r)]
         for r in ready:
-            scheduler.release(r)
+            scheduler.move(r, "active")
         if ready:
             engine.runner.fill_rows(*ready)
 
@@ -476,7 +476,7 @@ class Constraints(Stage):
             if not guesses[r]:
                 del guesses[r]
         sampled = step.plan.sampled if self.grammars else []
-        # with a token to come the mask that is there is that token's
+        # while a token is to come, the mask belongs to that token
         step.notes[self] = [
             r
             for r in sampled
@@ -494,10 +494,10 @@ class Constraints(Stage):
 
     def settled(self, step: Step):
         """
-        Ask the grammars about the tokens that a step has brought, before anybody else sees them.
-        Where one is refused, or its verdict is late, it and those after it are taken away. Without
-        overlap its logits are still there, and it is sampled again, if its mask comes in time. Else
-        the request is held until the mask of that position is there.
+        Ask the grammars about the step's tokens, before the scheduler sees them. If a token is
+        refused, or its verdict is late, it and those after it are taken away. Without overlap its
+        logits still exist, so its position is sampled again if the mask comes in time. Otherwise
+        the request is held until the mask of that position is computed.
         """
         for r in step.notes[self]:
             if step.tokens.get(r) == [NO_TOKEN]:
@@ -557,4 +557,4 @@ class Constraints(Stage):
         if later:
             later.dropped.add(r)
         if r.row is not None:  # not preempted since
-            self.engine.scheduler.hold(r)
+            self.engine.scheduler.move(r, "held")

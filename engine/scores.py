@@ -4,7 +4,7 @@ Log-probabilities of sampled tokens, and of a prompt's.
     engine.add_request("a", prompt, SamplingParams(logprobs=5), prompt_logprobs=0)
 
 A score is [log-probability of the token, ids of the likeliest tokens, log-probabilities of these].
-The device computes them behind the step, and the host reads them together with its tokens. A prompt
+The device computes them after the step, and the host reads them together with its tokens. A prompt
 is scored chunk by chunk; its scores come with the first token of the answer.
 """
 
@@ -31,7 +31,7 @@ class Scores(Stage):
         self.of_prompts.pop(request, None)
 
     def launched(self, step: Step):
-        """Start to score. Under way to the host are then tensors, of `rows_of`."""
+        """Start to score, and to copy the scores to the host: tensors, which `rows_of` reads."""
         prompts = []
         first = step.launched.first_of_chunks
         for request, n in step.plan.chunks:

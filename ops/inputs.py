@@ -66,7 +66,7 @@ def sizes(shape: StepShape) -> StepInputs:
 
 
 def num_decode_rows(plan: Plan) -> int:
-    """One for each decode, and for each guess."""
+    """Return the number of rows: one for each decode and one for each guess."""
     return len(plan.decodes) + sum(map(len, plan.guesses.values()))
 
 
@@ -189,9 +189,9 @@ class KnownRows(NamedTuple):
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
-    The inputs of n decodes. In place: step.last_blocks are entered in known.block_tables, and
-    known.context_len becomes that behind the token, but for the last row, padding's, where it stays
-    0. After guesses it is any of those behind them: the next token is given.
+    Return the inputs of n decodes. In place: step.last_blocks are entered in known.block_tables,
+    and known.context_len is advanced past the token; the padding row stays 0. After guesses its
+    value is unspecified, because the next token is given.
     """
     last_token, context_len, block_tables, _, S = known
     rows = step.rows

@@ -66,7 +66,7 @@ class Groups(NamedTuple):
     # [n] tokens that a request shares with its group, a multiple of TILE; 0: it is in none
     shared: list[int]
     first: list[int]  # [groups] the first request of each
-    end: list[int]  # [groups] the one behind its last
+    end: list[int]  # [groups] the request after its last
 
 
 def most_members(G: int) -> int:
