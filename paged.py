@@ -268,6 +268,11 @@ class Request:
         return len(self.generated_tokens)
 
     @property
+    def num_known(self) -> int:
+        """Tokens of the answer that are not TO_COME."""
+        return len(self.generated_tokens) - self.num_to_come
+
+    @property
     def is_done(self) -> bool:
         return self.status == "done" or self.num_generated >= self.max_new_tokens
 
@@ -863,7 +868,7 @@ class Scheduler:
 
     def _take(self, request: Request, new: list[int], n: int):
         """Put these tokens in the places of the n that were sampled. Fewer: it goes back."""
-        start = request.num_generated - request.num_to_come
+        start = request.num_known
         request.generated_tokens[start : start + n] = new
         request.num_to_come -= n
         if len(new) < n:
@@ -874,14 +879,13 @@ class Scheduler:
         Drop all tokens to come, also those of a later step, and the slots and blocks after the last
         known token, which is the request's next input again.
         """
-        num_known = request.num_generated - request.num_to_come
-        del request.generated_tokens[num_known:]
+        del request.generated_tokens[request.num_known :]
         request.num_to_come = 0
         if request.row is None:
             return
         request.num_filled_slots = request.num_tokens - 1
         self.shorten(request, request.num_tokens)
-        if request.status == "ending" and not request.is_done:
+        if request.status == "ending":  # not any more
             self.move(request, "active")
 
     def commit(self, request: Request) -> list[int]:
@@ -914,8 +918,7 @@ class Scheduler:
         """
         self._leave(request)
         request.status = "done"
-        num_known = len(request.generated_tokens) - request.num_to_come
-        del request.generated_tokens[num_known:]
+        del request.generated_tokens[request.num_known :]
         request.num_to_come = 0
 
     def _leave(self, request: Request):

@@ -53,9 +53,8 @@ class GrowingText:
         if not self.can_guess or most < 1:
             return []
         request = self.request
-        num_known = request.num_generated - request.num_to_come
-        new = request.generated_tokens[self.num_generated : num_known]
-        self.num_generated = num_known
+        new = request.generated_tokens[self.num_generated : request.num_known]
+        self.num_generated = request.num_known
         self.tokens += new
         tokens = self.tokens
         for place in range(self.num_indexed, len(tokens)):

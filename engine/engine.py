@@ -54,9 +54,8 @@ class Engine:
         self.num_blocks = settings.num_blocks
         self.max_model_len = settings.max_model_len
         S = settings.block_size
-        max_kv_tokens = self.num_blocks * S
         self.scheduler = Scheduler(
-            settings.policy, settings.token_budget, max_kv_tokens, S, settings=settings
+            settings.policy, settings.token_budget, self.num_blocks * S, S, settings=settings
         )
         size = sum(w.nbytes for w in model.parameters()) / 2**20
         dtype = str(model.wte.weight.dtype).removeprefix("torch.")
@@ -338,9 +337,8 @@ class Engine:
 
     def _after_prefill(self, request: Answer, step: Step):
         """A step has computed its prompt: note its first token, and fork the other answers."""
-        num_known = request.num_generated - request.num_to_come
         # one that is resumed after a preemption has had its first token; a fork has no time
-        is_first = num_known == 1 and bool(step.tokens.get(request))
+        is_first = request.num_known == 1 and step.tokens.get(request)
         if is_first and request.admitted_time is not None:
             self._note_delay("prefilled", request.admitted_time)
         if request.id in self.promised:
