@@ -33,15 +33,17 @@ class Scores(Stage):
     def launched(self, step: Step):
         """Start to score, and to copy the scores to the host: tensors, which `rows_of` reads."""
         prompts = []
-        first = step.launched.first_of_chunks
+        runner = self.engine.runner
+        launched = step.launched
+        first = launched.first_of_chunks
         for request, n in step.plan.chunks:
             count = num_scored(request, n)
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
-                asked = (step.launched, rows, targets, request.prompt_logprobs)
-                tensors = self.engine.runner.prompt_logprobs(*asked)
+                most = request.prompt_logprobs
+                tensors = runner.prompt_logprobs(launched, rows, targets, most)
                 prompts.append((request, start, to_host(tensors)))
             first += n
         sampled = None  # without overlap not yet: a grammar may have tokens sampled again
