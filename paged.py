@@ -229,7 +229,7 @@ class Request:
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
-    # score the prompt's tokens, and with each so many of the likeliest; None: do not
+    # score the prompt's tokens, and with each this many of the likeliest; None: do not
     prompt_logprobs: int | None = None
 
     # then the scheduler's books

@@ -102,7 +102,7 @@ class Engine:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
-        fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
+        fails before that, there are none. `prompt_logprobs`: score the prompt, with that many
         candidates for each token. `name`: what its client calls it. Returns the queued request.
         Raises ValueError at once, with the numbers, for what can never be served, and for an id
         that is in use.

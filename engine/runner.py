@@ -54,9 +54,9 @@ class Launched:
 
     plan: Plan
     tokens: Tensor  # [n + C] on the device until the next step
-    logits: Tensor  # [n + C, V] likewise
-    hidden: Tensor  # [n + T, width] likewise, of the last layer
-    first_of_chunks: int  # n, decodes with padding: there begin the chunks' rows
+    logits: Tensor  # [n + C, V] there
+    hidden: Tensor  # [n + T, width] there, of the last layer
+    first_of_chunks: int  # n, decodes with padding: the chunks' rows begin here
     places: list[int]  # of plan.completed in `tokens`
     on_host: Tensor | None = None  # [n + C], or longer
     done: torch.cuda.Event | None = None

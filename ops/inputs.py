@@ -37,7 +37,7 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """
     The inputs of a step, packed in this order into one int64 array. The lengths of the fields
-    (`sizes`) and what each is padded with (in `pack`) are such tuples, too.
+    (`sizes`) and what each is padded with (in `pack`) are also such tuples.
     """
 
     rows: Tensor  # [n] the rows of the requests that decode
@@ -239,8 +239,8 @@ def lay_out(
         logits_index = query_start[1:] - 1  # each one's last token
         known.context_len[step.chunk_rows] = step.chunk_contexts
         rows = torch.cat([rows, step.sampling_rows])
-    # The lengths on the host, too, for operators that divide up their work there; in this order:
-    # decodes, padding, chunks, padding.
+    # Lengths for the host, where some operators divide up their work. Their order is decodes,
+    # padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))
     query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk
