@@ -4,6 +4,7 @@ before, and who asks for it is told what is missing.
 """
 
 import io
+import json
 import subprocess
 import sys
 import tokenize
@@ -42,7 +43,7 @@ FIELDS = {
 
 
 def answers_of(url: str) -> list[str]:
-    """Greedy: a completion, a chat, and a stream with its events as they were sent."""
+    """Greedy: a completion, a chat, and a stream, whose events may have several tokens each."""
     texts = []
     with httpx.Client(base_url=url, timeout=60) as client:
         reply = client.post("/v1/completions", json={"prompt": "def f", **GREEDY}).json()
@@ -50,8 +51,9 @@ def answers_of(url: str) -> list[str]:
         reply = client.post("/v1/chat/completions", json={"messages": HELLO, **GREEDY}).json()
         texts.append(reply["choices"][0]["message"]["content"])
         body = {"prompt": "def f", "stream": True, **GREEDY}
-        lines = client.post("/v1/completions", json=body).text.split("data: ")
-        texts += [line.partition('"text":')[2].partition(",")[0] for line in lines]
+        events = client.post("/v1/completions", json=body).text.split("data: ")
+        chunks = [json.loads(event) for event in events if event.startswith("{")]
+        texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
         assert "vllm:num_requests_running" in client.get("/metrics").text
     return texts
 
