@@ -82,7 +82,6 @@ from assets.workloads import (
 )
 from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint
 from engine.engine import Engine, flat_batch
-from engine.grammar import Grammars
 from engine.sizing import bytes_per_block
 from families import FAMILIES, hub_config
 from model import GPT
@@ -470,6 +469,7 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     second; the gaps between a request's tokens in ms (p99); the time of a free request among free
     and among held ones; and the share of tokens that grammars refused.
     """
+    from engine.grammar import Grammars
     from server.text import load_chat
 
     gpt = load_checkpoint(model)

@@ -158,9 +158,9 @@ class BlockAllocator:
 
     def free_blocks_for_request(self, block_table: list[int]):
         """
-        Take one reference off each block; the table itself stays as it is. The tail goes first, so
-        that it is evicted first: a lookup walks from the beginning, and finds no end without it.
-        Raises ValueError for a block without a reference.
+        Take one reference off each block; the table itself stays as it is. Free the tail first, so
+        that it is evicted first: a lookup starts at the head, so a tail without its head could
+        never be found. Raises ValueError for a block without a reference.
         """
         for block in reversed(block_table):
             if self.ref_counts[block] < 1:
@@ -195,11 +195,11 @@ class Request:
            ^                        │                               │
            └───── preempted ────────┴───────────────────────────────┘
 
-    Between active and done it is `ending` while its last token is on its way. An active one is
-    `held` while its next step waits for a mask of its grammar.
+    Between active and done it is `ending` while its last token is on its way, and `held` while a
+    stage of the engine makes it sit out (engine/grammar.py: until a mask is computed).
 
-    Cursors run over its positions, each at or behind the next. Between two steps, with blocks of 4
-    and a prompt of 6 tokens, of whose answer 4 are known:
+    Cursors over its positions; each is at most the next. Example, between two steps: blocks of 4, a
+    prompt of 6 tokens, 4 tokens of the answer known.
 
         position        0  1  2  3    4  5  6  7    8  9 10 11
         block         [      7    ] [      2    ] [      9    ]
@@ -229,7 +229,7 @@ class Request:
     arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
     priority: int = 0  # lower is served first
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
-    # score the prompt's tokens, and with each so many of the likeliest; None: do not
+    # score the prompt's tokens, and with each this many of the likeliest; None: do not
     prompt_logprobs: int | None = None
 
     # then the scheduler's books
@@ -266,6 +266,11 @@ class Request:
     @property
     def num_generated(self) -> int:
         return len(self.generated_tokens)
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the answer that are not TO_COME."""
+        return len(self.generated_tokens) - self.num_to_come
 
     @property
     def is_done(self) -> bool:
@@ -512,7 +517,7 @@ class Scheduler:
         self.prefilling: list[Request] = []  # in order of admission
         self.active: list[Request] = []  # decoding
         self.ending: list[Request] = []  # their last token is on its way
-        self.held: list[Request] = []  # sit out until `release`
+        self.held: list[Request] = []  # sit out until a stage moves them back to `active`
         # called with each request whose computed slots have been committed: it may give back blocks
         # that the request no longer needs (engine/window.py)
         self.after_commit: Callable[[Request], None] | None = None
@@ -573,7 +578,7 @@ class Scheduler:
     def _maybe_admit(self, step: int = 0) -> list[Request]:
         """
         Admit from the head of the queue while rows and blocks (the watermark apart) are free.
-        Returns the admitted. The first that does not fit waits, and so do all behind it, or smaller
+        Returns the admitted. The first that does not fit waits, and so do all after it, or smaller
         ones could overtake it for ever. `step` is the post's parameter, not needed.
         """
         admitted = []
@@ -673,8 +678,8 @@ class Scheduler:
             self.active = self.active[limit:] + plan.decodes
         S = self.block_size
         ref_counts = self.block_allocator.ref_counts
-        # the hot loop: S - 1 times out of S a request has room, and there is nothing to do; prompts
-        # have room from their admission on
+        # The hot loop. Usually the last block has room, and there is nothing to do. Prompts got
+        # their blocks at admission.
         for request in plan.decodes.copy():
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
@@ -822,13 +827,13 @@ class Scheduler:
 
     def resolve(self, plan: Plan, tokens: dict[Request, list[int]]) -> list[Request]:
         """
-        Call it once the step is done: puts the tokens that it brought in their places, commits full
-        blocks, whose K, V exist only now, and ends requests with their last token; returns these.
+        Call it once the step is done. Puts its tokens in their places, commits full blocks (their
+        K, V exist only now), and ends the requests that got their last token; returns those.
 
         A request with fewer tokens than were sampled goes back to the last of them: a guess was
-        wrong, or one is refused. One that is left out gets none: it has ended since the step was
-        launched (if steps overlap, one that a stop token ends has a token more under way), or it
-        has gone back.
+        wrong, or a stage refused a token. A request that is left out gets none, because it has
+        ended or gone back since the step was launched. For example, with overlap a request that a
+        stop token ends has one more token under way.
         """
         S = self.block_size
         guesses = plan.guesses
@@ -863,7 +868,7 @@ class Scheduler:
 
     def _take(self, request: Request, new: list[int], n: int):
         """Put these tokens in the places of the n that were sampled. Fewer: it goes back."""
-        start = request.num_generated - request.num_to_come
+        start = request.num_known
         request.generated_tokens[start : start + n] = new
         request.num_to_come -= n
         if len(new) < n:
@@ -871,17 +876,16 @@ class Scheduler:
 
     def _go_back(self, request: Request):
         """
-        Drop all tokens to come, later ones too, and the slots and blocks behind the last token,
-        which is the request's next input again.
+        Drop all tokens to come, also those of a later step, and the slots and blocks after the last
+        known token, which is the request's next input again.
         """
-        num_known = request.num_generated - request.num_to_come
-        del request.generated_tokens[num_known:]
+        del request.generated_tokens[request.num_known :]
         request.num_to_come = 0
         if request.row is None:
             return
         request.num_filled_slots = request.num_tokens - 1
         self.shorten(request, request.num_tokens)
-        if request.status == "ending" and not request.is_done:
+        if request.status == "ending":  # not any more
             self.move(request, "active")
 
     def commit(self, request: Request) -> list[int]:
@@ -899,13 +903,6 @@ class Scheduler:
         """Its prompt is computed: from now on it decodes."""
         self.move(request, "active")
 
-    def hold(self, request: Request):
-        """An active or ending request sits out until `release`."""
-        self.move(request, "held")
-
-    def release(self, request: Request):
-        self.move(request, "active")
-
     def move(self, request: Request, status: str):
         """Move a request from the list of its status to that of another."""
         getattr(self, request.status).remove(request)
@@ -921,8 +918,7 @@ class Scheduler:
         """
         self._leave(request)
         request.status = "done"
-        num_known = len(request.generated_tokens) - request.num_to_come
-        del request.generated_tokens[num_known:]
+        del request.generated_tokens[request.num_known :]
         request.num_to_come = 0
 
     def _leave(self, request: Request):

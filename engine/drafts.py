@@ -38,7 +38,7 @@ class GrowingText:
         self.can_guess = can_guess(request)
         self.tokens = list(request.prompt_tokens)
         self.num_generated = 0  # tokens of the answer among them
-        self.place_after: dict[tuple, int] = {}  # n-gram -> the place behind it
+        self.place_after: dict[tuple, int] = {}  # n-gram -> the place after it
         self.num_indexed = MATCHED  # the next such place to enter; never the end of the text
         # what its guesses were worth
         self.length = 1  # of the next draft
@@ -53,9 +53,8 @@ class GrowingText:
         if not self.can_guess or most < 1:
             return []
         request = self.request
-        num_known = request.num_generated - request.num_to_come
-        new = request.generated_tokens[self.num_generated : num_known]
-        self.num_generated = num_known
+        new = request.generated_tokens[self.num_generated : request.num_known]
+        self.num_generated = request.num_known
         self.tokens += new
         tokens = self.tokens
         for place in range(self.num_indexed, len(tokens)):
@@ -101,8 +100,8 @@ class Drafts(Stage):
 
     def waits_for(self, step: Step) -> bool:
         """
-        Whether the step under way must end before the next one is planned: it has drafts, or the
-        known tokens of a text promise one.
+        Return whether the step under way must end before the next one is planned: it has drafts, or
+        some text is likely to get one.
         """
         if not self.is_on or step.plan.guesses:
             return self.is_on
@@ -115,7 +114,7 @@ class Drafts(Stage):
 
     def planned(self, step: Step):
         """
-        Add guesses to a plan that has decodes alone, as far as the rows of a step, the budget and
+        Add guesses to a plan that only has decodes, as far as the rows of a step, the budget and
         free blocks allow.
         """
         plan = step.plan
@@ -139,7 +138,7 @@ class Drafts(Stage):
         return min(engine.runner.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, room: int) -> list[int]:
-        """The draft of a request."""
+        """Return the draft of a request, for so much room."""
         if request not in self.texts:
             self.texts[request] = GrowingText(request)
         wanted = min(room, request.max_new_tokens - request.num_generated - 1)
@@ -166,15 +165,13 @@ class Drafts(Stage):
     def settled(self, step: Step):
         """Keep the tokens that right guesses led to, and the one after the last of them."""
         for request, draft in step.plan.guesses.items():
-            if request not in step.tokens:
-                self.num_guessed += len(draft)
-                continue
-            tokens = step.tokens[request]
-            n = num_right(draft, tokens, request.stop_token_ids)
-            step.tokens[request] = tokens[: n + 1]
             self.num_guessed += len(draft)
-            self.num_right += n
-            self.texts[request].learn(n)
+            tokens = step.tokens.get(request)
+            if tokens:
+                n = num_right(draft, tokens, request.stop_token_ids)
+                step.tokens[request] = tokens[: n + 1]
+                self.num_right += n
+                self.texts[request].learn(n)
 
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:

@@ -54,9 +54,8 @@ class Engine:
         self.num_blocks = settings.num_blocks
         self.max_model_len = settings.max_model_len
         S = settings.block_size
-        max_kv_tokens = self.num_blocks * S
         self.scheduler = Scheduler(
-            settings.policy, settings.token_budget, max_kv_tokens, S, settings=settings
+            settings.policy, settings.token_budget, self.num_blocks * S, S, settings=settings
         )
         size = sum(w.nbytes for w in model.parameters()) / 2**20
         dtype = str(model.wte.weight.dtype).removeprefix("torch.")
@@ -80,7 +79,7 @@ class Engine:
 
     @property
     def blocks(self) -> str:
-        """The pool's, for messages: "40 blocks of 16"."""
+        """The size of the pool, for messages: "40 blocks of 16"."""
         return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
@@ -104,7 +103,7 @@ class Engine:
         """
         Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
         the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
-        fails before that, there are none. `prompt_logprobs`: score the prompt, with so many
+        fails before that, there are none. `prompt_logprobs`: score the prompt, with that many
         candidates for each token. `name`: what its client calls it. Returns the queued request.
         Raises ValueError at once, with the numbers, for what can never be served, and for an id
         that is in use.
@@ -141,7 +140,7 @@ class Engine:
         return request
 
     def _announce(self, request: Answer):
-        """It is in the scheduler: from now on it is one of the engine's."""
+        """Register a request that the scheduler has got, and tell the stages."""
         self.requests[request.id] = request
         for stage in self.stages.values():
             stage.added(request)
@@ -304,9 +303,8 @@ class Engine:
             return self._fail(step, error)
         prefilled = [r for r in plan.completed if r.num_to_come]
         # without those that were aborted, or went back, since the launch
-        step.tokens = {r: new for r, new in tokens.items() if r.num_to_come}
-        for request in step.dropped:
-            step.tokens.pop(request, None)
+        dropped = step.dropped
+        step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.acting["settled"]:
             stage.settled(step)
         for request, new in step.tokens.items():
@@ -340,9 +338,8 @@ class Engine:
 
     def _after_prefill(self, request: Answer, step: Step):
         """A step has computed its prompt: note its first token, and fork the other answers."""
-        num_known = request.num_generated - request.num_to_come
         # one that is resumed after a preemption has had its first token; a fork has no time
-        is_first = num_known == 1 and bool(step.tokens.get(request))
+        is_first = request.num_known == 1 and step.tokens.get(request)
         if is_first and request.admitted_time is not None:
             self._note_delay("prefilled", request.admitted_time)
         if request.id in self.promised:

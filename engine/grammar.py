@@ -415,8 +415,8 @@ def soon() -> float:
 
 class Constraints(Stage):
     """
-    The grammars of an engine's requests. A request whose token is refused goes back by that token,
-    and is held, sitting out, until its mask is there: the others never wait for it.
+    The grammars of an engine's requests. A request whose token is refused goes back by that token.
+    It is held, and sits out, until its mask is computed: the others never wait for it.
     """
 
     def __init__(self, engine):
@@ -443,7 +443,7 @@ class Constraints(Stage):
 
     def begin(self):
         """
-        Let the requests go on whose masks are there. Waits for the first where there is nothing
+        Let the requests go on whose masks are computed. Waits for the first if there is nothing
         else to do. A mask before filters needs the token before it, which with overlap is not known
         yet: then a request is held from one token to the next.
         """
@@ -454,14 +454,14 @@ class Constraints(Stage):
         if engine.overlap:
             for r in self.grammars:
                 if r.params.filters and r.status == "active" and r.num_to_come:
-                    scheduler.hold(r)
+                    scheduler.move(r, "held")
         known = [r for r in scheduler.held if not r.num_to_come]
         ready = [r for r in known if self._is_ready(r)]
         if known and not ready and len(known) == len(engine.requests):
             self.grammars[known[0]].wait_for_mask(soon())
             ready = [r for r in known if self._is_ready(r)]
         for r in ready:
-            scheduler.release(r)
+            scheduler.move(r, "active")
         if ready:
             engine.runner.fill_rows(*ready)
 
@@ -481,7 +481,7 @@ class Constraints(Stage):
             if not guesses[r]:
                 del guesses[r]
         held_to = [r for r in step.plan.sampled if r in self.grammars]
-        # with a token to come the mask that is there is that token's
+        # while a token is to come, the mask belongs to that token
         masked = [r for r in held_to if not r.num_to_come and self.grammars[r].has_mask]
         step.notes[self] = masked
 
@@ -496,10 +496,10 @@ class Constraints(Stage):
 
     def settled(self, step: Step):
         """
-        Ask the grammars about the tokens that a step has brought, before anybody else sees them.
-        Where one is refused, or its verdict is late, it and those after it are taken away. Without
-        overlap its logits are still there, and it is sampled again, if its mask comes in time. Else
-        the request is held until the mask of that position is there.
+        Ask the grammars about the step's tokens, before the scheduler sees them. If a token is
+        refused, or its verdict is late, it and those after it are taken away. Without overlap its
+        logits still exist, so its position is sampled again if the mask comes in time. Otherwise
+        the request is held until the mask of that position is computed.
         """
         if not self.grammars:
             return
@@ -516,12 +516,12 @@ class Constraints(Stage):
         self.num_refused += len(refused)
         for r in refused:
             self.grammars[r].begin_mask()
-        if refused and not self.engine.overlap:
-            in_time = {r: len(step.tokens[r]) for r in refused if self.grammars[r].has_mask}
+        in_time = [r for r in refused if not self.engine.overlap and self.grammars[r].has_mask]
+        if in_time:
             self._sample_again(step, in_time)
-            refused = [r for r in refused if r not in in_time]
         for r in refused:
-            self._send_back(r)
+            if r not in in_time:
+                self._send_back(r)
         for r in asked:
             if r.params.filters:
                 self.grammars[r].begin_mask()
@@ -543,14 +543,13 @@ class Constraints(Stage):
             step.failed[r] = grammar.failure()
         return is_masked
 
-    def _sample_again(self, step: Step, requests: dict[Request, int]):
-        """From the logits of the step, with masks; each after so many tokens that it keeps."""
-        if not requests:
-            return
-        self._sample_masked(step, requests)
+    def _sample_again(self, step: Step, requests: list[Request]):
+        """Sample from the step's logits, with masks, one token after those that each keeps."""
+        kept = {r: len(step.tokens[r]) for r in requests}
+        self._sample_masked(step, kept)
         place_of = step.launched.place_of()
         sampled = step.launched.tokens.tolist()
-        for r, n in requests.items():
+        for r, n in kept.items():
             token = sampled[place_of[r] + n]
             if token == NO_TOKEN or not self.grammars[r].accept(token):
                 step.failed[r] = self.grammars[r].failure()
@@ -562,4 +561,4 @@ class Constraints(Stage):
         if later:
             later.dropped.add(r)
         if r.row is not None:  # not preempted since
-            self.engine.scheduler.hold(r)
+            self.engine.scheduler.move(r, "held")

@@ -17,9 +17,9 @@ For a thread or a process of its own. Over the link (link.py has the wire) go
          change, else "internal"; numbers of the tools whose schemas are refused
 """
 
-from engine.engine import Engine, Output
+from engine.engine import Engine
 from engine.link import Link
-from engine.step import STUCK
+from engine.step import STUCK, Output
 from params import SamplingParams
 
 
@@ -31,14 +31,10 @@ def serve(engine: Engine, link: Link, directory: str = ""):
 
 
 def greet(engine: Engine, link: Link, directory: str):
+    """Send what the HTTP process must know before its first request: limits, and the stages."""
     for stage in engine.stages.values():
         stage.connect(link, directory)
-    link.send(greeting(engine))
-
-
-def greeting(engine: Engine) -> dict:
-    """What the HTTP process must know before its first request: limits, and what is there."""
-    return {
+    ready = {
         "op": "ready",
         "max_model_len": engine.max_model_len,
         "max_num_seqs": engine.scheduler.max_num_seqs,
@@ -46,6 +42,7 @@ def greeting(engine: Engine) -> dict:
         "eos_token_ids": engine.config.eos_token_ids,
         "stages": list(engine.stages),
     }
+    link.send(ready)
 
 
 def serve_step(engine: Engine, link: Link):

@@ -54,9 +54,9 @@ class Launched:
 
     plan: Plan
     tokens: Tensor  # [n + C] on the device until the next step
-    logits: Tensor  # [n + C, V] likewise
-    hidden: Tensor  # [n + T, width] likewise, of the last layer
-    first_of_chunks: int  # n, decodes with padding: there begin the chunks' rows
+    logits: Tensor  # [n + C, V] there
+    hidden: Tensor  # [n + T, width] there, of the last layer
+    first_of_chunks: int  # n, decodes with padding: the chunks' rows begin here
     places: list[int]  # of plan.completed in `tokens`
     on_host: Tensor | None = None  # [n + C], or longer
     done: torch.cuda.Event | None = None
@@ -236,8 +236,9 @@ class Runner:
                 self.fill_tables(changed)
         return self.run(plan)
 
-    # Three ways to run a plan, of which a runner has one: as a program (a list of calls into C), as
-    # a batch, operator by operator; or so, but as a CUDA graph where one was captured.
+    # Three ways to run a plan; a runner has one of them (`run`). A program is a list of calls into
+    # C. A batch is computed operator by operator. `replay` launches the batch's CUDA graph, if one
+    # was captured for its shape.
 
     def run_program(self, plan: Plan) -> Launched:
         x, logits, rows, positions = self.program(plan)
@@ -297,7 +298,7 @@ class Runner:
         kv = self.pool.kv[0]
         batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
         x = self.model.hidden(batch, self.pool.kv)
-        last = x[batch.logits_index] if shape.C else x  # of decodes alone, every token's
+        last = x[batch.logits_index] if shape.C else x  # a decode needs every token's
         logits = self.model.logits(last, self.ops)
         return self.sample(logits, rows, batch.context_lens, plan), logits, x
 
@@ -311,8 +312,8 @@ class Runner:
         self, launched: Launched, requests: dict[Request, int], masks: list[np.ndarray]
     ):
         """
-        Sample for these requests once more, each among the tokens of its mask [V / 32] int32, and
-        each after so many tokens of this step.
+        Sample for these requests once more: each among the tokens of its mask [V / 32] int32, after
+        as many tokens of this step as `requests` says.
         """
         place_of = launched.place_of()
         places = [place_of[r] + n for r, n in requests.items()]
@@ -367,22 +368,22 @@ class Runner:
 
     def follow_turn(self):
         """
-        Read on from the row that the next graph sends its tokens to. After Ctrl-C, too, which may
-        have come between a graph and the host's turn.
+        Go on reading at the row that the next graph sends its tokens to. Also called after Ctrl-C,
+        which may have come after a graph was launched and before the host counted it.
         """
         if self.ring is not None:
             turn = self.turn.item() % len(self.ring)
             self.sent = itertools.islice(itertools.cycle(self.ring), turn, None)
 
     def padding(self, shape: StepShape) -> array:
-        """The inputs of a step of padding alone."""
+        """Return the inputs of a step that is all padding."""
         return pack(Plan(), shape, self.padding_row, self.pool.sink)
 
     @torch.inference_mode()
     def warm_up(self):
         """
-        Compute the largest step there is, of padding alone: so its kernels are compiled, and its
-        memory is taken. Does nothing where steps are not padded.
+        Compute the largest step there is, all of it padding, so that its kernels are compiled and
+        its memory is taken. Does nothing where steps are not padded.
         """
         if self.shapes:
             largest = max(self.shapes, key=lambda shape: shape.n + shape.T)

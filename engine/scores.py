@@ -4,7 +4,7 @@ Log-probabilities of sampled tokens, and of a prompt's.
     engine.add_request("a", prompt, SamplingParams(logprobs=5), prompt_logprobs=0)
 
 A score is [log-probability of the token, ids of the likeliest tokens, log-probabilities of these].
-The device computes them behind the step, and the host reads them together with its tokens. A prompt
+The device computes them after the step, and the host reads them together with its tokens. A prompt
 is scored chunk by chunk; its scores come with the first token of the answer.
 """
 
@@ -31,31 +31,34 @@ class Scores(Stage):
         self.of_prompts.pop(request, None)
 
     def launched(self, step: Step):
-        """Start to score. Under way to the host are then tensors, of `rows_of`."""
+        """Start to score, and to copy the scores to the host: tensors, which `rows_of` reads."""
         if not self.wanted:
             return
         prompts = []
-        first = step.launched.first_of_chunks
+        runner = self.engine.runner
+        launched = step.launched
+        first = launched.first_of_chunks
         for request, n in step.plan.chunks:
             count = num_scored(request, n)
             if count:
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
-                asked = (step.launched, rows, targets, request.prompt_logprobs)
-                tensors = self.engine.runner.prompt_logprobs(*asked)
+                most = request.prompt_logprobs
+                tensors = runner.prompt_logprobs(launched, rows, targets, most)
                 prompts.append((request, start, to_host(tensors)))
             first += n
-        scored, tensors = self._score_sampled(step, self.engine.overlap)
-        step.notes[self] = prompts, scored, to_host(tensors)
+        sampled = None  # without overlap not yet: a grammar may have tokens sampled again
+        if self.engine.overlap:
+            scored, tensors = self._score_sampled(step)
+            sampled = scored, to_host(tensors)
+        step.notes[self] = prompts, sampled
 
-    def _score_sampled(self, step: Step, is_time: bool) -> tuple[list[Request], list[Tensor]]:
+    def _score_sampled(self, step: Step) -> tuple[list[Request], list[Tensor]]:
         """Score the tokens of those who want it, on the device. Returns these requests."""
+        scored = [r for r in step.plan.sampled if r in self.wanted]
+        scored = [r for r in scored if r.params.logprobs is not None]
         tensors = []
-        scored = []
-        if is_time:
-            scored = [r for r in step.plan.sampled if r in self.wanted]
-            scored = [r for r in scored if r.params.logprobs is not None]
         if scored:
             place_of = step.launched.place_of()
             places = [place_of[r] for r in scored]
@@ -66,10 +69,8 @@ class Scores(Stage):
     def settled(self, step: Step):
         if self not in step.notes:
             return
-        prompts, *sampled = step.notes[self]
-        if not self.engine.overlap:  # only now: a grammar may have had tokens sampled again
-            sampled = self._score_sampled(step, True)
-        step.notes[self] = sampled
+        prompts, sampled = step.notes[self]
+        step.notes[self] = sampled or self._score_sampled(step)
         for request, start, tensors in prompts:
             if request.status != "done":
                 kept = self.of_prompts.setdefault(request, [])

@@ -4,16 +4,17 @@ What an engine does beside computing tokens: a file each, in the order in which 
     stages = build_stages(engine)       # {"drafts": Drafts(engine), ..}
     require("drafts")                   # a ValueError, where the line of the drafts is gone
 
-Delete a file and its line in `STAGES`, and all else works as before; who asks for what is gone is
-told so. The HTTP process reads these tables, too, so nothing is imported before it is built.
+Delete a file and its line in `STAGES`, and all else works as before; a flag or a field that needs
+the file is refused by its name. The HTTP process also reads these tables, so no stage is imported
+before `build_stages`.
 """
 
 from importlib import import_module
 
 STAGES = {
     "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
-    "grammar": "engine.grammar.Constraints",  # with server/tools.py; forbids some of the guesses
-    "scores": "engine.scores.Scores",  # of the tokens that are left
+    "grammar": "engine.grammar.Constraints",  # with server/tools.py; checks tokens and guesses
+    "scores": "engine.scores.Scores",  # scores the tokens that are left
     "windows": "engine.window.Window",  # gives back the blocks that no token sees any more
     "record": "engine.events.Recorder",  # last: it writes down what the others have done
 }
@@ -27,7 +28,7 @@ FILES = {
 
 
 def absent(name: str) -> str:
-    """Return what is said to one who asks for a stage that is gone."""
+    """Return the message for a flag or a field that needs a stage that is gone."""
     return f"this server has no {name} ({FILES[name]})"
 
 

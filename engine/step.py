@@ -71,7 +71,7 @@ class Step:
 
 
 def check_prompt_logprobs(count: int | None):
-    """Raise ValueError unless so many candidates can be scored with each token of a prompt."""
+    """Raise ValueError unless a prompt's tokens can be scored with `count` candidates each."""
     if count is None:
         return
     require("scores")
@@ -92,7 +92,7 @@ def by_moment(stages: Iterable["Stage"]) -> dict[str, list["Stage"]]:
 
 
 class Stage:
-    """One thing that an engine does beside computing tokens. What it does not need, it inherits."""
+    """One thing that an engine does beside computing tokens. It overrides the moments it needs."""
 
     def __init__(self, engine):
         self.engine = engine

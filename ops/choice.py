@@ -112,7 +112,7 @@ def choose_ops(
 
 
 def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Ops, str]:
-    """As choose_ops, deterministic or not."""
+    """Return what `choose_ops` does, deterministic or not."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
         raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")

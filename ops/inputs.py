@@ -37,7 +37,7 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """
     The inputs of a step, packed in this order into one int64 array. The lengths of the fields
-    (`sizes`) and what each is padded with (in `pack`) are such tuples, too.
+    (`sizes`) and what each is padded with (in `pack`) are also such tuples.
     """
 
     rows: Tensor  # [n] the rows of the requests that decode
@@ -66,7 +66,7 @@ def sizes(shape: StepShape) -> StepInputs:
 
 
 def num_decode_rows(plan: Plan) -> int:
-    """One for each decode, and for each guess."""
+    """Return the number of rows: one for each decode and one for each guess."""
     return len(plan.decodes) + sum(map(len, plan.guesses.values()))
 
 
@@ -189,9 +189,9 @@ class KnownRows(NamedTuple):
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
-    The inputs of n decodes. In place: step.last_blocks are entered in known.block_tables, and
-    known.context_len becomes that behind the token, but for the last row, padding's, where it stays
-    0. After guesses it is any of those behind them: the next token is given.
+    Return the inputs of n decodes. In place: step.last_blocks are entered in known.block_tables,
+    and known.context_len is advanced past the token; the padding row stays 0. After guesses its
+    value is unspecified, because the next token is given.
     """
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
@@ -239,8 +239,8 @@ def lay_out(
         logits_index = query_start[1:] - 1  # each one's last token
         known.context_len[step.chunk_rows] = step.chunk_contexts
         rows = torch.cat([rows, step.sampling_rows])
-    # The lengths on the host, too, for operators that divide up their work there; in this order:
-    # decodes, padding, chunks, padding.
+    # Lengths for the host, where some operators divide up their work. Their order is decodes,
+    # padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))
     query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk

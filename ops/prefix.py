@@ -66,7 +66,7 @@ class Groups(NamedTuple):
     # [n] tokens that a request shares with its group, a multiple of TILE; 0: it is in none
     shared: list[int]
     first: list[int]  # [groups] the first request of each
-    end: list[int]  # [groups] the one behind its last
+    end: list[int]  # [groups] the request after its last
 
 
 def most_members(G: int) -> int:
@@ -152,7 +152,7 @@ class GroupFinder:
     def shapes(self, N: int) -> list[StepShape]:
         """
         Return the shapes that steps with groups are padded to, of at most N decodes. They are few,
-        as each is a graph more: such a step has time to spare.
+        because each needs a graph of its own, and a step that shares has time for padding.
         """
         least = LEAST_REQUESTS
         if least > N:
@@ -236,7 +236,7 @@ def sharing(ops: Ops) -> Ops:
 
 
 def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
-    """As kernels.prepare_triton, also for steps with groups. Layers with a window share nothing."""
+    """Prepare a step, also one with groups, for `attend`. Layers with a window share nothing."""
     plan = prepare_triton(batch, H, kv, window)
     if batch.groups is None or window:
         return plan
@@ -255,7 +255,7 @@ def prepare(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
 
 
 def attend(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
-    """As kernels.paged_attention_triton, of steps that share, too: one launch more."""
+    """Do what kernels.paged_attention_triton does, also for steps that share: one more launch."""
     prefix = batch.prepared[attn.window].prefix
     if prefix:
         check_layout(q, kv, batch)

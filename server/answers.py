@@ -416,8 +416,8 @@ class Job:
     def on_refusal(self, kind, message, refused=()):
         """
         The engine does not accept a choice, or failed at it: the call fails. If it is for the
-        schemas of these tools, and none must be called, it begins again, and any object will do for
-        them.
+        schemas of tools, whose numbers are `refused`, and none must be called, the call begins
+        again, and any object will do for these tools.
         """
         if kind != "invalid":  # the client cannot change it
             return self.fail(ApiError(500, message))

@@ -253,10 +253,10 @@ class Service:
 
     async def show_events(self, http):
         self.check_ready()
-        if http.method == "HEAD":
-            return Response(media_type="text/event-stream")
         if "record" not in self.client.info["stages"]:
             raise ApiError(400, absent("record"))
+        if http.method == "HEAD":
+            return Response(media_type="text/event-stream")
         return self.listeners.join(http.scope["call"].salt, owner_of(http))
 
     async def show_readiness(self, http):

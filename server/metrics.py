@@ -130,7 +130,7 @@ class Metrics:
         the totals of a new engine begin at 0.
         """
         for source, metric in self.of_the_engine.items():
-            value = stats[source]
+            value = stats.get(source, 0)  # of a stage that is gone there is none
             if isinstance(metric, Gauge):
                 metric.set(value)
             elif isinstance(metric, Counter):

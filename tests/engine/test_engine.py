@@ -370,7 +370,7 @@ class TakesAway(Stage):
     def begin(self):
         known = [r for r in self.engine.scheduler.held if not r.num_to_come]
         for request in known:
-            self.engine.scheduler.release(request)
+            self.engine.scheduler.move(request, "active")
         if known:
             self.engine.runner.fill_rows(*known)
 
@@ -381,7 +381,7 @@ class TakesAway(Stage):
             if self.engine.in_flight:
                 self.engine.in_flight.dropped.add(request)
             if request.row is not None:
-                self.engine.scheduler.hold(request)
+                self.engine.scheduler.move(request, "held")
 
 
 @pytest.mark.parametrize("window", [0, 5])

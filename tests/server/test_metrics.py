@@ -248,6 +248,13 @@ request_queue_time_seconds_count 2 0.75
     )
 
 
+def test_without_a_stage_its_numbers_are_zero(house, watched):
+    """Would catch: a server without engine/drafts.py that loses its engine with the first step."""
+    del house.engine.stats["guessed"], house.engine.stats["right"]
+    house.engine.step(running=3)
+    watched.expect("num_requests_running 3\n")
+
+
 def test_totals_go_on_after_another_engine(house, watched):
     """
     They begin at 0 again there; a counter that falls would look like a new server. What a new
