@@ -412,7 +412,7 @@ def test_a_right_draft_counts_only_as_far_as_its_grammar_follows(tokenizer, gram
     step.tokens = {r: [b, c, d]}
     constraints.settled(step)
     assert step.tokens == {r: [b]}
-    constraints.engine.scheduler.hold.assert_called_with(r)
+    constraints.engine.scheduler.move.assert_called_with(r, "held")
     assert allowed_tokens(grammar) == tokenizer.encode("!")
 
 
