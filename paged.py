@@ -854,7 +854,7 @@ class Scheduler:
                 self._take(request, new, plan.num_sampled(request))
             if request.row is not None:
                 request.num_computed_slots = computed = request.num_computed_slots + len(new)
-                if computed // S > request.num_committed:
+                if computed % S == 0 or len(new) > 1:
                     self.committed += self.commit(request)
             if new and request.stops_at(new[-1]):
                 request.finish_reason = "stop"

@@ -47,10 +47,12 @@ def prepare(batch, H, kv, window=0):
     _, num_blocks, Hk, S, _ = kv.shape  # the sink included
     B, M = batch.block_tables.shape
     # the block tables turned around: [request, physical block] -> logical block
-    logical = torch.full((B, num_blocks), 2**40)  # not its own: after the end of any text
+    logical = torch.full((B, num_blocks), -1)
     numbers = torch.arange(M).expand(B, M)
-    # after a text's end its table may name any block, its own ones too: the lowest number counts
-    logical.scatter_reduce_(1, batch.block_tables.long(), numbers, "amin")
+    # a block that the text's window has left may be its own again, at a later place: that counts
+    is_own = numbers * S < batch.context_lens[:, None]
+    logical.scatter_reduce_(1, batch.block_tables.long(), numbers.where(is_own, -1), "amax")
+    logical[logical < 0] = 2**40  # no block of this text: after its end
     request = torch.arange(B).repeat_interleave(batch.query_start.diff())  # [T]
 
     def sees(_, head, query, key):

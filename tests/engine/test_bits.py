@@ -329,7 +329,7 @@ def preempted(start) -> list[Service]:
         settings = {"num_blocks": 14, "watermark": 0, "token_budget": 20}
         service = start(prefix_cache=prefix_cache, **settings)
         service.run(*ASKS)
-        assert service.scheduler.num_preemptions >= 3
+        assert service.scheduler.num_preemptions >= 2
         services.append(service)
     return services
 

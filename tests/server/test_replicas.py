@@ -97,8 +97,8 @@ class Replicas:
 
     def wait_until_well(self):
         """Both servers take requests, and the router knows."""
-        wait_until(lambda: all(map(takes_requests, self.servers)), 60, 0.1)
-        wait_until(lambda: is_ready(self.url), 60, 0.1)
+        wait_until(lambda: all(map(takes_requests, self.servers)), 0.1)
+        wait_until(lambda: is_ready(self.url), 0.1)
 
 
 def takes_requests(url: str) -> bool:
