@@ -194,7 +194,7 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
     """
     run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
     result = json.loads(capsys.readouterr().out)
-    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=1e-2)
+    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=1e-3)
     assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
 
