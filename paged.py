@@ -844,8 +844,7 @@ class Scheduler:
                 continue
             is_last = request in plan.completed
             request.num_computed_slots += n - is_last  # the last slot counts with its token, below
-            if request in tokens or not is_last:
-                self.committed += self.commit(request)
+            self.committed += self.commit(request)
         for request, new in tokens.items():  # the hot loop
             if len(new) == 1 and request not in guesses:
                 request.generated_tokens[-request.num_to_come] = new[0]

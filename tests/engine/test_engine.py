@@ -558,14 +558,3 @@ def test_a_layer_that_sees_all_keeps_all():
     assert engine.scheduler.after_commit is None
     serve_all(engine, [prompt(0, 40)], 24)
     assert engine.scheduler.peak_blocks == 16
-
-
-def test_broken_logits_leave_nothing_in_the_prefix_cache():
-    """Its K and V may be broken, too. Would catch: a later request that goes on from them."""
-    engine = simulated_engine()
-    request = engine.add_request("a", [*range(1, 10)], greedy(5))
-    engine.runner.broken_logits = {request}
-    [output] = finish(engine)
-    assert output.error == engine_module.BROKEN
-    assert not engine.scheduler.block_cache.held
-    assert_idle(engine)
