@@ -548,7 +548,7 @@ def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tiny, out):
     moments = random.Random(0)
     step = 0
     flags = [*tiny, "--steps=1000000", "--eval_every=1"]
-    for sign in [signal.SIGKILL] * 12 + [signal.SIGINT]:
+    for sign in [signal.SIGKILL] * 25 + [signal.SIGINT]:
         command = [sys.executable, str(ROOT / "train.py"), *flags]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         evaluations = (line for line in process.stdout if line.startswith("step "))
