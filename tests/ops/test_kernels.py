@@ -10,11 +10,15 @@ attention in the same dtype, or what rounding explains. A new backend is one mor
 import doctest
 import math
 import multiprocessing
+import os
+import subprocess
+import sys
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -988,3 +992,28 @@ def test_examples_in_docstrings_are_true(module):
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from kernels import order_kernel
+names = order_kernel.arg_names
+types = ["*i32", "*i32", "*i32", "i32"] + 4 * ["constexpr"]
+constants = {"WIDTH": 16, "Hk": 2, "HEADS": 2, "PDL": False}
+source = triton.compiler.ASTSource(order_kernel, dict(zip(names, types)), constants)
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+assert compiled.metadata.enable_fp_fusion, "products and sums are apart"
+"""
+
+
+@pytest.mark.slow
+@needs_triton
+def test_a_gpu_adds_a_product_without_rounding_it():
+    """
+    By Triton's compiler, which needs no GPU; and without its warning that a later one will not fuse
+    by itself.
+    """
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "error:TRITON_DEFAULT", "-c", COMPILE]
+    subprocess.run(command, cwd=Path(__file__).parents[2], env=env, check=True)
