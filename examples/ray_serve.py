@@ -42,7 +42,7 @@ from flags import parse_args
 from params import CPU_SEQS, GPU_SEQS
 from serve import api_keys, client_and_encoder, set_environment
 from server.app import Service
-from server.connection import request_id
+from server.connection import Call, request_id
 from server.gate import Gate
 
 
@@ -65,7 +65,7 @@ class Replica:
         async def respond(scope, receive, send):  # no method: Ray would call it with scope alone
             if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
                 return await self.service.router(scope, receive, send)
-            scope["request_id"] = request_id(dict(scope["headers"])[b"x-request-id"])
+            scope["call"] = Call(request_id(dict(scope["headers"])[b"x-request-id"]))
             await gate(scope, receive, send)
 
         return respond
