@@ -266,15 +266,15 @@ class Engine:
             stage.begin()
         plan = self.scheduler.plan()
         step = Step(self.num_steps, plan)
-        for stage in acting["planned"]:
-            stage.planned(step)
-        if not plan.decodes and not plan.chunks:
-            return [], None
-        self.num_steps += 1
-        for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
-            if not request.num_preemptions:  # waiting again after that is not counted
-                request.admitted_time = self._note_delay("waited", request.arrival_time)
         try:
+            for stage in acting["planned"]:
+                stage.planned(step)
+            if not plan.decodes and not plan.chunks:
+                return [], None
+            self.num_steps += 1
+            for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
+                if not request.num_preemptions:  # waiting again after that is not counted
+                    request.admitted_time = self._note_delay("waited", request.arrival_time)
             if self.settings.check:
                 self.scheduler.check(plan)
             step.launched = self.runner.launch(plan)

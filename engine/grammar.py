@@ -443,9 +443,9 @@ class Constraints(Stage):
 
     def begin(self):
         """
-        Let the requests go on whose masks are computed. Waits for the first if there is nothing
-        else to do. A mask before filters needs the token before it, which with overlap is not known
-        yet: then a request is held from one token to the next.
+        Let the requests go on whose masks are computed. A mask before filters needs the token
+        before it, which with overlap is not known yet: then a request is held from one token to the
+        next.
         """
         if not self.grammars:
             return
@@ -455,25 +455,32 @@ class Constraints(Stage):
             for r in self.grammars:
                 if r.params.filters and r.status == "active" and r.num_to_come:
                     scheduler.move(r, "held")
-        known = [r for r in scheduler.held if not r.num_to_come]
-        ready = [r for r in known if self._is_ready(r)]
-        if known and not ready and len(known) == len(engine.requests):
-            self.grammars[known[0]].wait_for_mask(soon())
-            ready = [r for r in known if self._is_ready(r)]
+        ready = [r for r in self._sitting_out() if self._is_ready(r)]
         for r in ready:
             scheduler.move(r, "active")
         if ready:
             engine.runner.fill_rows(*ready)
+
+    def _sitting_out(self) -> list[Request]:
+        """Those that go on with the mask of a position whose tokens before are known."""
+        held = self.engine.scheduler.held
+        return [r for r in held if r in self.grammars and not r.num_to_come]
 
     def _is_ready(self, r: Request) -> bool:
         grammar = self.grammars[r]
         return not grammar.wants_mask or grammar.has_mask
 
     def planned(self, step: Step):
-        """Drop guesses from the first that is forbidden on; choose who is sampled with a mask."""
+        """
+        Drop guesses from the first that is forbidden on; choose who is sampled with a mask. Waits
+        for a mask if there is nothing else to do.
+        """
         step.notes[self] = []
         if not self.grammars:
             return
+        sitting_out = self._sitting_out()
+        if sitting_out and not step.plan.work and not self.engine.in_flight:
+            self.grammars[sitting_out[0]].wait_for_mask(soon())
         guesses = step.plan.guesses
         for r in [r for r in guesses if r in self.grammars]:
             guesses[r] = self.grammars[r].allowed_part(guesses[r])

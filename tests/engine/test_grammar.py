@@ -296,11 +296,14 @@ def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, 
 def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     model, grammars, overlap, monkeypatch
 ):
-    """Would catch: all requests that wait for one whose grammar is slow."""
+    """
+    Would catch: all requests that wait for one whose grammar is slow; an engine that looks again
+    and again for a mask, because another request waits for the blocks of the one that is held.
+    """
     waits = []
     monkeypatch.setattr(Grammar, "has_mask", False)
     monkeypatch.setattr(Grammar, "wait_for_mask", lambda grammar, _: waits.append(grammar))
-    engine = new_engine(model, overlap=overlap)
+    engine = new_engine(model, overlap=overlap, num_blocks=12, block_size=4)
     params = SamplingParams(max_tokens=9, temperature=0)
     held = replace(params, grammar=grammars.compile("regex", "(yes|no)+"))
     engine.add_request("held", [5, 6, 7], held)
@@ -311,7 +314,11 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
         step(engine, answers)
     assert engine.scheduler.held
     step(engine, answers)
-    assert waits
+    assert len(waits) == 1
+    free = engine.scheduler.block_allocator.num_free
+    engine.add_request("waits", [5] * (4 * free + 1), replace(params, max_tokens=1))
+    step(engine, answers)
+    assert engine.scheduler.waiting and len(waits) == 2
 
 
 def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random, V: int):
