@@ -11,6 +11,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -489,6 +490,27 @@ def test_generate_raises_errors_and_leaves_an_idle_pool(error, kind, message):
     assert mine.finish_reason == "error"
     assert_idle(engine)
     assert engine.generate([[3]], greedy(8), progress=False) == [greedy_answer([3], 8)]
+
+
+@pytest.mark.parametrize("moment", ["planned", "launched"])
+def test_a_stage_that_fails_ends_the_requests_of_its_step(moment):
+    """
+    Would catch: a request that the plan has admitted and the device does not know of; it would go
+    on with the row of the one before it.
+    """
+    engine = simulated_engine(max_num_seqs=2)
+    engine.add_request("first", [7, 8], greedy(9))
+    engine.step()
+    engine.add_request("admitted", [9, 9], greedy(20))
+    engine.add_request("waits", [3], greedy(8))
+    broken = SimpleNamespace(**{moment: Mock(side_effect=KeyboardInterrupt)})
+    engine.acting[moment].append(broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    engine.acting[moment].remove(broken)
+    assert list(engine.requests) == ["waits"]
+    assert tokens_of(finish(engine), "waits") == greedy_answer([3], 8)
+    assert_idle(engine)
 
 
 def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
