@@ -27,7 +27,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from numbers import Integral
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 # --------------------------------------------------------------------------------------------------
 # Blocks and the prefix cache
@@ -245,6 +245,8 @@ class Request:
     num_committed: int = 0
     block_keys: list[bytes] = field(default_factory=list)  # root key, then those of full blocks
     finish_reason: str | None = None  # stop, length, abort or error, once done
+    # tokens that end its answer; the engine's requests have their own (engine/step.py)
+    stop_token_ids: ClassVar[frozenset[int]] = frozenset()
 
     def __post_init__(self):
         self.prefill_target = self.prefill_target or len(self.prompt_tokens)
@@ -279,10 +281,6 @@ class Request:
     @property
     def is_fully_prefilled(self) -> bool:
         return self.prefill_cursor >= self.prefill_target
-
-    def stops_at(self, token: int) -> bool:
-        """Whether its answer ends with this token. The engine's requests know (engine/step.py)."""
-        return False
 
     def tokens_between(self, start: int, end: int) -> list[int | None]:
         """Tokens start..end-1 of prompt and answer, TO_COME included, without copying the rest."""
@@ -422,6 +420,8 @@ class Plan:
     @property
     def work(self) -> list[tuple[Request, int]]:
         """Each request that takes part, and how many of its tokens are computed."""
+        if not self.guesses:
+            return [(r, 1) for r in self.decodes] + self.chunks
         return [(r, self.num_sampled(r)) for r in self.decodes] + self.chunks
 
     @property
@@ -846,16 +846,17 @@ class Scheduler:
             request.num_computed_slots += n - is_last  # the last slot counts with its token, below
             self.committed += self.commit(request)
         for request, new in tokens.items():  # the hot loop
-            if len(new) == 1 and request not in guesses:
+            num_new = len(new)
+            if guesses or num_new != 1:
+                self._take(request, new, plan.num_sampled(request))
+            else:
                 request.generated_tokens[-request.num_to_come] = new[0]
                 request.num_to_come -= 1
-            else:
-                self._take(request, new, plan.num_sampled(request))
             if request.row is not None:
-                request.num_computed_slots = computed = request.num_computed_slots + len(new)
-                if computed % S == 0 or len(new) > 1:
+                request.num_computed_slots = computed = request.num_computed_slots + num_new
+                if num_new > 1 or computed % S == 0:
                     self.committed += self.commit(request)
-            if new and request.stops_at(new[-1]):
+            if num_new and new[-1] in request.stop_token_ids:
                 request.finish_reason = "stop"
                 finished.append(request)
             elif request.status == "ending" and not request.num_to_come:

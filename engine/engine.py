@@ -307,9 +307,8 @@ class Engine:
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.acting["settled"]:
             stage.settled(step)
-        for request, new in step.tokens.items():
-            if NO_TOKEN in new:
-                step.failed.setdefault(request, BROKEN)
+        for request in [r for r, new in step.tokens.items() if NO_TOKEN in new]:
+            step.failed.setdefault(request, BROKEN)
         for request in step.failed:
             del step.tokens[request]
         for request in plan.guesses:

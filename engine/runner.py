@@ -354,12 +354,13 @@ class Runner:
             launched.done.synchronize()
         plan = launched.plan
         computed = launched.on_host.tolist()
-        tokens = {}
-        start = 0
-        for request in plan.decodes:  # the hot loop
-            end = start + plan.num_sampled(request)
-            tokens[request] = computed[start:end]
-            start = end
+        tokens = {r: [token] for r, token in zip(plan.decodes, computed)}  # noqa: B905  hot
+        if plan.guesses:
+            start = 0
+            for request in plan.decodes:
+                end = start + plan.num_sampled(request)
+                tokens[request] = computed[start:end]
+                start = end
         for request, place in zip(plan.completed, launched.places, strict=True):
             tokens[request] = [computed[place]]
         return tokens

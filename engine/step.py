@@ -38,9 +38,6 @@ class Answer(Request):
     name: str = ""  # what its client calls it
     admitted_time: float | None = None  # first admitted then; None: not yet, or it is a fork
 
-    def stops_at(self, token: int) -> bool:
-        return token in self.stop_token_ids
-
 
 class Output(NamedTuple):
     """The result of a step for one request. A score: see scores.py."""
