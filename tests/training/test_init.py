@@ -14,9 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, ROOT, read_log, same, stop_after
-from test_crashes import Disk, lay_out
-from test_torchrun import torchrun
+from runs import MACHINE, read_log, same, stop_after
 
 import train
 from checkpoint import PREFIX, hub_parts, load_checkpoint
@@ -160,44 +158,6 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
         assert (moved / name).read_bytes() == companions[name]
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypatch):
-    """Each moment is the model that training began with or a later one, and can be resumed."""
-    out.mkdir()
-    with monkeypatch.context() as patch:
-        disk = Disk(out, patch)
-        finetune(base, corpus, out, "--steps=2 --eval_every=1")
-    first = weights(base)
-    shutil.rmtree(base)
-    last = weights(out)
-    verdicts = []
-    log = read_log(out)
-    for i, files in enumerate(disk.moments):
-        folder = lay_out(files, tmp_path / str(i))
-        verdict = "nothing"
-        if "config.json" in files:
-            served = weights(folder)
-            verdict = "middle"
-            if same(served, first):
-                verdict = "first"
-            elif same(served, last):
-                verdict = "last"
-        if "train_state.pt" in files:
-            train.main(["--resume", f"--out={folder}"])
-            assert same(weights(folder), last)
-            assert read_log(folder) == log
-            verdict += ", resumed"
-        if verdict not in verdicts[-1:]:
-            verdicts.append(verdict)
-    assert verdicts == [
-        "nothing",
-        "first",
-        "first, resumed",
-        "middle, resumed",
-        "last, resumed",
-    ]
-
-
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
     """A generation_config.json of a larger vocabulary made it unreadable."""
     finetune(base, corpus, out)
@@ -215,16 +175,6 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
     finetune(out, corpus, again, "--steps=1 --vector_lr=0")
     assert same(weights(out), weights(again))
     assert read_json(out / "config.json") == read_json(again / "config.json")
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(base, corpus, out, tmp_path):
-    """All begin with the same weights, which nothing sends."""
-    one = tmp_path / "one"
-    finetune(base, corpus, one)
-    torchrun(ROOT / "train.py", *argv(base, corpus, out))
-    for alone, together in zip(read_log(one), read_log(out), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
 
 
 @pytest.mark.slow
