@@ -248,6 +248,9 @@ def test_a_full_disk_ends_the_run_with_a_message_and_keeps_what_was_saved(tiny, 
     (out / "file").write_text("")
     with pytest.raises(SystemExit, match=r"file/out cannot be written .* name another --out"):
         train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
+    (out / "loss.png.tmp").mkdir()  # cannot be written
+    with pytest.raises(SystemExit, match=r"loss\.png cannot be written"):
+        report.draw({"training": [(1, 2.0)]}, out / "loss.png")
 
 
 def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
