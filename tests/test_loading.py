@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import LLAMA, SHAPE, random_model, same
+from test_checkpoint import LLAMA, SHAPE, random_model
 from test_cpu import FORMATS
 
 import checkpoint
@@ -47,83 +47,65 @@ LARGEST = 256 * 32
 NORMS = 7 * 32
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+ROWS = 2 * 97 + 3 * (64 + 32 + 256 + 32)  # with a scale each, and columns
+COLUMNS = 2 * 32 + 3 * (32 + 32 + 32 + 128)
+HAS_C = choose_ops("auto")[0].name == "cpu"
+ZEROS = (128 - 97) * 32  # that fill up the head for cpu.c
+IN_FP32 = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
+# what is served, device and dtype -> bytes that are just enough
+ENOUGH = {
+    "bf16 on a CPU": (
+        (Settings(), "cpu", torch.bfloat16),
+        2 * (EMBEDDING + MATRICES + LARGEST) + 4 * (EMBEDDING + NORMS) + POOL,
+    ),
+    "as it is, on a GPU": (
+        (Settings(), "cuda", torch.bfloat16),
+        2 * (2 * EMBEDDING + MATRICES) + 4 * NORMS + POOL // 2,
+    ),
+    "fp32": ((Settings(), "cpu", torch.float32), IN_FP32 + HAS_C * 4 * (LARGEST + ZEROS)),
+    "fp32 by torch": ((Settings(attention="torch"), "cpu", torch.float32), IN_FP32),
+    "integers": (
+        (Settings(quantize="int8"), "cpu", torch.float32),
+        2 * EMBEDDING + MATRICES + 4 * (ROWS + COLUMNS + NORMS + LARGEST) + POOL,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENOUGH)
+def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, monkeypatch):
     """
-    At one byte too few, not at just enough: on a CPU bf16 weights, one matrix beside, embeddings
-    and norms in fp32, and a pool for 33 tokens. A GPU holds the weights as they are, and K and V in
-    their dtype.
+    On a CPU bf16 weights, embeddings and norms in fp32; integers of a byte each; one matrix beside;
+    and a pool for 33 tokens. A GPU holds the weights as they are, and K and V in their dtype. Would
+    catch: a copy that the operators make and that is not counted, or the other way.
     """
-    save_checkpoint(random_model(**LLAMA), tmp_path)
-    enough = 2 * (EMBEDDING + MATRICES + LARGEST) + 4 * (EMBEDDING + NORMS) + POOL
-    loaded = []
-    read = SavedWeights.read
-    monkeypatch.setattr(SavedWeights, "read", lambda *a: loaded.append(a) or read(*a))
-    convert = partial(packed_if_it_fits, Settings(), "cpu")
-    load = partial(load_checkpoint, tmp_path, dtype=torch.bfloat16, convert=convert)
+    (settings, device, dtype), enough = ENOUGH[kind]
+    model = empty_model(GPTConfig(**LLAMA), dtype)
+    set_memory(monkeypatch, enough)
+    packed_if_it_fits(settings, device, model)
     set_memory(monkeypatch, enough - 1)
+    name = "int8" if settings.quantize == "int8" else str(dtype).removeprefix("torch.")
+    with refused(f"{name} take .* {device} has"):
+        packed_if_it_fits(settings, device, model)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    """And so are integers on a GPU."""
+    save_checkpoint(random_model(**LLAMA), tmp_path)
+    monkeypatch.setattr(SavedWeights, "read", lambda *_: pytest.fail("it is loaded"))
+    set_memory(monkeypatch, 1000)
+
+    def load(settings: Settings, device: str = "cpu"):
+        convert = partial(packed_if_it_fits, settings, device)
+        load_checkpoint(tmp_path, device, dtype=torch.bfloat16, convert=convert)
+
     words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
     words += r"end .*--max-model-len, or .*--dtype bf16, on a CPU --quantize int8"
     with refused(words):
-        load()
-    assert not loaded
-    set_memory(monkeypatch, enough)
-    load()
-    assert loaded
-    model = empty_model(GPTConfig(**LLAMA), torch.bfloat16)
-    with refused("bfloat16"):
-        packed_if_it_fits(Settings(num_blocks=4), "cpu", model)
-    on_gpu = partial(packed_if_it_fits, Settings(), "cuda", model)
-    once = 2 * (2 * EMBEDDING + MATRICES) + 4 * NORMS
-    set_memory(monkeypatch, once + POOL // 2)
-    on_gpu()
-    set_memory(monkeypatch, once + POOL // 2 - 1)
-    with refused("bfloat16 take .* cuda has"):
-        on_gpu()
-
-
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_weights_in_fp32_count_once(attention, monkeypatch):
-    """
-    And for cpu.c one matrix beside, and zeros that fill up the head. Would catch: a copy that the
-    operators make and that is not counted, or the other way.
-    """
-    model = empty_model(GPTConfig(**LLAMA), torch.float32)
-    enough = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
-    ops, _ = choose_ops(attention)
-    if ops.name == "cpu":
-        enough += 4 * (LARGEST + (128 - 97) * 32)
-    check = partial(packed_if_it_fits, Settings(attention=attention), "cpu", model)
-    set_memory(monkeypatch, enough)
-    check()
-    set_memory(monkeypatch, enough - 1)
-    with refused("float32 take"):
-        check()
-
-
-def test_integers_count_once(tmp_path, monkeypatch):
-    """
-    A byte each, a scale for each row and column, and the largest matrix in fp32. Would catch: a
-    model refused that would fit, as if it were loaded in fp32 or packed; and integers on a GPU that
-    are refused only when all is loaded.
-    """
-    save_checkpoint(random_model(**LLAMA), tmp_path)
-    ours = packed.converted(random_model(**LLAMA), "int8")
-    rows = 2 * 97 + 3 * (64 + 32 + 256 + 32)
-    columns = 2 * 32 + 3 * (32 + 32 + 32 + 128)
-    integers = 2 * EMBEDDING + MATRICES + 4 * (rows + columns)
-    enough = integers + 4 * (NORMS + LARGEST) + POOL
-
-    def load(device: str = "cpu") -> GPT:
-        convert = partial(packed_if_it_fits, Settings(quantize="int8"), device)
-        return load_checkpoint(tmp_path, device, convert=convert)
-
-    set_memory(monkeypatch, enough)
-    assert same(load(), ours)
-    set_memory(monkeypatch, enough - 1)
-    with refused("int8 take"):
-        load()
+        load(Settings())
+    with refused("bfloat16 take .* and 4 KV blocks"):
+        load(Settings(num_blocks=4))
     with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
-        load("cuda")
+        load(Settings(quantize="int8"), "cuda")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -305,16 +287,9 @@ def test_block_tables_are_as_long_as_texts_may_be():
     A context of 131,072 made tables of 8,192 blocks, gathered in each step, whatever
     --max-model-len said.
     """
-    model = random_model(**LLAMA)
     settings = Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17)
-    engine = Engine(model, settings)
+    engine = Engine(random_model(**LLAMA), settings)
     assert engine.runner.known.block_tables.shape == (3, 5)
-    prompts = [list(range(13)), list(range(20, 29))]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    answers = engine.generate(prompts, params, progress=False)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        [tokens] = model.generate(torch.tensor([prompt]), 4).tolist()
-        assert tokens == prompt + answer
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # norms in bf16, as nobody has
