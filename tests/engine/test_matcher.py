@@ -183,7 +183,7 @@ UNSERVED = [(schema, re.escape(DEAD_END)) for schema in DEAD_ENDS.strip().splitl
 UNSERVED += [(s, r"no value of #.* has an end") for s in ENDLESS.strip().splitlines()]
 
 
-@pytest.mark.parametrize(("schema", "words"), UNSERVED)
+@pytest.mark.parametrize(("schema", "words"), UNSERVED, ids=next(zip(*UNSERVED, strict=True)))
 def test_a_schema_with_a_dead_end_or_no_end_is_refused(grammars, schema, words):
     """Half of such an answer had been sent when nothing could follow, or it went on for ever."""
     with pytest.raises(Refused, match=f"^this grammar cannot be served: .*{words}"):
