@@ -409,7 +409,7 @@ def test_a_right_draft_counts_only_as_far_as_its_grammar_follows(tokenizer, gram
     """llguidance says before that all of it may come: it does not count the tokens of a rule."""
     a, b, c, d = (tokenizer.encode(letter)[0] for letter in "abcd")
     text = 'start: word "!"\nword[max_tokens=2]: /[a-z]+/'
-    constraints = Constraints(Mock(in_flight=None))
+    constraints = Constraints(Mock(in_flight=None, scheduler=Mock(held=[])))
     r = Answer("r", [1], 9, generated_tokens=[a], row=0)
     grammar = constraints.grammars[r] = grammars.compile("grammar", text).copy()
     grammar.accept(a)
