@@ -154,8 +154,8 @@ def test_how_long_an_engine_sleeps(has_work, due_in, compiles, expected):
     link.receive.return_value = []
     turn = connected(engine, link)
     engine.stages["record"].publisher.due_in = lambda: due_in
-    engine.stages["grammar"].compiler.waiting = compiles
-    engine.stages["grammar"].compiler.pass_on = lambda messages: messages
+    engine.stages["grammar"].queue.waiting = compiles
+    engine.stages["grammar"].queue.pass_on = lambda messages: messages
     if has_work:
         engine.add_request("a", [1], greedy(1))
     turn()
