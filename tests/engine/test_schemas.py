@@ -65,6 +65,7 @@ true -> the schema is true, wanted an object: {} for any JSON
 # and a text that fits, one that does not
 SERVED = r"""
 {"type": "integer", "maximum": 18446744073709551615} -> 9007199254740993 -> 18446744073709551616
+{"type": "integer", "maximum": 9223372036854775807} -> 9223372036854775806 -> 9223372036854775808
 {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991} -> -9007199254740991 -> 9007199254740992
 {"type": "integer", "minimum": 0, "maximum": 1000000000000000000} -> 1000000000000000000 -> 1000000000000000001
 {"enum": [9007199254740992, 0.1, true]} -> 9007199254740992 -> 9007199254740993
