@@ -143,6 +143,7 @@ def test_values_cross_a_link(value, received):
         (True, None, False, 0),
         (False, None, False, None),
         (False, 0.05, False, 0.05),
+        (False, 0.0, False, 0.0),
         (False, None, True, COMPILE_POLL),
         (False, 0.05, True, COMPILE_POLL),
     ],
