@@ -13,8 +13,8 @@ Imports no package, so that the HTTP process stays small. To add a sampling para
     here                  a field of SamplingParams, a line of RANGES; the property that says
                           whether a request asks for it (filters, penalises, adjusts): without,
                           the sampler passes it over; TAKEN, if generation_config.json has it
-    ops/sampling.py       a column in `Floats` or `Ints`, which `Row` fills; its use in `threshold`
-                          (with its argument in `sample_torch`) or in `adjust`
+    ops/sampling.py       a column in `Floats` or `Ints`, which `SamplingRow` fills; its use in
+                          `threshold` (with its argument in `sample_torch`) or in `adjust`
     ops/sampling_kernels.py   the column's name and its use in `threshold_kernel` or
                           `load_adjusted`, whose early returns repeat that property
     server/protocol.py    a field of `SamplingRequest`

@@ -13,7 +13,7 @@ position sampled again (`Constraints`). top_k, top_p and min_p choose among what
 them, the next position's mask is begun as soon as a token is known.
 
 llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
-answers of a grammar gather until the first of them waits, and are sent together. A `Compiler`
+answers of a grammar gather until the first of them waits, and are sent together. A `CompileQueue`
 looks at the messages of the server's loop first, and has their grammars compiled, by turns of their
 clients.
 """
@@ -245,7 +245,7 @@ class Compiled:
         self.sock.close()
 
 
-class Compiler:
+class CompileQueue:
     """
     Has the grammars of messages compiled, one at a time, by turns of their owners. A message waits
     for its own, the others go by. `open_grammars` makes the `Grammars` for the first.
@@ -433,13 +433,13 @@ class Constraints(Stage):
         self.grammars.pop(request, None)
 
     def connect(self, link, directory: str):
-        self.compiler = Compiler(partial(Grammars, directory, self.engine.config))
+        self.queue = CompileQueue(partial(Grammars, directory, self.engine.config))
 
     def due_in(self) -> float | None:
-        return COMPILE_POLL if self.compiler.waiting else None
+        return COMPILE_POLL if self.queue.waiting else None
 
     def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
-        return self.compiler.pass_on(messages)
+        return self.queue.pass_on(messages)
 
     def begin(self):
         """

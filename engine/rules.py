@@ -14,7 +14,8 @@ from collections.abc import Container, Iterator
 # what stands in a rule and is no rule: texts, comments, and regular expressions
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
 RULE = re.compile(r"(?m)^\s*[?!]*([a-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
-WORD = re.compile(r"\{0?,?\d*\}|\{\d+,?\d*\}|[\w@-]+|\S")
+WORD = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
+NONE_WILL_DO = re.compile(r"[?*]|[{~] *[0,]")
 TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # by their numbers: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -48,7 +49,7 @@ def has_end(words: Iterator[str], endless: Container[str]) -> bool:
             break
         if word == "|":
             ways.append(True)
-        elif word in "?*" or word.startswith(("{0", "{,")):
+        elif NONE_WILL_DO.match(word):
             ways[-1] = before
         else:
             before = ways[-1]

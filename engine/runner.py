@@ -34,7 +34,7 @@ from ops.inputs import (
     sizes,
     upload,
 )
-from ops.sampling import Row, SamplingRows
+from ops.sampling import SamplingRow, SamplingRows
 from paged import KVBlockPool, Plan, Request
 from params import GREEDY, Settings
 
@@ -433,8 +433,8 @@ class Runner:
         )
 
 
-def sampling_row(r: Request) -> Row:
+def sampling_row(r: Request) -> SamplingRow:
     texts = (r.prompt_tokens, r.generated_tokens)
     if not isinstance(r, Answer):
-        return Row(r.row, GREEDY, 0, 0, *texts, frozenset())
-    return Row(r.row, r.params, r.params.seed or 0, r.index, *texts, r.stop_token_ids)
+        return SamplingRow(r.row, GREEDY, 0, 0, *texts, frozenset())
+    return SamplingRow(r.row, r.params, r.params.seed or 0, r.index, *texts, r.stop_token_ids)

@@ -75,7 +75,8 @@ def target_of(ref: str, root):
 
 
 def names_of(schema: dict) -> tuple:
-    return schema.get("$id"), f"#{schema.get('$anchor')}"
+    anchor = schema.get("$anchor")
+    return schema.get("$id"), anchor and f"#{anchor}"
 
 
 def drop_neutral(schema):

@@ -7,7 +7,7 @@ seed gives the same tokens, alone or in a crowd, preempted or not. Letters: R ro
 vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
-    rows.fill(Row(2, SamplingParams(top_p=0.9), seed=7))
+    rows.fill(SamplingRow(2, SamplingParams(top_p=0.9), seed=7))
     tokens = sample_torch(logits, torch.tensor([2]), positions, rows)     # [1, V], [1] -> [1]
 
 `sample_torch` is the reference and runs anywhere. On a GPU its twin in sampling_kernels.py does the
@@ -58,7 +58,7 @@ class Ints(NamedTuple):
     penalised: bool  # has any of the three penalties
 
 
-class Row(NamedTuple):
+class SamplingRow(NamedTuple):
     """A request that gets a row of `SamplingRows`."""
 
     row: int
@@ -94,7 +94,7 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
     return bias
 
 
-def token_marks(request: Row, V: int) -> Tensor:
+def token_marks(request: SamplingRow, V: int) -> Tensor:
     """A request's row of SamplingRows.marks: [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
     marks = 4 * generated.bincount(minlength=V)
@@ -123,7 +123,7 @@ class SamplingRows:
         self.marks = zeros(num_rows, vocab_size, dtype=torch.int32)
         self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
 
-    def fill(self, *requests: Row):
+    def fill(self, *requests: SamplingRow):
         """
         Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
         each for the bias and the marks of those that need them. The host does not wait.

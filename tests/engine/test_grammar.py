@@ -28,7 +28,7 @@ from tokenizer_kinds import save
 from engine import grammar as grammar_module
 from engine.drafts import GrowingText
 from engine.engine import Engine
-from engine.grammar import Compiled, Compiler, Constraints, Grammar, Grammars, Refused, soon
+from engine.grammar import Compiled, CompileQueue, Constraints, Grammar, Grammars, Refused, soon
 from engine.matcher import COUNT
 from engine.process import handle_message, queue_output
 from engine.step import Answer, Step
@@ -342,7 +342,7 @@ def test_a_right_draft_counts_only_as_far_as_its_grammar_follows(tokenizer, gram
     """llguidance says before that all of it may come: it does not count the tokens of a rule."""
     a, b, c, d = (tokenizer.encode(letter)[0] for letter in "abcd")
     text = 'start: word "!"\nword[max_tokens=2]: /[a-z]+/'
-    constraints = Constraints(Mock(in_flight=None))
+    constraints = Constraints(Mock(in_flight=None, scheduler=Mock(held=[])))
     r = Answer("r", [1], 9, generated_tokens=[a], row=0)
     grammar = constraints.grammars[r] = grammars.compile("grammar", text).copy()
     grammar.accept(a)
@@ -473,11 +473,11 @@ def ask(id: str, kind: str | None = None, text: str = "", owner: str = "") -> di
     return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
 
 
-def passed_on(compiler: Compiler) -> list[dict]:
+def passed_on(queue: CompileQueue) -> list[dict]:
     """All messages that wait, once their grammars are compiled."""
     messages = []
-    while compiler.waiting:
-        messages += compiler.pass_on([])
+    while queue.waiting:
+        messages += queue.pass_on([])
         time.sleep(0.001)
     return messages
 
@@ -499,36 +499,36 @@ class SlowLibrary:
 
 def test_messages_go_by_one_whose_grammar_is_compiled():
     """
-    Would catch: a loop that waits for a compiler; a request that is added after its abort, or that
+    Would catch: a loop that waits for a grammar; a request that is added after its abort, or that
     is dropped with another's; clients that hang up and leave the others behind grammars that nobody
     wants.
     """
     library = SlowLibrary()
-    compiler = Compiler(lambda: library)
+    queue = CompileQueue(lambda: library)
     first = [ask("a", "regex", "a"), ask("b", "regex", "b"), ask("c"), ask("d", "regex", "d")]
-    assert [message["id"] for message in compiler.pass_on(first)] == ["c"]
+    assert [message["id"] for message in queue.pass_on(first)] == ["c"]
     aborts = [{"op": "abort", "id": id} for id in "bc"]
-    assert list(compiler.pass_on(aborts)) == aborts
+    assert list(queue.pass_on(aborts)) == aborts
     library.done.add("a")
-    [message] = compiler.pass_on([])
+    [message] = queue.pass_on([])
     assert (message["id"], message["grammar"].result()) == ("a", "a")
     assert library.begun == ["a", "d"]
-    list(compiler.pass_on([{"op": "abort", "id": "d"}]))
-    assert not compiler.waiting
-    assert not list(compiler.pass_on([ask("e", "regex", "e")]))
+    list(queue.pass_on([{"op": "abort", "id": "d"}]))
+    assert not queue.waiting
+    assert not list(queue.pass_on([ask("e", "regex", "e")]))
     assert library.begun == ["a", "d", "e"]
 
 
 def test_owners_take_turns():
     """Would catch sixteen slow grammars of one key that are all compiled before another's."""
     library = SlowLibrary()
-    compiler = Compiler(lambda: library)
+    queue = CompileQueue(lambda: library)
     texts = [(f"x{i}", "x") for i in range(16)] + [("y0", "y"), ("y1", "y"), ("z0", "z")]
     asked = [ask(text, "regex", text, owner) for text, owner in texts]
-    assert not list(compiler.pass_on(asked[:16]))
-    assert not list(compiler.pass_on(asked[16:]))
+    assert not list(queue.pass_on(asked[:16]))
+    assert not list(queue.pass_on(asked[16:]))
     library.done.update(text for text, _ in texts)
-    passed = [message["id"] for message in compiler.pass_on([])]
+    passed = [message["id"] for message in queue.pass_on([])]
     assert passed[:6] == ["x0", "y0", "z0", "x1", "y1", "x2"]
     assert sorted(passed) == sorted(text for text, _ in texts)
 
@@ -541,9 +541,9 @@ def test_a_refused_grammar_is_the_clients_to_change(model):
 
     refusals = []
     link = SimpleNamespace(queue=refusals.append)
-    compiler = Compiler(open_grammars)
-    passed = list(compiler.pass_on([ask("a", "regex", "(")]))
-    passed += passed_on(compiler)
+    queue = CompileQueue(open_grammars)
+    passed = list(queue.pass_on([ask("a", "regex", "(")]))
+    passed += passed_on(queue)
     [message] = passed
     engine = new_engine(model)
     handle_message(engine, link, message)

@@ -143,6 +143,7 @@ def test_values_cross_a_link(value, received):
         (True, None, False, 0),
         (False, None, False, None),
         (False, 0.05, False, 0.05),
+        (False, 0.0, False, 0.0),
         (False, None, True, COMPILE_POLL),
         (False, 0.05, True, COMPILE_POLL),
     ],
@@ -154,8 +155,8 @@ def test_how_long_an_engine_sleeps(has_work, due_in, compiles, expected):
     link.receive.return_value = []
     turn = connected(engine, link)
     engine.stages["record"].publisher.due_in = lambda: due_in
-    engine.stages["grammar"].compiler.waiting = compiles
-    engine.stages["grammar"].compiler.pass_on = lambda messages: messages
+    engine.stages["grammar"].queue.waiting = compiles
+    engine.stages["grammar"].queue.pass_on = lambda messages: messages
     if has_work:
         engine.add_request("a", [1], greedy(1))
     turn()

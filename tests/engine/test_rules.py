@@ -12,6 +12,7 @@ start: x; x: "a" x | "b" y; y: "c" y -> no text of start, x, y has an end
 start: "c" x?; x: "b" x -> no text of x has an end
 start: "c" [x]; x: ("b" | "c") x{1,2} -> no text of x
 start: "c" | x; x: "b"+ x+ -> no text of x
+start: "a" start~1..2 -> no text of start
 start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> no text of x, y has
 root ::= "a" root -> no text of start has an end
 root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> no text of x_y has an end
@@ -29,6 +30,8 @@ start: "a" x; x: ["c" start] -> aca -> ac
 start: "a" (start "b")? -> aab -> ab
 start: "a" start* "b" -> aabb -> aab
 start: "a" start{0,2} "b" -> aabb -> aab
+start: "a" start~0..2 "b" -> aabb -> aab
+start: "a" x ~ 2; x: "b" | "c" x ~ 0 -> abc -> ab
 start: x; x: "a" // x; | "b" -> b -> c
 start: "start: x" /x: x\/ start/i X; X: "x" -> start: xX: X/ sTARTx -> start
 start: "<[256]>" /<[256]>/ "<|endoftext|>" -> <[256]><5><|endoftext|> -> <[256]><[256]><|endoftext|>

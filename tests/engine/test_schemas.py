@@ -43,6 +43,7 @@ REFUSED = r"""
 {"type": "integer", "multipleOf": 99991} -> multipleOf is 99991, wanted above 0, and at most 20,000
 {"type": "number", "multipleOf": 99.991} -> multipleOf is 99.991
 {"minProperties": 2} -> minProperties is 2, at most 1 is served
+{"minProperties": 2, "additionalProperties": {}} -> minProperties is 2, at most 1
 {"minProperties": 3, "required": ["a", "a"], "additionalProperties": {"type": "null"}} -> minProperties is 3, at most 2
 {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": false} -> minProperties is 2
 {"properties": {"a": {"type": "integer", "required": true}}} -> required is true, wanted a list of names
@@ -53,6 +54,7 @@ REFUSED = r"""
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
 {"$ref": "#/$defs/a"} -> nothing in it is #/$defs/a: a $ref must be
 {"$ref": "#a"} -> nothing in it is #a
+{"$ref": "#None"} -> nothing in it is #None
 {"$ref": "http://a.example/b"} -> nothing in it is http://a.example/b
 {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a.example/b", "items": {"$ref": "#/$defs/c"}}}} -> an $id around a $ref
 true -> the schema is true, wanted an object: {} for any JSON
@@ -63,6 +65,7 @@ true -> the schema is true, wanted an object: {} for any JSON
 # and a text that fits, one that does not
 SERVED = r"""
 {"type": "integer", "maximum": 18446744073709551615} -> 9007199254740993 -> 18446744073709551616
+{"type": "integer", "maximum": 9223372036854775807} -> 9223372036854775806 -> 9223372036854775808
 {"type": "integer", "minimum": -9007199254740991, "maximum": 9007199254740991} -> -9007199254740991 -> 9007199254740992
 {"type": "integer", "minimum": 0, "maximum": 1000000000000000000} -> 1000000000000000000 -> 1000000000000000001
 {"enum": [9007199254740992, 0.1, true]} -> 9007199254740992 -> 9007199254740993

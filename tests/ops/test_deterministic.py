@@ -133,7 +133,7 @@ def differences(text: Text) -> int:
 
 @pytest.mark.parametrize(("at_once", "tiles"), [(1, 1), (1000, 1), (1, 2), (1000, 2)])
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@quick_on_a_cpu("{'window': 70}-1000-1", "{'G': 3, 'Hk': 1}-1-2")
+@quick_on_a_cpu("{'window': 70}-1000-2", "{'G': 3, 'Hk': 1}-1-2")
 def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
     kind, at_once, tiles, short_splits, monkeypatch
 ):
@@ -251,6 +251,19 @@ def test_tiles_follow_the_rows_and_fit_the_memory():
             tiles = deterministic.tiles_for(R, layer)
             assert tiles.rows >= min(R, 64) and tiles.rows <= max(16, 2 * R)
             assert 2 * (tiles.rows + 2 * tiles.cols) * tiles.block <= linear.TILES_MEMORY
+
+
+@pytest.mark.parametrize(("N", "K"), [(768, 768), (768, 3072), (3072, 768), (2048, 8192)])
+def test_the_parts_of_a_sum_follow_from_the_layer(N, K, monkeypatch):
+    """Would catch: more parts for few rows, which have few programs. Other parts, other bits."""
+    monkeypatch.setattr(deterministic, "launch_linear", lambda *args, tiles: tiles)
+    layer = nn.Linear(K, N, device="meta")
+    counts = set()
+    for R in 1, 64, 65, 512, 513, 2048:
+        x = torch.empty(R, K, device="meta")
+        tiles = deterministic.linear(x, layer, partial_sums=True)
+        counts.add(tiles.apart * tiles.together)
+    assert len(counts) == 1, f"{counts} parts"
 
 
 # --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from oracle import possible_tokens
 from torch import Tensor
 
 from ops import sampling, sampling_kernels
-from ops.sampling import Row, SamplingRows, gumbel_noise, philox
+from ops.sampling import SamplingRow, SamplingRows, gumbel_noise, philox
 from ops.sampling_kernels import gumbel, philox_words, sample_triton, tl, triton
 from params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 
@@ -53,14 +53,14 @@ def randn(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=generator).to(DEVICE)
 
 
-def filled(V: int, requests: list[Row]) -> SamplingRows:
+def filled(V: int, requests: list[SamplingRow]) -> SamplingRows:
     rows = SamplingRows(len(requests), V, DEVICE)
     rows.fill(*requests)
     return rows
 
 
 def rows_of(params: list[SamplingParams], V: int) -> SamplingRows:
-    requests = [Row(row, p, p.seed or 0) for row, p in enumerate(params)]
+    requests = [SamplingRow(row, p, p.seed or 0) for row, p in enumerate(params)]
     return filled(V, requests)
 
 
@@ -342,7 +342,7 @@ STOPS = (2, 8, 11, 99, -3)
 LIKELY = SamplingParams(top_p=0.5, seed=1)
 
 
-def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Row]]:
+def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[SamplingRow]]:
     """Logits [R, V] and requests; some rows are flat, some steep, and bf16 has many ties."""
     choose = random.Random(seed)
     scale = tensor([0.3, 1.0, 3.0]).repeat(R)[:R]
@@ -355,15 +355,15 @@ def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Row]
         params = oracle.random_params(choose, V, best)
         seed = choose.getrandbits(64) - 2**63
         stops = (best[0], V - 1, V + 7, -2)
-        requests.append(Row(row, params, seed, row % 3, prompt, generated, stops))
+        requests.append(SamplingRow(row, params, seed, row % 3, prompt, generated, stops))
     return logits, requests
 
 
-def position_of(request: Row) -> int:
+def position_of(request: SamplingRow) -> int:
     return len(request.prompt_tokens) + len(request.generated_tokens)
 
 
-def possible(logits: Tensor, request: Row) -> set[int]:
+def possible(logits: Tensor, request: SamplingRow) -> set[int]:
     _, params, seed, choice, prompt, generated, stops = request
     texts = {"prompt": prompt, "generated": generated, "stops": stops}
     position = position_of(request)
@@ -454,7 +454,7 @@ def test_numbers_that_leave_one_token(pick, row):
     fields = json.loads(row)
     params = [SamplingParams(**fields)] * 20
     logits = tensor([[0.0, 5.0, 3.0, -2.0]]).expand(20, -1)
-    rows = filled(4, [Row(i, params[0], i, 0, [1, 3], [0]) for i in range(20)])
+    rows = filled(4, [SamplingRow(i, params[0], i, 0, [1, 3], [0]) for i in range(20)])
     tokens = pick(logits, arange(20), arange(20) + 3, rows, params)
     expected = 2 if fields.get("repetition_penalty", 0) > 1 else 1
     assert tokens.tolist() == [expected] * 20
@@ -551,7 +551,7 @@ def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
         if step in (0, 6):
             places = places.flip(0)
             for row, p, text in zip(places.tolist(), ADJUSTED, texts, strict=True):
-                rows.fill(Row(row, p, 0, 0, prompt, text, STOPS))
+                rows.fill(SamplingRow(row, p, 0, 0, prompt, text, STOPS))
         at = torch.full_like(places, len(prompt) + step)
         tokens = pick(logits[step].expand(R, -1), places, at, rows, ADJUSTED)
         for p, text, token in zip(ADJUSTED, texts, tokens.tolist(), strict=True):
@@ -580,7 +580,7 @@ def test_a_forbidden_token_is_never_chosen_however_likely(pick):
     """
     A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
     """
-    rows = filled(V, [Row(0, SamplingParams(min_tokens=12), 4, stop_token_ids=(4,))])
+    rows = filled(V, [SamplingRow(0, SamplingParams(min_tokens=12), 4, stop_token_ids=(4,))])
     logits = LOGITS.repeat(4, 1)
     logits[:, 4] = 1000.0
     positions = tensor([0, 5, 11, 12])
@@ -597,10 +597,10 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
     upload = Mock(side_effect=sampling.upload)
     monkeypatch.setattr(sampling, "upload", upload)
     rows = SamplingRows(4, 1000, DEVICE)
-    rows.fill(*(Row(i, SamplingParams(top_p=0.5, top_k=3 + i), 5) for i in (1, 3, 2)))
+    rows.fill(*(SamplingRow(i, SamplingParams(top_p=0.5, top_k=3 + i), 5) for i in (1, 3, 2)))
     assert upload.call_count == 2
     assert rows.ints.top_k.tolist() == [0, 4, 5, 6]
-    rows.fill(Row(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5))
+    rows.fill(SamplingRow(1, SamplingParams(logit_bias={3: 1}, min_tokens=1), 5))
     assert upload.call_count == 2 + 4
 
 
@@ -626,7 +626,7 @@ def test_a_cuda_graph_serves_parameters_that_come_later():
         torch.cuda.set_sync_debug_mode("error")
         try:
             for row, p in enumerate(ADJUSTED):
-                request = Row(row, replace(p, **fields), row, i, [1, 2, 3], [4] * i, STOPS)
+                request = SamplingRow(row, replace(p, **fields), row, i, [1, 2, 3], [4] * i, STOPS)
                 rows.fill(request)
                 other.fill(request)
             graph.replay()
