@@ -186,13 +186,14 @@ import sys, threading, time
 import torch
 from checkpoint import load_checkpoint
 from ops import packed
-convert = getattr(packed, sys.argv[3])
-convert = lambda model, pack=convert: pack(model, sys.argv[4])
+pack = getattr(packed, sys.argv[3], None)
+how = {"convert": lambda model: pack(model, sys.argv[4])} if pack else {}
+how |= {} if pack else {"dtype": getattr(torch, sys.argv[4])}
 def resident():
     status = dict(line.split(":") for line in open("/proc/self/status"))
     return int(status["RssAnon"].split()[0]) * 1024
 torch.set_num_threads(1)
-load_checkpoint(sys.argv[2], convert=convert)  # what torch itself needs
+load_checkpoint(sys.argv[2], **how)  # what torch itself needs
 before = peak = resident()
 loading = True
 def watch():
@@ -202,7 +203,7 @@ def watch():
         time.sleep(0.0005)
 watcher = threading.Thread(target=watch, daemon=True)  # it ends where loading fails
 watcher.start()
-model = load_checkpoint(sys.argv[1], convert=convert)
+model = load_checkpoint(sys.argv[1], **how)
 loading = False
 watcher.join()
 size = sum(p.nbytes for p in model.parameters())
@@ -212,27 +213,29 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
-    ("pack", "quantize"),
+    ("pack", "kind"),
     [
+        ("", "float32"),
+        ("", "bfloat16"),
         ("packed_for_kernels", "none"),
         ("packed_for_kernels", "int8"),
         ("converted", "int8"),
     ],
 )
-@pytest.mark.quick("packed_for_kernels-int8")
-def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
+@pytest.mark.quick("packed_for_kernels-int8", "-float32")
+def test_one_matrix_at_a_time_is_loaded_and_packed(pack, kind, tmp_path):
     """
-    In anonymous memory: at the peak the packed weights and the largest matrix in fp32, then they
-    alone, each with 8 MiB to spare. Would catch: the model as it is in the files first; temporaries
-    as large as a matrix; and torch's compiler imported, to pack a model without weights. Arrays are
-    mapped one by one, so that those that are freed do not count.
+    In anonymous memory: at the peak the loaded weights and the largest matrix in fp32, then they
+    alone, each with 8 MiB to spare. Would catch: a second copy, the model as it is in the files
+    first; temporaries as large as a matrix; and torch's compiler imported, which takes more than a
+    second. Arrays are mapped one by one, so that those that are freed do not count.
     """
     fields = SHAPE | {"n_layer": 6, "n_embd": 1024, "vocab_size": 9_000}
     save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
     save_checkpoint(random_model(), tmp_path / "tiny")
     folders = [tmp_path / "large", tmp_path / "tiny"]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *folders, pack, quantize],
+        [sys.executable, "-c", MEASURE, *folders, pack, kind],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -243,7 +246,7 @@ def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
     *sizes, is_without_compiler = done.stdout.split()
     peak, after, size = map(int, sizes)
     head = 9000 * 1024
-    parameters = size if quantize == "int8" else size / 4
+    parameters = size / {"int8": 1, "bfloat16": 2}.get(kind, 4)
     assert 84e6 < parameters < 86e6
     assert 0.9 * size < after <= size + 2**23
     assert peak <= size + 4 * head + 2**23
