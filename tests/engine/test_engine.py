@@ -472,33 +472,6 @@ def windowed_model(*windows: int) -> GPT:
     return model
 
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_texts_longer_than_their_windows_are_the_dense_models(device, overlap):
-    """
-    Texts of up to 64 tokens see 16, and the pool has 64: so blocks are left, found and taken by
-    others all the time. Every token is the dense model's, which computes whole texts.
-    """
-    model = windowed_model(8, 16)
-    sizes = {"num_blocks": 16, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
-    served = deepcopy(model).to(device)
-    engine = new_engine(served, overlap=overlap, **sizes)
-    engine.reference = model
-    assert "1 text of 64" in engine.statement()
-    prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]
-    serve_all(engine, prompts, 24)
-    assert engine.scheduler.num_preemptions
-    serve_all(engine, prompts[:1], 1)
-    num_hit_tokens = engine.scheduler.num_hit_tokens
-    serve_all(engine, [prompts[0] + prompt(9, 4)], 20)  # the cache has what its window has left
-    assert engine.scheduler.num_hit_tokens == num_hit_tokens + 40
-    with raises(ValueError, "max_model_len is 60, possible is 1 to 16"):
-        new_engine(model, num_blocks=4, max_model_len=60)
-
-
 def test_a_layer_that_sees_all_keeps_all():
     """Would catch: blocks given back for the layers that slide, though another one reads them."""
     engine = new_engine(windowed_model(8, 0), num_blocks=16)
