@@ -461,7 +461,7 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
 
 
 # --------------------------------------------------------------------------------------------------
-# Windows: every layer slides
+# Windows
 
 
 def windowed_model(*windows: int) -> GPT:
