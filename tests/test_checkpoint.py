@@ -5,8 +5,6 @@ change. One table for each file: a mutation of it, and what becomes of the direc
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -523,49 +521,3 @@ def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
     length = lie.get("length", len(text))
     path.write_bytes(length.to_bytes(8, "little") + text + data[end:])
     refused(folder, "cannot be read .*: restore or download the file")
-
-
-# --------------------------------------------------------------------------------------------------
-# Memory
-
-MEASURE = """
-import sys, threading, time
-from checkpoint import load_checkpoint
-import torch
-def resident():
-    status = dict(line.split(":") for line in open("/proc/self/status"))
-    return int(status["RssAnon"].split()[0]) * 1024
-load_checkpoint(sys.argv[2])  # what torch itself needs
-before = peak = resident()
-loading = True
-def watch():
-    global peak
-    while loading:
-        peak = max(peak, resident())
-        time.sleep(0.0005)
-watcher = threading.Thread(target=watch)
-watcher.start()
-model = load_checkpoint(sys.argv[1], dtype=getattr(torch, sys.argv[3]))
-loading = False
-watcher.join()
-size = sum(p.numel() * p.element_size() for p in model.parameters())
-print(max(peak, resident()) - before, size, "torch._dynamo" in sys.modules)
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.quick("float32")
-def test_loading_holds_no_second_copy(tmp_path, dtype):
-    """
-    At the peak 1.3 times the loaded weights, in anonymous memory. Nor is torch's compiler imported,
-    which takes more than a second.
-    """
-    fields = SHAPE | {"n_embd": 1024, "vocab_size": 12_000, "context_length": 512}
-    save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")  # 100 MB
-    save_checkpoint(random_model(), tmp_path / "tiny")
-    command = [sys.executable, "-c", MEASURE, tmp_path / "large", tmp_path / "tiny", dtype]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    taken, size, with_compiler = done.stdout.split()
-    assert 0.7 * int(size) < int(taken) <= 1.3 * int(size)
-    assert with_compiler == "False"

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -331,60 +330,6 @@ def test_the_load_generator_measures_what_it_says(server):
         assert row["end"] == pytest.approx(waited + 0.1 * (row["tokens"] == 404))
     with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
         load.run_clients(host, port, [load.completion([9999], 3)], processes=1)
-
-
-NONSENSE = [b"{", b'{"prompt": 1}', b'{"prompt": "a", "n": 1e9}', b'{"prompt": "\xff"}']
-EXTRAS = [{"n": 3}, {"logprobs": 5, "echo": True}, {"stop": ["a"]}, {"stream": True}, {"seed": 7}]
-
-
-def memory(pid: int) -> int:
-    """Resident memory of a process, in kB."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(re.search(r"VmRSS:\s+(\d+)", status)[1])
-
-
-@pytest.mark.slow
-def test_half_a_minute_of_everything_at_once(checkpoint):
-    """
-    Clients that come, hang up and send nonsense, and a pool that preempts: no 500, nothing is held
-    when all is quiet, and no process has grown by 100 MB. Smaller leaks do not show in so short a
-    time: caches are filling.
-    """
-    with Process(checkpoint, "--kv-blocks", "60") as server:
-        pids = [server.process.pid, server.engine_pid]
-        before = [memory(pid) for pid in pids]
-        until = time.monotonic() + 30
-        outcomes = set()
-
-        def be_a_client(number):
-            rng = random.Random(number)
-            while time.monotonic() < until:
-                body = {"prompt": "x " * rng.randint(1, 99), "max_tokens": rng.randint(1, 99)}
-                content = json.dumps(body | rng.choice(EXTRAS)).encode()
-                if rng.random() < 0.15:
-                    content = rng.choice(NONSENSE)
-                post = partial(httpx.post, server.url + COMPLETIONS, content=content, headers=JSON)
-                # some hang up as soon as their request is sent, some while it runs
-                seconds = httpx.Timeout(120, read=rng.choice([0.001, 0.02, 120, 120]))
-                try:
-                    answer = post(timeout=seconds)
-                except httpx.TimeoutException:
-                    outcomes.add("hung up")
-                    continue
-                outcomes.add(answer.status_code)
-                if answer.headers["content-type"].startswith("text/event-stream"):
-                    outcomes.add(answer.text[-14:])
-
-        with ThreadPoolExecutor(12) as pool:
-            list(pool.map(be_a_client, range(12)))
-        assert outcomes == {200, 400, "hung up", "data: [DONE]\n\n"}
-        time.sleep(1)
-        metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
-        assert not re.search(r"vllm:num_preemptions_total{.*?} 0\.0$", metrics, re.MULTILINE)
-        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-            assert re.search(rf"vllm:{name}{{.*?}} 0\.0$", metrics, re.MULTILINE)
-        for pid, kilobytes in zip(pids, before, strict=True):
-            assert memory(pid) < kilobytes + 100_000
 
 
 # --------------------------------------------------------------------------------------------------

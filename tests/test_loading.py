@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checkpoint import LLAMA, SHAPE, random_model, same
+from test_checkpoint import LLAMA, SHAPE, random_model
 from test_cpu import FORMATS
 
 import checkpoint
@@ -47,83 +47,65 @@ LARGEST = 256 * 32
 NORMS = 7 * 32
 
 
-def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+ROWS = 2 * 97 + 3 * (64 + 32 + 256 + 32)  # with a scale each, and columns
+COLUMNS = 2 * 32 + 3 * (32 + 32 + 32 + 128)
+HAS_C = choose_ops("auto")[0].name == "cpu"
+ZEROS = (128 - 97) * 32  # that fill up the head for cpu.c
+IN_FP32 = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
+# what is served, device and dtype -> bytes that are just enough
+ENOUGH = {
+    "bf16 on a CPU": (
+        (Settings(), "cpu", torch.bfloat16),
+        2 * (EMBEDDING + MATRICES + LARGEST) + 4 * (EMBEDDING + NORMS) + POOL,
+    ),
+    "as it is, on a GPU": (
+        (Settings(), "cuda", torch.bfloat16),
+        2 * (2 * EMBEDDING + MATRICES) + 4 * NORMS + POOL // 2,
+    ),
+    "fp32": ((Settings(), "cpu", torch.float32), IN_FP32 + HAS_C * 4 * (LARGEST + ZEROS)),
+    "fp32 by torch": ((Settings(attention="torch"), "cpu", torch.float32), IN_FP32),
+    "integers": (
+        (Settings(quantize="int8"), "cpu", torch.float32),
+        2 * EMBEDDING + MATRICES + 4 * (ROWS + COLUMNS + NORMS + LARGEST) + POOL,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ENOUGH)
+def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, monkeypatch):
     """
-    At one byte too few, not at just enough: on a CPU bf16 weights, one matrix beside, embeddings
-    and norms in fp32, and a pool for 33 tokens. A GPU holds the weights as they are, and K and V in
-    their dtype.
+    On a CPU bf16 weights, embeddings and norms in fp32; integers of a byte each; one matrix beside;
+    and a pool for 33 tokens. A GPU holds the weights as they are, and K and V in their dtype. Would
+    catch: a copy that the operators make and that is not counted, or the other way.
     """
-    save_checkpoint(random_model(**LLAMA), tmp_path)
-    enough = 2 * (EMBEDDING + MATRICES + LARGEST) + 4 * (EMBEDDING + NORMS) + POOL
-    loaded = []
-    read = SavedWeights.read
-    monkeypatch.setattr(SavedWeights, "read", lambda *a: loaded.append(a) or read(*a))
-    convert = partial(packed_if_it_fits, Settings(), "cpu")
-    load = partial(load_checkpoint, tmp_path, dtype=torch.bfloat16, convert=convert)
+    (settings, device, dtype), enough = ENOUGH[kind]
+    model = empty_model(GPTConfig(**LLAMA), dtype)
+    set_memory(monkeypatch, enough)
+    packed_if_it_fits(settings, device, model)
     set_memory(monkeypatch, enough - 1)
+    name = "int8" if settings.quantize == "int8" else str(dtype).removeprefix("torch.")
+    with refused(f"{name} take .* {device} has"):
+        packed_if_it_fits(settings, device, model)
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
+    """And so are integers on a GPU."""
+    save_checkpoint(random_model(**LLAMA), tmp_path)
+    monkeypatch.setattr(SavedWeights, "read", lambda *_: pytest.fail("it is loaded"))
+    set_memory(monkeypatch, 1000)
+
+    def load(settings: Settings, device: str = "cpu"):
+        convert = partial(packed_if_it_fits, settings, device)
+        load_checkpoint(tmp_path, device, dtype=torch.bfloat16, convert=convert)
+
     words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
     words += r"end .*--max-model-len, or .*--dtype bf16, on a CPU --quantize int8"
     with refused(words):
-        load()
-    assert not loaded
-    set_memory(monkeypatch, enough)
-    load()
-    assert loaded
-    model = empty_model(GPTConfig(**LLAMA), torch.bfloat16)
-    with refused("bfloat16"):
-        packed_if_it_fits(Settings(num_blocks=4), "cpu", model)
-    on_gpu = partial(packed_if_it_fits, Settings(), "cuda", model)
-    once = 2 * (2 * EMBEDDING + MATRICES) + 4 * NORMS
-    set_memory(monkeypatch, once + POOL // 2)
-    on_gpu()
-    set_memory(monkeypatch, once + POOL // 2 - 1)
-    with refused("bfloat16 take .* cuda has"):
-        on_gpu()
-
-
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_weights_in_fp32_count_once(attention, monkeypatch):
-    """
-    And for cpu.c one matrix beside, and zeros that fill up the head. Would catch: a copy that the
-    operators make and that is not counted, or the other way.
-    """
-    model = empty_model(GPTConfig(**LLAMA), torch.float32)
-    enough = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
-    ops, _ = choose_ops(attention)
-    if ops.name == "cpu":
-        enough += 4 * (LARGEST + (128 - 97) * 32)
-    check = partial(packed_if_it_fits, Settings(attention=attention), "cpu", model)
-    set_memory(monkeypatch, enough)
-    check()
-    set_memory(monkeypatch, enough - 1)
-    with refused("float32 take"):
-        check()
-
-
-def test_integers_count_once(tmp_path, monkeypatch):
-    """
-    A byte each, a scale for each row and column, and the largest matrix in fp32. Would catch: a
-    model refused that would fit, as if it were loaded in fp32 or packed; and integers on a GPU that
-    are refused only when all is loaded.
-    """
-    save_checkpoint(random_model(**LLAMA), tmp_path)
-    ours = packed.converted(random_model(**LLAMA), "int8")
-    rows = 2 * 97 + 3 * (64 + 32 + 256 + 32)
-    columns = 2 * 32 + 3 * (32 + 32 + 32 + 128)
-    integers = 2 * EMBEDDING + MATRICES + 4 * (rows + columns)
-    enough = integers + 4 * (NORMS + LARGEST) + POOL
-
-    def load(device: str = "cpu") -> GPT:
-        convert = partial(packed_if_it_fits, Settings(quantize="int8"), device)
-        return load_checkpoint(tmp_path, device, convert=convert)
-
-    set_memory(monkeypatch, enough)
-    assert same(load(), ours)
-    set_memory(monkeypatch, enough - 1)
-    with refused("int8 take"):
-        load()
+        load(Settings())
+    with refused("bfloat16 take .* and 4 KV blocks"):
+        load(Settings(num_blocks=4))
     with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
-        load("cuda")
+        load(Settings(quantize="int8"), "cuda")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -204,13 +186,14 @@ import sys, threading, time
 import torch
 from checkpoint import load_checkpoint
 from ops import packed
-convert = getattr(packed, sys.argv[3])
-convert = lambda model, pack=convert: pack(model, sys.argv[4])
+pack = getattr(packed, sys.argv[3], None)
+how = {"convert": lambda model: pack(model, sys.argv[4])} if pack else {}
+how |= {} if pack else {"dtype": getattr(torch, sys.argv[4])}
 def resident():
     status = dict(line.split(":") for line in open("/proc/self/status"))
     return int(status["RssAnon"].split()[0]) * 1024
 torch.set_num_threads(1)
-load_checkpoint(sys.argv[2], convert=convert)  # what torch itself needs
+load_checkpoint(sys.argv[2], **how)  # what torch itself needs
 before = peak = resident()
 loading = True
 def watch():
@@ -220,7 +203,7 @@ def watch():
         time.sleep(0.0005)
 watcher = threading.Thread(target=watch, daemon=True)  # it ends where loading fails
 watcher.start()
-model = load_checkpoint(sys.argv[1], convert=convert)
+model = load_checkpoint(sys.argv[1], **how)
 loading = False
 watcher.join()
 size = sum(p.nbytes for p in model.parameters())
@@ -230,27 +213,29 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
-    ("pack", "quantize"),
+    ("pack", "kind"),
     [
+        ("", "float32"),
+        ("", "bfloat16"),
         ("packed_for_kernels", "none"),
         ("packed_for_kernels", "int8"),
         ("converted", "int8"),
     ],
 )
-@pytest.mark.quick("packed_for_kernels-int8")
-def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
+@pytest.mark.quick("packed_for_kernels-int8", "-float32")
+def test_one_matrix_at_a_time_is_loaded_and_packed(pack, kind, tmp_path):
     """
-    In anonymous memory: at the peak the packed weights and the largest matrix in fp32, then they
-    alone, each with 8 MiB to spare. Would catch: the model as it is in the files first; temporaries
-    as large as a matrix; and torch's compiler imported, to pack a model without weights. Arrays are
-    mapped one by one, so that those that are freed do not count.
+    In anonymous memory: at the peak the loaded weights and the largest matrix in fp32, then they
+    alone, each with 8 MiB to spare. Would catch: a second copy, the model as it is in the files
+    first; temporaries as large as a matrix; and torch's compiler imported, which takes more than a
+    second. Arrays are mapped one by one, so that those that are freed do not count.
     """
     fields = SHAPE | {"n_layer": 6, "n_embd": 1024, "vocab_size": 9_000}
     save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
     save_checkpoint(random_model(), tmp_path / "tiny")
     folders = [tmp_path / "large", tmp_path / "tiny"]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *folders, pack, quantize],
+        [sys.executable, "-c", MEASURE, *folders, pack, kind],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -261,7 +246,7 @@ def test_one_matrix_at_a_time_is_packed(pack, quantize, tmp_path):
     *sizes, is_without_compiler = done.stdout.split()
     peak, after, size = map(int, sizes)
     head = 9000 * 1024
-    parameters = size if quantize == "int8" else size / 4
+    parameters = size / {"int8": 1, "bfloat16": 2}.get(kind, 4)
     assert 84e6 < parameters < 86e6
     assert 0.9 * size < after <= size + 2**23
     assert peak <= size + 4 * head + 2**23
@@ -305,16 +290,9 @@ def test_block_tables_are_as_long_as_texts_may_be():
     A context of 131,072 made tables of 8,192 blocks, gathered in each step, whatever
     --max-model-len said.
     """
-    model = random_model(**LLAMA)
     settings = Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17)
-    engine = Engine(model, settings)
+    engine = Engine(random_model(**LLAMA), settings)
     assert engine.runner.known.block_tables.shape == (3, 5)
-    prompts = [list(range(13)), list(range(20, 29))]
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    answers = engine.generate(prompts, params, progress=False)
-    for prompt, answer in zip(prompts, answers, strict=True):
-        [tokens] = model.generate(torch.tensor([prompt]), 4).tolist()
-        assert tokens == prompt + answer
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # norms in bf16, as nobody has

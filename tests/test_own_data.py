@@ -245,50 +245,51 @@ PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 START, END = 257, 258
 ASKED = unscored(START, *b"user\nhi", END, *b"\n", START, *b"assistant\n")
 AGAIN = unscored(*b"\n", START, *b"user\n<|im_end|>", END, *b"\n", START, *b"assistant\n")
+TALK = [{"messages": turns("hi", " yes", "<|im_end|>", "no")}]
+SAID = {"messages": turns("hi", "yes")}
+TOOLS = [{"type": "function"}]
+REST = [*unscored(*b"u:hi\na:"), *b"yes\n"]
+NONE = unscored(*b"null") + REST
+
+
+def call(arguments) -> dict:
+    function = {"name": "f", "arguments": arguments}
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+# template, the lines of the file, their tokens
 HANDMADE = {
-    CHATML: [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")],
-    PLAIN: [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+    "chatml": (CHATML, TALK, [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")]),
+    "plain": (
+        PLAIN,
+        TALK,
+        [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+    ),
+    # they were ignored; as in a request, an empty list is none, and each dialogue has its own
+    "tools": (
+        "{{ tools | tojson }}" + PLAIN,
+        [SAID | {"tools": TOOLS}, SAID, SAID | {"tools": []}],
+        [*unscored(*b'[{"type": "function"}]'), *REST, *NONE, *NONE],
+    ),
+    # a text, as OpenAI's files have it, was written as a string of JSON, with its quotes
+    "arguments": (
+        PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson"),
+        [call('{"a": 1}'), call({"a": 1})],
+        [*unscored(*b"a:"), *b'{"a": 1}\n'] * 2,
+    ),
 }
 
 
-@pytest.mark.parametrize("template", HANDMADE)
-def test_answers_are_found_without_tags(template, checkpoint, tmp_path):
-    """What a user writes like a control token stays text, as serve.py has it."""
+@pytest.mark.parametrize("kind", HANDMADE)
+def test_answers_are_found_without_tags(kind, checkpoint, tmp_path):
+    """What a user writes like a control token stays text, tools and calls are as in a request."""
+    template, lines, expected = HANDMADE[kind]
     (checkpoint / "chat_template.jinja").write_text(template)
-    lines = write_lines(tmp_path / "a.jsonl", turns("hi", " yes", "<|im_end|>", "no"))
-    val = write_lines(tmp_path / "b.jsonl", turns("hi", "yes"))
-    corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", f"--val={val}")
-    assert corpus.train.tolist() == HANDMADE[template]
-
-
-def test_tools_are_shown_as_to_a_request(checkpoint, tmp_path):
-    """They were ignored. As in a request, an empty list is none, and each dialogue has its own."""
-    (checkpoint / "chat_template.jinja").write_text("{{ tools | tojson }}" + PLAIN)
-    said = {"messages": turns("hi", "yes")}
-    lines = [said | {"tools": [{"type": "function"}]}, said, said | {"tools": []}]
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    val = write_lines(tmp_path / "b.jsonl", turns("hi", "yes"))
-    corpus = prepare("chat", path, tmp_path, f"--init={checkpoint}", f"--val={val}")
-    rest = [*unscored(*b"u:hi\na:"), *b"yes\n"]
-    none = unscored(*b"null") + rest
-    assert corpus.train.tolist() == [*unscored(*b'[{"type": "function"}]'), *rest, *none, *none]
-    assert corpus.val.tolist() == none
-
-
-def test_arguments_of_a_call_are_an_object_as_in_a_request(checkpoint, tmp_path):
-    """A text, as OpenAI's files have it, was written as a string of JSON, with its quotes."""
-    template = PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson")
-    (checkpoint / "chat_template.jinja").write_text(template)
-    paths = []
-    for arguments in ('{"a": 1}', {"a": 1}):
-        function = {"name": "f", "arguments": arguments}
-        message = {"role": "assistant", "tool_calls": [{"function": function}]}
-        paths.append(write_lines(tmp_path / str(len(paths)), [message]))
-    text, value = paths
-    corpus = prepare("chat", text, tmp_path, f"--init={checkpoint}", f"--val={value}")
-    assert corpus.train.tolist() == [*unscored(*b"a:"), *b'{"a": 1}\n']
-    assert corpus.val.tolist() == corpus.train.tolist()
+    files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    for file in files:
+        file.write_text("\n".join(map(json.dumps, lines)))
+    corpus = prepare("chat", files[0], tmp_path, f"--init={checkpoint}", f"--val={files[1]}")
+    assert corpus.train.tolist() == corpus.val.tolist() == expected
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):

@@ -90,12 +90,9 @@ def test_it_samples_as_the_post_does(monkeypatch):
     torch.testing.assert_close(drawn, [(2 * last).softmax(-1), last.softmax(-1)])
 
 
-def test_find_and_load_a_prefix():
-    """Would catch: a hit of the whole prompt, one after a gap, a copy into another's block."""
+def test_find_a_prefix():
+    """Would catch: a hit of the whole prompt, or one after a gap."""
     cache = Scheduler().block_cache
-    pool = KVBlockPool(8, 4, 2, 1, 3, "cpu")
-    pool.kv.normal_()
-    before = pool.kv.clone()
     first = Request("first", [*range(12)], 1, block_table=[5, 2, 7], num_filled_slots=12)
     commit_completed_blocks(first, cache, 4)
 
@@ -106,11 +103,6 @@ def test_find_and_load_a_prefix():
     assert hits == [[], [5], [5], [5, 2], [5, 2, 7]]
     cache.forget(2)
     assert found(13) == [5]
-    request = Request("r", [*range(13)], 1, block_table=[0, 1, 3, 4])
-    post.load_cached_blocks(request, [5, 2], pool, 4)
-    assert request.prefill_cursor == request.num_filled_slots == 8
-    before[:, :, :2] = before[:, :, [5, 2]]
-    assert torch.equal(pool.kv, before)
 
 
 @pytest.mark.parametrize(
@@ -125,35 +117,6 @@ def test_ensure_blocks_for_new_tokens(filled, new, blocks):
     assert len(request.block_table) == blocks
     with raises(RuntimeError, "wanted 1", "of 3"):
         post.ensure_blocks_for_new_tokens(request, 13, allocator, 4)
-
-
-def test_assemble_and_disassemble():
-    """
-    A decode with 6 tokens in the pool, and a chunk of 3 after the 1 that a prompt has there. That K
-    and V are those of the right slots is shown by the answers above.
-    """
-    pool = KVBlockPool(6, 4, 2, 2, 3, "cpu")
-    decode = Request("d", [10, 11, 12, 13, 14, 15], 9, generated_tokens=[16], block_table=[3, 1])
-    decode.num_filled_slots = 6
-    chunk = Request("c", [20, 21, 22, 23, 24], 9, block_table=[5, 2], num_filled_slots=1)
-    tokens, positions, past, mask, pads = post.assemble_fused_batch([decode], chunk, 3, pool, 4)
-    assert tokens.tolist() == [[0, 0, 16], [21, 22, 23]]
-    assert positions.tolist() == [[0, 0, 6], [1, 2, 3]]
-    assert pads == [0, 5]
-    rows = ["".join(map(str, row.tolist())) for row in mask.int().view(6, 9)]
-    assert " ".join(rows[:3]) == "111111100 111111010 111111001"
-    assert " ".join(rows[3:]) == "000001100 000001110 000001111"
-    keys, values = past[1][0]
-    assert keys.shape == values.shape == (2, 6, 3)
-    new = torch.randn(2, 2, 2, 2, 3, 3)  # [layer, head, K or V, request, T, D]
-    post.disassemble_paged_fused([decode, chunk], new, [1, 3], pool, 4)
-    assert (decode.num_filled_slots, chunk.num_filled_slots) == (7, 4)
-    for layer, head in pool.k_pool:
-        k, v = new[layer, head]
-        assert torch.equal(pool.k_pool[layer, head][1, 2], k[0, 2])
-        assert torch.equal(pool.v_pool[layer, head][5, 1:4], v[1])
-    assert not pool.kv[:, :, 0].any()
-    assert not pool.kv[:, :, 1, :, 3].any()
 
 
 def test_a_model_with_windows_is_refused():

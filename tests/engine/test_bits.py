@@ -119,14 +119,21 @@ FAMILIES += ("gemma2", "gemma3")
 FORMATS = ("none", "int8")
 QUICK = [*product(OWN, FORMATS), ("gemma2", "none"), ("qwen3-windows", "int8")]
 QUICK += product((*OWN, "gemma2"), [HOSTILE])
-SLOW = [case for case in product(OWN + FAMILIES, (*FORMATS, HOSTILE)) if case not in QUICK]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
-each_model = pytest.mark.parametrize(("name", "kind"), QUICK + SLOW)
-QUICK_ON_GPU = [*product(("trained", "gemma2"), GPU_DTYPES)]
-QUICK_ON_GPU += [*product(("twins", "qwen3-windows", "llama-one-kv-head"), ["gpu-bf16"])]
-SLOW = [case for case in product(OWN + FAMILIES, GPU_DTYPES) if case not in QUICK_ON_GPU]
-SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
-each_model_on_gpu = pytest.mark.parametrize(("name", "kind"), QUICK_ON_GPU + SLOW)
+QUICK += product(("trained", "gemma2"), GPU_DTYPES)
+QUICK += product(("twins", "qwen3-windows", "llama-one-kv-head"), ["gpu-bf16"])
+
+
+def each(cases, quick=()) -> pytest.MarkDecorator:
+    """For each model and kind of operators, where they can run; those that are not quick, slow."""
+    params = []
+    for name, kind in cases:
+        marks = [needs_gpu if kind in GPU_DTYPES else needs_compiler]
+        marks += [] if (name, kind) in quick else [pytest.mark.slow]
+        params.append(pytest.param(name, kind, marks=marks))
+    return pytest.mark.parametrize(("name", "kind"), params)
+
+
+each_model = each(product(OWN + FAMILIES, (*FORMATS, HOSTILE, *GPU_DTYPES)), QUICK)
 
 # --------------------------------------------------------------------------------------------------
 # Requests
@@ -409,30 +416,23 @@ ON_A_CPU = (with_threads, beside_another_engine)
 ON_A_GPU = (without_graphs,)
 
 
-@needs_compiler
-@pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU)
+@pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU + ON_A_GPU)
 @each_model
-@pytest.mark.quick("twins-none-*", "*-with_threads", "*-overlapping", "*-warm", "*-preempted")
+@pytest.mark.quick(
+    "twins-none-*", "*-with_threads", "*-overlapping", "*-warm", "*-preempted", "*-gpu-*"
+)
 def test_a_request_gets_the_same_bits(name, kind, situation):
     """
     Would catch: a sum whose order depends on the size of a batch, a thread's share, or where a
     chunk or a task begins; K and V in the cache that are not those computed again; candidates that
-    depend on how many a neighbour asks for.
+    depend on how many a neighbour asks for. On a GPU also: tiles, splits and kernels that
+    follow the number of rows, a padded shape, or what a graph has captured.
     """
+    if situation in (ON_A_CPU if kind in GPU_DTYPES else ON_A_GPU):
+        pytest.skip("on a CPU" if situation in ON_A_CPU else "on a GPU")
     expected = alone(name, kind)
     for service in situation(partial(start, name, kind)):
         assert differences(service, expected) == []
-
-
-@needs_gpu
-@pytest.mark.parametrize("situation", SITUATIONS + ON_A_GPU)
-@each_model_on_gpu
-def test_a_request_gets_the_same_bits_on_a_gpu(name, kind, situation):
-    """
-    Would also catch: tiles, splits and kernels that follow the number of rows, a padded shape, or
-    what a graph has captured.
-    """
-    test_a_request_gets_the_same_bits(name, kind, situation)
 
 
 @pytest.mark.slow
@@ -450,10 +450,11 @@ def test_a_request_gets_the_same_bits_in_the_interpreter(name, situation, monkey
     test_a_request_gets_the_same_bits(name, "interpreted", situation)
 
 
-def check_second_turn(name: str, kind: str):
+@each_model
+def test_a_second_turn_gets_the_same_bits_cold_and_warm(name, kind):
     """
-    Of a chat: its prompt is the first one and the answer. Cold, and with hits of blocks that
-    decodes wrote.
+    Of a chat: its prompt is the first one and the answer. Would catch: K and V of a decode that are
+    not those of the same token in a prompt, whose kernels have other tiles on a GPU.
     """
     firsts = alone(name, kind)
     requests = []
@@ -478,36 +479,12 @@ def check_second_turn(name: str, kind: str):
     assert repr(dict(cold.answers)) == repr(dict(warm.answers))
 
 
-@needs_compiler
-@each_model
-def test_a_second_turn_gets_the_same_bits_cold_and_warm(name, kind):
-    """Would catch: K and V of a decode that are not those of the same token in a prompt."""
-    check_second_turn(name, kind)
+ON_GPU = [*product(OWN, GPU_DTYPES), ("gemma2", "gpu-bf16")]
 
 
-@needs_gpu
-@each_model_on_gpu
-def test_a_second_turn_gets_the_same_bits_on_a_gpu(name, kind):
-    """As above: decodes and prompts have the same kernels there, but other tiles."""
-    check_second_turn(name, kind)
-
-
-@needs_compiler
-@pytest.mark.slow
-@each_model
+@each([*product(OWN + FAMILIES, (*FORMATS, HOSTILE)), *ON_GPU], quick=ON_GPU)
 def test_a_request_gets_the_same_bits_in_random_lives(name, kind):
-    """All situations at once, as they come."""
-    check_random_lives(name, kind)
-
-
-@needs_gpu
-@pytest.mark.parametrize(("name", "kind"), [*product(OWN, GPU_DTYPES), ("gemma2", "gpu-bf16")])
-def test_a_request_gets_the_same_bits_in_random_lives_on_a_gpu(name, kind):
-    """Without graphs: these were captured for each of the sizes."""
-    check_random_lives(name, kind, graphs=False)
-
-
-def check_random_lives(name: str, kind: str, **settings):
+    """All situations at once, as they come. Without graphs: they are captured for each size."""
     counts = Counter()
     for seed in range(8):
         rng = random.Random(seed)
@@ -518,7 +495,7 @@ def check_random_lives(name: str, kind: str, **settings):
         sizes |= {"block_size": block_size, "num_blocks": rng.choice([56, 100, 960]) // block_size}
         sizes["watermark"] = rng.choice([0, 0.01])
         sizes |= {"overlap": rng.random() < 0.5, "prefix_cache": rng.random() < 0.8}
-        service = start(name, kind, threads=rng.choice([1, 1, 2, 3]), **sizes, **settings)
+        service = start(name, kind, threads=rng.choice([1, 1, 2, 3]), graphs=False, **sizes)
         names = 2 * list(ASKS) + list(NEIGHBOURS)
         rng.shuffle(names)
         for asked in names:
@@ -537,24 +514,12 @@ def check_random_lives(name: str, kind: str, **settings):
     assert len(counts) == 6 and min(counts.values()) >= 5, counts
 
 
-@needs_compiler
-@pytest.mark.parametrize(("name", "kind"), QUICK)
+@each(QUICK, quick=QUICK)
 def test_the_answers_are_worth_comparing(name, kind):
-    """Would catch: comparisons that cannot fail, for there is nothing in the answers."""
-    check_answers(name, kind)
-
-
-@needs_gpu
-@pytest.mark.parametrize(("name", "kind"), list(product(OWN, GPU_DTYPES)))
-def test_the_answers_on_a_gpu_are_worth_comparing(name, kind):
-    """As above; and without --deterministic they do differ."""
-    check_answers(name, kind)
-    service = start(name, kind, deterministic=False)
-    service.run(*ASKS)
-    assert differences(service, alone(name, kind))
-
-
-def check_answers(name: str, kind: str):
+    """
+    Would catch: comparisons that cannot fail, for there is nothing in the answers. Without
+    --deterministic those of a GPU do differ.
+    """
     service = start(name, kind)
     service.run(*ASKS)
     answers = alone(name, kind)
@@ -565,6 +530,10 @@ def check_answers(name: str, kind: str):
     score = service.answers["8:three.1"][3].logprobs
     score[0] = torch.tensor(score[0]).nextafter(torch.tensor(-1e9)).item()
     assert differences(service, answers) == ["8:three.1"]
+    if kind in GPU_DTYPES:
+        service = start(name, kind, deterministic=False)
+        service.run(*ASKS)
+        assert differences(service, answers)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -348,18 +348,6 @@ def test_a_hundred_steps_without_waiting_for_the_device():
 # `generate`
 
 
-def test_a_late_prefill_of_an_aborted_request_forks_nobody():
-    """Its id may be another one's by then, whose answers waited for rows instead of sharing."""
-    engine = simulated_engine(overlap=True)
-    engine.add_request("a", [1, 2, 3], greedy(3), n=2)
-    engine.step()
-    engine.abort("a")
-    engine.add_request("a", [4, 5, 6], greedy(3), n=2)
-    outputs = finish(engine)
-    assert tokens_of(outputs, "a.1") == greedy_answer([4, 5, 6], 3)
-    assert engine.scheduler.num_forks == 1
-
-
 class TakesAway(Stage):
     """Takes away a third of all tokens, as grammars do, and lets their requests sit out a step."""
 

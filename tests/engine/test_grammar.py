@@ -11,7 +11,6 @@ import json
 import random
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from functools import cache, partial
 from itertools import count
@@ -261,26 +260,6 @@ def test_tokens_are_masked_where_graphs_have_sent_others(model, grammars, monkey
     assert engine.stages["grammar"].num_refused > 20
 
 
-@needs_cpu_c
-def test_a_masked_token_is_sampled_from_its_own_logits(model, grammars, monkeypatch):
-    """Would catch: from those of a neighbour's draft, which stand before them."""
-
-    def guess(text: GrowingText, most: int) -> list[int]:
-        return [7] * min(2, most) if text.can_guess else []
-
-    monkeypatch.setattr(GrowingText, "guess", guess)
-    engine = new_engine(model, num_blocks=100, attention="cpu", speculate=True)
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, seed=0)
-    engine.add_request("free", [1, 2, 3], params)
-    held = replace(params, max_tokens=20, ignore_eos=False)  # greedy, too: logits decide all
-    for i, kind in enumerate(GRAMMARS):
-        engine.add_request(i, [4, 5, i], replace(held, grammar=grammars.compile(*kind)))
-    answers = finish(engine, {})
-    for i, kind in enumerate(GRAMMARS):
-        assert_follows(model, grammars.compile(*kind), [4, 5, i], held, answers[i])
-    assert engine.stages["drafts"].num_guessed >= 38 and engine.stages["grammar"].num_refused > 10
-
-
 @pytest.mark.parametrize("window", [0, 12])
 @each_overlap
 def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, late_replies):
@@ -333,52 +312,6 @@ def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random
         return draft if text.can_guess else []
 
     monkeypatch.setattr(GrowingText, "guess", guess)
-
-
-@needs_cpu_c
-@pytest.mark.parametrize(
-    ("is_late", "overlap"),
-    [(False, False), (True, False), (False, True)],
-    ids=["in time", "late", "overlap"],
-)
-def test_drafts_are_checked_by_the_grammar_first(model, grammars, is_late, overlap, monkeypatch):
-    """
-    Answers are those without drafts. Would catch: a draft that the grammar forbids and that is
-    kept, a grammar that does not follow a draft, a mask of another row than the refused token's, a
-    draft that is lost with the token behind it.
-    """
-    if is_late:
-        make_late(monkeypatch)
-    choose = random.Random(0)
-    V = model.config.vocab_size
-    kinds = [None, GRAMMARS[0], ("regex", "[^e]*"), ("regex", "[^a-m]*")]
-    asked = []
-    for i in range(40):
-        kind = kinds[i % 4]
-        fields = {"temperature": choose.choice([0, 1]), "top_k": choose.choice([0, 0, 5])}
-        grammar = grammars.compile(*kind) if kind else None
-        params = SamplingParams(seed=i, max_tokens=30, grammar=grammar, **fields)
-        asked.append(([choose.randrange(V) for _ in range(9)], params))
-    expected = {}
-    num_right = Counter()
-
-    def learn(text: GrowingText, n: int):
-        num_right[text.request.params.grammar is not None] += n
-
-    monkeypatch.setattr(GrowingText, "learn", learn)
-    for speculate in (False, True):
-        sizes = {"num_blocks": 20, "max_num_seqs": 3, "attention": "cpu", "check": True}
-        engine = new_engine(model, speculate=speculate, overlap=overlap and speculate, **sizes)
-        for id, (prompt, params) in enumerate(asked):
-            engine.add_request(id, prompt, params)
-        answers = finish(engine, {})
-        assert_idle(engine)
-        expected = expected or answers
-        assert answers == expected
-        tokens = {id: answer[0] for id, answer in expected.items()}
-        guess_now_and_then_wrongly(monkeypatch, tokens, choose, V)
-    assert min(num_right.values()) > 30 and len(num_right) == 2, num_right
-    assert engine.stages["grammar"].num_refused > 50
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,14 +14,11 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, ROOT, read_log, same, stop_after
-from test_crashes import Disk, lay_out
-from test_torchrun import torchrun
+from runs import MACHINE, read_log, same, stop_after
 
 import train
-from checkpoint import PREFIX, hub_parts, load_checkpoint
+from checkpoint import load_checkpoint
 from common import read_json, write_json
-from families import family_named
 from tokenizer import load_tokenizer
 from training import machine
 from training.corpus import batch_rows, bpe_tokenizer, load_corpus, read_corpus, write_corpus
@@ -99,31 +96,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
     assert (logits - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("family", tiny_models.FAMILIES)
-def test_loss_and_gradients_are_those_of_transformers(family, device, corpus, tmp_path):
-    """
-    In texts longer than the windows, with the operators that train on each device. Without a soft
-    cap's slope or a window the loss still fell.
-    """
-    hf_model = make(family, tmp_path, corpus)
-    model = load_checkpoint(tmp_path)
-    torch.manual_seed(0)
-    tokens = torch.randint(1, 300, (3, 51))
-    _, loss = model(tokens[:, :-1], tokens[:, 1:], training_ops(device))
-    loss.backward()
-    expected = hf_model(tokens, labels=tokens).loss
-    expected.backward()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-4)
-    named = {PREFIX.sub("", name): p.grad for name, p in hf_model.named_parameters()}
-    family = family_named(model.config_json)
-    for name, p in model.named_parameters():
-        for hub_name, part in hub_parts(model.config, name, p.grad, family).items():
-            grad = named.pop(hub_name)
-            assert (part - grad).norm() <= 1e-5 * grad.norm(), hub_name
-    assert not named
-
-
 # --------------------------------------------------------------------------------------------------
 # What is left behind, and resumed
 
@@ -160,44 +132,6 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
         assert (moved / name).read_bytes() == companions[name]
 
 
-@pytest.mark.slow
-def test_a_kill_at_any_write_loses_nothing(base, corpus, out, tmp_path, monkeypatch):
-    """Each moment is the model that training began with or a later one, and can be resumed."""
-    out.mkdir()
-    with monkeypatch.context() as patch:
-        disk = Disk(out, patch)
-        finetune(base, corpus, out, "--steps=2 --eval_every=1")
-    first = weights(base)
-    shutil.rmtree(base)
-    last = weights(out)
-    verdicts = []
-    log = read_log(out)
-    for i, files in enumerate(disk.moments):
-        folder = lay_out(files, tmp_path / str(i))
-        verdict = "nothing"
-        if "config.json" in files:
-            served = weights(folder)
-            verdict = "middle"
-            if same(served, first):
-                verdict = "first"
-            elif same(served, last):
-                verdict = "last"
-        if "train_state.pt" in files:
-            train.main(["--resume", f"--out={folder}"])
-            assert same(weights(folder), last)
-            assert read_log(folder) == log
-            verdict += ", resumed"
-        if verdict not in verdicts[-1:]:
-            verdicts.append(verdict)
-    assert verdicts == [
-        "nothing",
-        "first",
-        "first, resumed",
-        "middle, resumed",
-        "last, resumed",
-    ]
-
-
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
     """A generation_config.json of a larger vocabulary made it unreadable."""
     finetune(base, corpus, out)
@@ -215,16 +149,6 @@ def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_pat
     finetune(out, corpus, again, "--steps=1 --vector_lr=0")
     assert same(weights(out), weights(again))
     assert read_json(out / "config.json") == read_json(again / "config.json")
-
-
-@pytest.mark.slow
-def test_two_processes_train_as_one(base, corpus, out, tmp_path):
-    """All begin with the same weights, which nothing sends."""
-    one = tmp_path / "one"
-    finetune(base, corpus, one)
-    torchrun(ROOT / "train.py", *argv(base, corpus, out))
-    for alone, together in zip(read_log(one), read_log(out), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
 
 
 @pytest.mark.slow

@@ -86,37 +86,44 @@ def small_gpt2(**fields) -> GPT:
     return GPT(config)
 
 
-def test_evaluation_scores_every_token_once(corpus):
-    """
-    Against one window at a time, in plain torch: the last one is short, the first starts from the
-    end of a text.
-    """
-    loaded = train.load_corpus(str(corpus), MACHINE)
+def lively_gpt2() -> GPT:
+    """Far from uniform, so that each token counts."""
     torch.manual_seed(0)
     model = small_gpt2()
-    model.wte.weight.data *= 20  # far from uniform, so that each token counts
-    stream = torch.tensor([299, *loaded.val.tolist()])
+    model.wte.weight.data *= 20
+    return model
 
-    @torch.no_grad()
-    def nats(T: int) -> float:
-        total = 0.0
-        for i in range(0, len(stream) - 1, T):
-            targets = stream[i + 1 : i + T + 1]
-            logits, _ = model(stream[None, i : i + len(targets)])
-            total += F.cross_entropy(logits[0], targets, reduction="sum").item()
-        return pytest.approx(total, rel=1e-5)
 
-    def count(**options) -> int:
-        return train.evaluate(model, loaded, T=32, **options)[1]
+@torch.no_grad()
+def nats(model: GPT, ids: np.ndarray, T: int) -> torch.Tensor:
+    """Of each token after the end of a text, by one window at a time, in plain torch."""
+    stream = torch.tensor([299, *ids.tolist()])
+    losses = []
+    for i in range(0, len(ids), T):
+        targets = stream[i + 1 : i + T + 1]
+        logits, _ = model(stream[None, i : i + len(targets)])
+        losses.append(F.cross_entropy(logits[0], targets, reduction="none"))
+    return torch.cat(losses)
 
-    assert train.evaluate(model, loaded, MACHINE, 20) == (nats(20), 1001)
-    assert train.evaluate(model, loaded, MACHINE, 32) == (nats(32), 1001)
-    assert count(process=MACHINE, limit=96) == 96 - 32 + 1001 % 32  # first, middle, last window
-    assert count(process=MACHINE, limit=1) == 32
+
+def test_evaluation_scores_every_token_once(corpus):
+    """The last window is short."""
+    loaded = train.load_corpus(str(corpus), MACHINE)
+    model = lively_gpt2()
+    for T in 20, 32:
+        expected = nats(model, loaded.val, T).sum().item()
+        score = train.evaluate(model, loaded, MACHINE, T)
+        assert score == (pytest.approx(expected, rel=1e-5), 1001)
+
+    def count(process: train.Process, limit: int) -> int:
+        return train.evaluate(model, loaded, process, 32, limit=limit)[1]
+
+    assert count(MACHINE, 96) == 96 - 32 + 1001 % 32  # first, middle, last window
+    assert count(MACHINE, 1) == 32
     second = replace(MACHINE, rank=1, world=2)
     second.mean = lambda x: x
     # a window for each process, here the last one, times two
-    assert count(process=second, limit=1) == 2 * (1001 % 32)
+    assert count(second, 1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
     idle = replace(MACHINE, rank=98)
     assert train.evaluate(model, loaded, idle, 32) == (0.0, 0)
@@ -132,23 +139,14 @@ def test_evaluation_scores_what_is_to_be_predicted(corpus):
     is_predicted = np.arange(1001) % 2 > 0
     is_predicted[300:] = False
     loaded.val = np.where(is_predicted, ids, ~ids)
-    torch.manual_seed(0)
-    model = small_gpt2()
-    model.wte.weight.data *= 20
-    stream = torch.tensor([299, *ids.tolist()])
-    losses = []
-    with torch.no_grad():
-        for i in range(0, 1001, 20):
-            targets = stream[i + 1 : i + 21]
-            logits, _ = model(stream[None, i : i + len(targets)])
-            losses.append(F.cross_entropy(logits[0], targets, reduction="none"))
-    nats = torch.cat(losses)[torch.from_numpy(is_predicted)].sum().item()
+    model = lively_gpt2()
+    expected = nats(model, ids, 20)[torch.from_numpy(is_predicted)].sum().item()
     score = train.evaluate(model, loaded, MACHINE, 20)
-    assert score == (pytest.approx(nats, rel=1e-5), 150)
+    assert score == (pytest.approx(expected, rel=1e-5), 150)
     assert train.evaluate(model, loaded, MACHINE, 20, limit=400) == score
     text = loaded.tokenizer.decode_bytes(ids[is_predicted].tolist())
     bits = loaded.bits_per_byte(*score)
-    assert bits == pytest.approx(nats / math.log(2) / len(text), rel=1e-5)
+    assert bits == pytest.approx(expected / math.log(2) / len(text), rel=1e-5)
 
 
 def test_an_evaluation_takes_few_windows_at_a_time(corpus):

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, new_run, read_log, stop_after
+from runs import MACHINE, ROOT, new_run, read_log
 
 import train
 from checkpoint import load_checkpoint
@@ -163,37 +163,17 @@ def torchrun(*command) -> tuple[str, str]:
     return printed, errors
 
 
-@pytest.mark.slow
-def test_two_processes_take_the_steps_of_one(tiny, out, tmp_path):
-    """
-    Gradients are averaged, so losses and weights are those of one process up to rounding: without
-    cautious decay, which depends on the signs of updates, also of those near 0.
-    """
-    flags = [*tiny, "--steps=4", "--dropout=0", "--eval_every=2", "--matrix_decay=0"]
-    one = tmp_path / "one"
-    train.main([*flags, f"--out={one}"])
-    printed, errors = torchrun(ROOT / "train.py", *flags)
-    assert "Warning" not in errors  # torch's, of a name that it has replaced
-    expected = load_checkpoint(one).state_dict()
-    for name, w in load_checkpoint(out).state_dict().items():
-        assert (expected[name] - w).abs().max() < 1e-4
-    for alone, together in zip(read_log(one), read_log(out), strict=True):
-        assert together == pytest.approx(alone, abs=2e-4)
-    assert printed.startswith("device: 2 x CPU, 1 thread, float32")
-    assert printed.count("val loss:") == printed.count("step 2, ") == 1
-    assert (out / "loss.png").exists()
-
-
-DIES_ONCE = """
+DIES_AND_IS_STOPPED = """
 import os, signal, sys
 sys.path.insert(0, os.environ["ROOT"])
 import train
-dies = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1"
+signals = {"0": (3, signal.SIGKILL), "1": (4, signal.SIGTERM)}
+step, number = signals[os.environ["TORCHELASTIC_RESTART_COUNT"]]
 update = train.Run.update
 def update_and_die(self, x, y):
     result = update(self, x, y)
-    if self.step == 3 and dies:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if self.step == step and os.environ["RANK"] == "1":
+        os.kill(os.getpid(), number)
     return result
 train.Run.update = update_and_die
 train.main()
@@ -201,26 +181,32 @@ train.main()
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes_and_when_one_dies(
-    tiny, out, tmp_path, monkeypatch
+def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(
+    tiny, out, tmp_path, monkeypatch, capsys
 ):
     """
-    With the losses of an uninterrupted one, up to rounding.
+    Gradients are averaged, so losses and weights are those of one process up to rounding: without
+    cautious decay, which depends on the signs of updates, also of those near 0. One is killed at
+    step 3 and torchrun starts both again; one is asked to stop at step 4; one alone does the rest.
     """
-    whole = tmp_path / "whole"
     flags = [*tiny, "--steps=6", "--dropout=0", "--eval_every=1", "--matrix_decay=0"]
-    train.main([*flags, f"--out={whole}"])
-    stop_after(monkeypatch, [2])
-    train.main(flags)
-    script = tmp_path / "dies_once.py"
-    script.write_text(DIES_ONCE)
+    one = tmp_path / "one"
+    train.main([*flags, f"--out={one}"])
+    script = tmp_path / "dies_and_is_stopped.py"
+    script.write_text(DIES_AND_IS_STOPPED)
     monkeypatch.setenv("ROOT", str(ROOT))
-    more = ["--max-restarts=1", script, "--resume", f"--out={out}"]
-    printed, _ = torchrun(*more)
-    assert printed.count("6 steps, from step 2, 33% done") == 2
-    expected = [line for line in read_log(whole) if line["step"] != 2 or "loss" in line]
+    printed, errors = torchrun("--max-restarts=1", script, *flags)
+    assert printed.startswith("device: 2 x CPU, 1 thread, float32")
+    assert printed.count("6 steps, from step 2, 33% done") == printed.count("saved at step 4") == 1
+    assert "Warning" not in errors  # torch's, of a name that it has replaced
+    train.main(["--resume", f"--out={out}"])
+    assert (out / "loss.png").exists()
+    expected = [line for line in read_log(one) if line["step"] != 4 or "loss" in line]
     for alone, together in zip(expected, read_log(out), strict=True):
         assert together == pytest.approx(alone, abs=2e-4)
+    expected = load_checkpoint(one).state_dict()
+    for name, w in load_checkpoint(out).state_dict().items():
+        assert (expected[name] - w).abs().max() < 1e-4
 
 
 RECIPE = """
