@@ -242,7 +242,11 @@ def content_text(value, info: ValidationInfo):
     texts = []
     for number, part in enumerate(value):
         match part:
-            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            case (
+                str(text)  # langchain's
+                | {"type": "text", "text": str(text)}
+                | {"type": "refusal", "refusal": str(text)}
+            ):
                 texts.append(text)
             case _:
                 only = "only parts of the type text, with a text, are served"
@@ -251,10 +255,18 @@ def content_text(value, info: ValidationInfo):
 
 
 def arguments_object(value):
-    """A call's arguments as an object, as templates take them; some servers send "" for none."""
-    if value is None or value == "":
+    """
+    A call's arguments as an object, as templates take them. Some servers send "" for none, and a
+    call that max_tokens has cut ends anywhere.
+    """
+    if value in (None, "", "null"):
         return {}
-    return from_json(value) if isinstance(value, str) else value
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        if not str(error).startswith("EOF"):
+            raise
+        return from_json(value, allow_partial="trailing-strings")
 
 
 def grammar_text(value, *path) -> str:
