@@ -94,6 +94,7 @@ clean:
 	@echo "kept: models in out/ (make clean-models), corpora of your own files in data/"
 
 clean-models:
-	@found=$$(ls -d out/* run.jsonl 2> /dev/null); test "$$found" || { echo "no models here"; exit 0; }; \
-	du -sh $$found; printf "delete these for good? [y/N] "; read answer || true; \
+	@found=$$(du -sh out/* out/.[!.]* run.jsonl 2> /dev/null); \
+	test "$$found" || { echo "no models here"; exit 0; }; \
+	echo "$$found"; printf "delete these for good? [y/N] "; read answer || true; \
 	if [ "$$answer" = y ]; then rm -rf out run.jsonl; else echo "kept"; fi

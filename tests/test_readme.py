@@ -383,15 +383,21 @@ AGAIN += " data/shakespeare_char/tokenizer.json .pytest_cache/a"
 
 @needs_make
 def test_clean_deletes_nothing_that_is_not_made_again(clone):
-    """It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json."""
+    """
+    It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json. The list of
+    what goes for good lacked hidden folders, and showed errors for names with spaces.
+    """
     files = [clone / name for name in f"{MINE} {AGAIN}".split()]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    for name in "my model", ".old":
+        (clone / "out" / name).mkdir()
     make(clone, "clean")
     assert [file for file in files if file.exists()] == files[: len(MINE.split())]
     for answer in "", "n\n", "y\n":
         printed = make(clone, "clean-models", input=answer).stdout
-        assert "out/mine" in printed and "run.jsonl" in printed
+        for name in "out/mine", "out/my model", "out/.old", "run.jsonl":
+            assert f"\t{name}\n" in printed
         assert files[0].exists() == (answer != "y\n")
     assert [file.exists() for file in files[1:4]] == [True, True, False]
