@@ -269,6 +269,16 @@ def arguments_object(value):
         return from_json(value, allow_partial="trailing-strings")
 
 
+def few_calls(messages):
+    """Refuses more calls than messages may be: to look at each of 60,000 takes seconds."""
+    if isinstance(messages, list):
+        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
+        count = sum(len(made) for made in calls if isinstance(made, list))
+        if count > MAX_MESSAGES:
+            raise Refused(f"have {count} calls, at most {MAX_MESSAGES} are taken: leave some out")
+    return messages
+
+
 def grammar_text(value, *path) -> str:
     """A schema or grammar for the engine. It compiles it, and refuses those that are broken."""
     try:
@@ -648,7 +658,11 @@ class Tool(Part):
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True)]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(few_calls),
+]
 
 
 class ChatRequest(SamplingRequest):
@@ -659,7 +673,7 @@ class ChatRequest(SamplingRequest):
 
     echo: ClassVar = False
 
-    messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     tools: Tools = []
     tool_choice: Annotated[str | dict, PlainValidator(name_or_word)] = "auto"
     parallel_tool_calls: bool = True
@@ -715,7 +729,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages = []
     add_special_tokens: bool | None = None  # true for a prompt, false for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = {}  # as in chats

@@ -285,6 +285,11 @@ def tool(name: str, **function) -> dict:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+def calls(count: int) -> dict:
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "tool_calls": [call] * count}
+
+
 SIZES = [  # kind, field, a value of that size, the largest size that passes
     (CompletionRequest, "prompt", lambda size: ["a"] * size, 4096),
     (CompletionRequest, "stop", lambda size: ["a"] * size, 64),
@@ -296,6 +301,7 @@ SIZES = [  # kind, field, a value of that size, the largest size that passes
     (ChatRequest, "messages", lambda size: HELLO * size, 4096),
     (ChatRequest, "chat_template_kwargs", lambda size: {"a": "x" * (size - 9)}, 2**14),  # as JSON
     (TokenizeRequest, "messages", lambda size: HELLO * size, 4096),
+    (ChatRequest, "messages", lambda size: [*HELLO, calls(size - 9), calls(9)], 4096),
     (ChatRequest, "tools", lambda size: [tool(f"f{i}") for i in range(size)], 128),
 ]
 
