@@ -316,7 +316,7 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
 
 
 # A step may take a minute, and someone who sees no answer presses Ctrl-C again.
-STOPPING = b"\nfinishing and saving the step under way; a second signal ends the run unsaved\n"
+STOPPING = b"\nfinishing and saving what is under way; a second signal ends the run unsaved\n"
 
 
 def catch_signals() -> list[int]:
