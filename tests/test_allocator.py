@@ -111,30 +111,6 @@ def test_update_wants_one_token_for_each_sampled_request():
     assert len(scheduler.update(plan, [1])) == 1
 
 
-def test_a_request_whose_token_is_taken_away_goes_back_to_the_last_one_it_keeps():
-    """Would catch: a place kept for the token of a later step, or that token, which counts."""
-    r = Request("r", [1, 2, 3], 3)
-    scheduler = new_scheduler(r)
-    plans = []
-    for _ in range(3):  # the prompt, and the tokens at positions 3 and 4
-        plans.append(scheduler.plan())
-        scheduler.advance(plans[-1])
-    assert (r.status, r.block_table) == ("ending", [0, 1])
-    scheduler.resolve(plans[0], {r: [70]})
-    scheduler.resolve(plans[1], {r: []})
-    for _ in range(2):
-        assert (r.generated_tokens, r.num_to_come) == ([70], 0)
-        assert (r.status, r.block_table, r.num_filled_slots) == ("active", [0], 3)
-        scheduler.check()
-        scheduler.resolve(plans[2], {})
-    for token in 71, 72:
-        plan = scheduler.plan()
-        assert plan.decodes == [r]
-        finished = scheduler.update(plan, [token])
-    assert finished == [r]
-    assert r.generated_tokens == [70, 71, 72]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -494,24 +494,30 @@ def test_weights_that_do_not_match_are_refused(folder, changes, words):
     refused(folder, words)
 
 
-LIES = [  # about a tensor of 32 numbers, or about the length of the file's header
-    {"data_offsets": [0, 2**40]},
-    {"data_offsets": [2**40, 2**40 + 128]},
-    {"data_offsets": [128, 0]},
-    {"data_offsets": [-128, 0]},
-    {"data_offsets": [64, 192]},
-    {"shape": [33]},
-    {"shape": [2**62, 4]},
-    {"shape": [2**32, 2**32]},
-    {"shape": [-32]},
-    {"dtype": "F64"},
-    *({"length": length} for length in (0, 9, 10**8 + 1, 2**63, 2**64 - 1)),
-]
+# about a tensor of 32 numbers, or about the length of the file's header
+LIES = """
+{"data_offsets": [0, 1099511627776]}
+{"data_offsets": [1099511627776, 1099511627904]}
+{"data_offsets": [128, 0]}
+{"data_offsets": [-128, 0]}
+{"data_offsets": [64, 192]}
+{"shape": [33]}
+{"shape": [4611686018427387904, 4]}
+{"shape": [4294967296, 4294967296]}
+{"shape": [-32]}
+{"dtype": "F64"}
+{"length": 0}
+{"length": 9}
+{"length": 100000001}
+{"length": 9223372036854775808}
+{"length": 18446744073709551615}
+"""
 
 
-@pytest.mark.parametrize("lie", LIES, ids=str)
+@pytest.mark.parametrize("lie", LIES.strip().splitlines())
 def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
     """Whoever made it: nothing outside of the file is read, nor memory taken for what it claims."""
+    lie = json.loads(lie)
     path = folder / "model.safetensors"
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")

@@ -75,22 +75,23 @@ def test_a_broken_file_is_refused(folder, broken):
 
 
 # generation_config.json, what is typed, the terminal's temperature
-TEMPERATURES = [
-    ({}, "", 0.8),
-    ({"temperature": 0.5}, "", 0.5),
-    ({"temperature": 0.0}, "", 0.0),
-    ({"temperature": 0.5}, "--temperature 0", 0.0),
-    ({"temperature": 0.5}, "--temperature 1", 1.0),
-    ({"temperature": 0.5}, "--generation-config vllm", 0.8),
-]
+TEMPERATURES = """
+{} | | 0.8
+{"temperature": 0.5} | | 0.5
+{"temperature": 0.0} | | 0.0
+{"temperature": 0.5} | --temperature 0 | 0.0
+{"temperature": 0.5} | --temperature 1 | 1.0
+{"temperature": 0.5} | --generation-config vllm | 0.8
+"""
 
 
-@pytest.mark.parametrize(("saved", "typed", "temperature"), TEMPERATURES)
-def test_the_terminals_temperature(folder, saved, typed, temperature):
+@pytest.mark.parametrize("row", TEMPERATURES.strip().splitlines())
+def test_the_terminals_temperature(folder, row):
     """A 0 that is typed was taken for not given."""
+    saved, typed, temperature = row.split("|")
     args = serve.parse_args(["--model", folder(saved), "--prompt", "x", *typed.split()])
-    assert args.temperature == temperature
-    assert args.sampling == ({} if "vllm" in typed else saved)
+    assert args.temperature == float(temperature)
+    assert args.sampling == ({} if "vllm" in typed else json.loads(saved))
 
 
 def test_the_defaults_are_printed_once(folder, capfd):

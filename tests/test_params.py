@@ -3,6 +3,7 @@ The fields of `SamplingParams`: each default and each range stated once more, an
 refused.
 """
 
+import json
 import math
 import subprocess
 import sys
@@ -12,19 +13,22 @@ import pytest
 from params import RANGES, SamplingParams
 
 LARGEST = 2**31 - 1
-# field: its default, the smallest number that is accepted, the largest
+# a field, its default, the smallest number that is accepted, the largest
+FIELDS = """
+temperature        1    0      2
+top_k              0    0      2147483647
+top_p              1    1e-300 1
+min_p              0    0      1
+max_tokens         16   1      2147483647
+min_tokens         0    0      2147483647
+presence_penalty   0    -2     2
+frequency_penalty  0    -2     2
+repetition_penalty 1    1e-300 10
+seed               null -9223372036854775808 9223372036854775807
+logprobs           null 0      20
+"""
 FIELDS = {
-    "temperature": (1, 0, 2),
-    "top_k": (0, 0, LARGEST),
-    "top_p": (1, 1e-300, 1),
-    "min_p": (0, 0, 1),
-    "max_tokens": (16, 1, LARGEST),
-    "min_tokens": (0, 0, LARGEST),
-    "presence_penalty": (0, -2, 2),
-    "frequency_penalty": (0, -2, 2),
-    "repetition_penalty": (1, 1e-300, 10),
-    "seed": (None, -(2**63), 2**63 - 1),
-    "logprobs": (None, 0, 20),
+    name: [*map(json.loads, rest)] for name, *rest in map(str.split, FIELDS.split("\n")[1:-1])
 }
 WHOLE = ("top_k", "max_tokens", "min_tokens", "seed", "logprobs")
 NUMBERS = dict.fromkeys((0, 12), 0.0)

@@ -36,27 +36,30 @@ def text_of(*tokens: int, answer=()) -> GrowingText:
     return text
 
 
-@pytest.mark.parametrize(
-    ("tokens", "most", "guessed"),
-    [
-        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 3, [4, 5, 6]),
-        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 5, [4, 5, 6, 1, 2]),
-        ((1, 2, 3, 4, 5, 6, 1, 2, 3), 8, [4, 5, 6, 1, 2, 3, 4, 5]),  # and so on
-        ((9, 1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3), 2, [5, 1]),  # what stood there last
-        ((7, 7, 7, 7), 4, [7, 7, 7, 7]),
-        ((7, 7, 7), 4, []),  # its end is no repetition of itself
-        ((1, 2, 3, 4, 9, 2, 3), 4, []),  # two tokens are too few
-        ((1, 2), 4, []),
-        ((1, 2, 3, 4, 1, 2, 3), 0, []),
-    ],
-)
-def test_a_text_goes_on_as_it_did(tokens, most, guessed):
+# a text, how many tokens are wanted -> the guess
+GUESSES = """
+1 2 3 4 5 6 1 2 3       3 -> 4 5 6
+1 2 3 4 5 6 1 2 3       5 -> 4 5 6 1 2
+1 2 3 4 5 6 1 2 3       8 -> 4 5 6 1 2 3 4 5
+9 1 2 3 4 1 2 3 5 1 2 3 2 -> 5 1
+7 7 7 7                 4 -> 7 7 7 7
+7 7 7                   4 ->
+1 2 3 4 9 2 3           4 ->
+1 2                     4 ->
+1 2 3 4 1 2 3           0 ->
+"""
+
+
+@pytest.mark.parametrize("row", GUESSES.strip().splitlines())
+def test_a_text_goes_on_as_it_did(row):
+    """Where three tokens stood last; the end of a text is no repetition of itself."""
+    (*tokens, most), guessed = (list(map(int, part.split())) for part in row.split("->"))
     assert text_of(*tokens).guess(most) == guessed
     # the same if the last of them have come one by one
     text = text_of(tokens[0])
-    for i in range(1, len(tokens)):
+    for token in tokens[1:]:
         text.guess(1)
-        text.request.generated_tokens.append(tokens[i])
+        text.request.generated_tokens.append(token)
     assert text.guess(most) == guessed
 
 
@@ -193,19 +196,20 @@ def speculating(**settings) -> Engine:
 
 
 @pytest.mark.parametrize(
-    "draft, allowed",
+    "row",
     [
-        ([], 0),
-        ([98], 1),
-        ([98, 99, 97], 1),
-        ([97] * 9, 4),
-        ([319], 0),
-        ([98, 319, 98], 1),
-        ([256], 0),
+        "-> 0",
+        "98 -> 1",
+        "98 99 97 -> 1",
+        "97 97 97 97 97 -> 4",
+        "98 319 98 -> 1",
+        "319 -> 0",
+        "256 -> 0",
     ],
 )
-def test_a_draft_is_cut_where_its_grammar_forbids_it(draft, allowed, tmp_path, monkeypatch):
+def test_a_draft_is_cut_where_its_grammar_forbids_it(row, tmp_path, monkeypatch):
     """Nothing of it stays behind. It may have ids of rows without a token: a prompt has them."""
+    draft, [allowed] = (list(map(int, part.split())) for part in row.split("->"))
     monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)  # no verdict is late
     bpe_tokenizer([]).save(tmp_path)
     grammars = Grammars(tmp_path, GPTConfig(320, eos_token_ids=(256,)))

@@ -6,7 +6,6 @@ test_runner.py; random lives, with the server's loop, are the simulator's.
 
 import dataclasses
 import json
-import random
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -21,21 +20,17 @@ from engine import sizing
 from engine.engine import Engine
 from engine.process import handle_message
 from engine.sizing import with_step_size
-from engine.step import Stage, by_moment
 from model import GPT, GPTConfig
 from paged import POLICIES, Plan
 from params import SamplingParams, Settings
 from test_paged import assert_idle, new_engine, prompt, raises, trained_model
 from test_paged import serve as serve_all
 from tests.simulated_runner import (
-    VOCABULARY,
     NoModel,
     SimulatedRunner,
-    answer,
     finish,
     greedy,
     greedy_answer,
-    noise_key,
     simulated_engine,
     tokens_of,
 )
@@ -348,64 +343,6 @@ def test_a_hundred_steps_without_waiting_for_the_device():
 # `generate`
 
 
-class TakesAway(Stage):
-    """Takes away a third of all tokens, as grammars do, and lets their requests sit out a step."""
-
-    def __init__(self, engine):
-        super().__init__(engine)
-        self.rng = random.Random(0)
-        self.num_taken = 0
-
-    def begin(self):
-        known = [r for r in self.engine.scheduler.held if not r.num_to_come]
-        for request in known:
-            self.engine.scheduler.move(request, "active")
-        if known:
-            self.engine.runner.fill_rows(*known)
-
-    def settled(self, step):
-        for request in [r for r in step.tokens if self.rng.random() < 0.3]:
-            step.tokens[request] = []
-            self.num_taken += 1
-            if self.engine.in_flight:
-                self.engine.in_flight.dropped.add(request)
-            if request.row is not None:
-                self.engine.scheduler.move(request, "held")
-
-
-@pytest.mark.parametrize("window", [0, 5])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_what_a_stage_takes_away_is_computed_again(overlap, window):
-    """
-    To the same tokens, and a record has a snapshot, as no line tells of it. Would catch: a token of
-    the step under way that counts, blocks and slots that stay, an output of no token. With a window
-    of 5 a step may have left the block that the token before sees.
-    """
-    engine = simulated_engine(num_blocks=10, watermark=0, overlap=overlap, window=window)
-    stage = TakesAway(engine)
-    engine.acting = by_moment([stage, *engine.stages.values()])
-    lines = []
-    engine.stages["record"].listen(lines.append)
-    rng = random.Random(1)
-    texts = [[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 20))] for _ in range(20)]
-    for i, text in enumerate(texts):
-        engine.add_request(f"{i}", text, greedy(12), n=1 + i % 2)
-    outputs = []
-    while engine.has_work:
-        before = stage.num_taken
-        outputs += engine.step()
-        assert any('"snapshot"' in line for line in lines) == (stage.num_taken > before)
-        lines.clear()
-    assert_idle(engine)
-    assert all(output.tokens for output in outputs)
-    for i, text in enumerate(texts):
-        right, _ = answer(text, 12, set(), noise_key(0, 0), VOCABULARY, window)
-        for id in [f"{i}", f"{i}.1"][: 1 + i % 2]:
-            assert tokens_of(outputs, id) == right
-    assert stage.num_taken > 50
-    assert engine.scheduler.num_preemptions > 0
-
-
 def test_delays_that_are_never_asked_for_are_forgotten(monkeypatch):
     """`generate` in a program never asks: two numbers of each request were kept for ever."""
     monkeypatch.setattr(engine_module, "MAX_DELAYS", 2)
@@ -524,7 +461,7 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
 
 
 # --------------------------------------------------------------------------------------------------
-# Windows: every layer slides
+# Windows
 
 
 def windowed_model(*windows: int) -> GPT:
@@ -533,33 +470,6 @@ def windowed_model(*windows: int) -> GPT:
     model = GPT(replace(whole.config, windows=windows)).eval()
     model.load_state_dict(whole.state_dict())
     return model
-
-
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
-def test_texts_longer_than_their_windows_are_the_dense_models(device, overlap):
-    """
-    Texts of up to 64 tokens see 16, and the pool has 64: so blocks are left, found and taken by
-    others all the time. Every token is the dense model's, which computes whole texts.
-    """
-    model = windowed_model(8, 16)
-    sizes = {"num_blocks": 16, "max_num_seqs": 3, "token_budget": 12, "watermark": 0}
-    served = deepcopy(model).to(device)
-    engine = new_engine(served, overlap=overlap, **sizes)
-    engine.reference = model
-    assert "1 text of 64" in engine.statement()
-    prompts = [prompt(seed, length) for seed, length in enumerate([40, 6, 8, 30, 7])]
-    serve_all(engine, prompts, 24)
-    assert engine.scheduler.num_preemptions
-    serve_all(engine, prompts[:1], 1)
-    num_hit_tokens = engine.scheduler.num_hit_tokens
-    serve_all(engine, [prompts[0] + prompt(9, 4)], 20)  # the cache has what its window has left
-    assert engine.scheduler.num_hit_tokens == num_hit_tokens + 40
-    with raises(ValueError, "max_model_len is 60, possible is 1 to 16"):
-        new_engine(model, num_blocks=4, max_model_len=60)
 
 
 def test_a_layer_that_sees_all_keeps_all():

@@ -102,19 +102,21 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
 
 
 # CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads
-THREADS = [
-    (2, "0-1 0-1", "max 100000", None, 2),  # two hyperthreads of one core are both taken
-    (4, "0-1 0-1 2-3 2-3", "900000 100000", None, 2),
-    (6, "0,8 1,9 2,10 3,11 4,12 5,13", "", None, 6),
-    (4, "0 1 2 3", "250000 100000", None, 2),
-    (4, "0 1 2 3", "50000 100000", None, 1),
-    (3, "", "", None, 3),  # a system that does not say
-    (4, "0 1 2 3", "max 100000", "7", 7),
-]
+# two hyperthreads of one core are both taken; the fifth is a system that does not say
+THREADS = """
+2 | 0-1 0-1                         | max 100000    |   | 2
+4 | 0-1 0-1 2-3 2-3                 | 900000 100000 |   | 2
+6 | 0,8 1,9 2,10 3,11 4,12 5,13     |               |   | 6
+4 | 0 1 2 3                         | 250000 100000 |   | 2
+3 |                                 |               |   | 3
+4 | 0 1 2 3                         | 50000 100000  |   | 1
+4 | 0 1 2 3                         | max 100000    | 7 | 7
+"""
 
 
-@pytest.mark.parametrize(("cpus", "siblings", "quota", "omp", "threads"), THREADS)
-def test_a_thread_for_each_core_that_may_be_used(monkeypatch, cpus, siblings, quota, omp, threads):
+@pytest.mark.parametrize("row", THREADS.strip().splitlines())
+def test_a_thread_for_each_core_that_may_be_used(monkeypatch, row):
+    cpus, siblings, quota, omp, threads = map(str.strip, row.split("|"))
     assert machine.read("/no/such/file") == ""
 
     def read(path: str) -> str:
@@ -127,13 +129,13 @@ def test_a_thread_for_each_core_that_may_be_used(monkeypatch, cpus, siblings, qu
     monkeypatch.setattr(machine, "read", read)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", started.append)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(int(cpus))), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     if omp:
         monkeypatch.setenv("OMP_NUM_THREADS", omp)
     train.init_process(train.parse_args(["--device=cpu"]))
     monkeypatch.delattr(os, "sched_getaffinity")  # as on macOS
-    assert started == [threads]
+    assert started == [int(threads)]
     assert machine.count_cores() == 7
 
 

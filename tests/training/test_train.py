@@ -3,6 +3,7 @@ train.py: what a run leaves behind, that it can be stopped, killed and resumed, 
 it ends where it cannot go on.
 """
 
+import json
 import math
 import os
 import shutil
@@ -415,29 +416,30 @@ def test_a_file_with_tokens_in_its_name_is_not_a_models(tiny, out):
     assert not (out / "added_tokens.json").exists()
 
 
-SMALL = {"n_layer": 3, "context_length": 512, "short_context": 128, "steps": None, "arch": "llama"}
-GPU = {"n_layer": 6, "arch": "gpt2", "dropout": 0.1, "steps": 1500, "short_context": 256}
-SETTINGS = {
-    "": SMALL | {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03},
-    "--data=text": SMALL | {"out": "out/text"},
-    "--preset=gpt2-124M --data=/a/notes/": {"out": "out/notes"},
-    "--preset=gpt2-124M --data=a/b --out=c": {"out": "c"},
-    "--n_layer=2 --minutes=5": SMALL | {"n_layer": 2, "minutes": 5},
-    "--context_length=64": {"short_context": 64},
-    "--device=cuda": GPU,
-    "--device=cuda --minutes=5 --steps=7": GPU | {"steps": 7},
-    "--device=cuda --minutes=5": GPU | {"steps": None},
-    "--preset=gpt2-124M": {"arch": "gpt2", "steps": 1000, "vector_lr": 2e-3, "n_embd": 768},
-    "--activation=relu2": SMALL | {"activation": "relu2"},
-    "--preset=shakespeare_char": {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0},
-    "--preset=shakespeare_char --device=cuda": {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0},
-}
+# as they are typed -> some of the settings
+SETTINGS = """
+ -> {"n_layer": 3, "context_length": 512, "short_context": 128, "steps": null, "arch": "llama"}
+ -> {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03}
+--data=text -> {"n_layer": 3, "arch": "llama", "out": "out/text"}
+--preset=gpt2-124M --data=/a/notes/ -> {"out": "out/notes"}
+--preset=gpt2-124M --data=a/b --out=c -> {"out": "c"}
+--n_layer=2 --minutes=5 -> {"n_layer": 2, "minutes": 5, "arch": "llama", "steps": null}
+--context_length=64 -> {"short_context": 64}
+--device=cuda -> {"n_layer": 6, "arch": "gpt2", "dropout": 0.1, "steps": 1500, "short_context": 256}
+--device=cuda --minutes=5 --steps=7 -> {"n_layer": 6, "arch": "gpt2", "steps": 7}
+--device=cuda --minutes=5 -> {"n_layer": 6, "arch": "gpt2", "steps": null}
+--preset=gpt2-124M -> {"arch": "gpt2", "steps": 1000, "vector_lr": 2e-3, "n_embd": 768}
+--activation=relu2 -> {"n_layer": 3, "arch": "llama", "activation": "relu2"}
+--preset=shakespeare_char -> {"n_layer": 3, "n_head": 2, "batch_size": 16, "dropout": 0.0}
+--preset=shakespeare_char --device=cuda -> {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0}
+"""
 
 
-@pytest.mark.parametrize("flags", SETTINGS)
-def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(flags):
-    args = vars(train.parse_args(["--device=cpu", *flags.split()]))
-    assert args | SETTINGS[flags] == args
+@pytest.mark.parametrize("row", SETTINGS.strip("\n").splitlines())
+def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row):
+    typed, settings = row.split(" -> ")
+    args = vars(train.parse_args(["--device=cpu", *typed.split()]))
+    assert args | json.loads(settings) == args
     defaults = train.build_parser().parse_args([])
     assert args.keys() == vars(defaults).keys()
 
