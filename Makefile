@@ -25,7 +25,7 @@ NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkp
 	training/test_clock.py training/test_crashes.py)
 MODEL := out/stdlib
 # an installation that was interrupted: packages that pip takes for whole may be half there
-AGAIN = $(wildcard $(VENV)/installing)
+AGAIN = $(wildcard $(VENV)/installing $(VENV)/tests-installing)
 # on a terminal with its progress (stdout is the substitution's)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 2 || echo --quiet) \
 	$(if $(AGAIN),--force-reinstall) $(PIP_OPTIONS)
@@ -80,12 +80,15 @@ same-python:
 		test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" || { echo "$(VENV) has $$($(BIN)/python -V), PYTHON is \
 	$$($(PYTHON) -V): name another VENV, or make clean first"; exit 1; }
 
+# These may replace packages of make run, which is not ready meanwhile. The dry run fails without a network,
+# before anything is replaced.
 $(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
 	@echo "installing requirements-test.txt into $(VENV)"
-	@touch $(VENV)/installing
+	@$(PIP) --dry-run -r requirements-test.txt > /dev/null
+	@rm $(VENV)/ready && touch $(VENV)/tests-installing
 	@$(PIP) -r requirements-test.txt
-	@rm $(VENV)/installing
-	@touch $@
+	@rm $(VENV)/tests-installing
+	@touch $(VENV)/ready $@
 
 clean:
 	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis
@@ -94,6 +97,7 @@ clean:
 	@echo "kept: models in out/ (make clean-models), corpora of your own files in data/"
 
 clean-models:
-	@found=$$(ls -d out/* run.jsonl 2> /dev/null); test "$$found" || { echo "no models here"; exit 0; }; \
-	du -sh $$found; printf "delete these for good? [y/N] "; read answer || true; \
+	@found=$$(du -sh out/* out/.[!.]* run.jsonl 2> /dev/null); \
+	test "$$found" || { echo "no models here"; exit 0; }; \
+	echo "$$found"; printf "delete these for good? [y/N] "; read answer || true; \
 	if [ "$$answer" = y ]; then rm -rf out run.jsonl; else echo "kept"; fi

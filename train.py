@@ -368,7 +368,7 @@ class Run:
         if count_windows(corpus.train, args.context_length) < 1:
             raise ValueError(
                 f"{len(corpus.train)} training tokens are too few for windows of "
-                f"{args.context_length}: lower --context_length"
+                f"{args.context_length}: take more text, or lower --context_length"
             )
         if args.init:
             model = load_to_train(args, corpus, process)
@@ -526,8 +526,9 @@ def open_out(args: Namespace) -> dict | None:
                 f"nothing to resume, {path} cannot be read ({error!r:.200}): name the run with "
                 "--out, or start anew: without --resume, with --overwrite where there is a model"
             )
-    is_base = args.init and Path(args.init).resolve() == out.resolve()
-    if (out / "config.json").exists() and (is_base or not args.overwrite):
+    if args.init and Path(args.init).resolve() == out.resolve():
+        sys.exit(f"--init and --out are both {out}: name another folder, as --out {out}-2")
+    if (out / "config.json").exists() and not args.overwrite:
         sys.exit(
             f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
             f"alone continues it, --overwrite --out {out} deletes it and starts again"
@@ -639,10 +640,10 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)
     else:
-        process.print(
-            f"stopped and saved at step {run.step}: `python train.py --resume --out {run.out}` "
-            "continues"
-        )
+        again = f"python train.py --resume --out {run.out}"
+        if "MAKELEVEL" in os.environ:  # `make run` was typed, perhaps without an active environment
+            again = "make run"
+        process.print(f"stopped and saved at step {run.step}: `{again}` continues")
     process.print(
         f"{plural(run.step, 'step')}, {time.perf_counter() - began:.0f} s in all; checkpoint in "
         f"{run.out}"

@@ -35,8 +35,6 @@ from pathlib import Path
 import numpy as np
 
 from engine.matcher import (
-    COMPILE_MIB,
-    COMPILE_SECONDS,
     COUNT,
     END,
     MASK,
@@ -57,7 +55,7 @@ PROCESS_MIB = 4  # of a kept grammar: its process has as much beside it
 
 NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
-TOO_LARGE = f"compiling it takes more than {COMPILE_SECONDS} s or {COMPILE_MIB} MB: make it smaller"
+GONE = "the process that compiles grammars has ended: try again"
 TOO_SLOW = f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB "
 TOO_SLOW += "in all: make the grammar simpler"
 
@@ -128,13 +126,13 @@ class Grammars:
     def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
         """
         Keep what was compiled and return it, or None if it is not compiled by the deadline. Raises
-        Refused.
+        Refused, and OSError if the fork server has ended.
         """
         report = compiled.wait_for(compiled.report, deadline)
         if report is None:
             return None
-        if isinstance(report, str):  # its process has ended
-            report = report, []
+        if isinstance(report, str):
+            raise OSError(report)
         if len(report) == 2:
             raise Refused(*report)
         compiled.set_report(*report)
@@ -176,7 +174,7 @@ class Compiled:
         self.report = Question()
         self.asked = deque([self.report])  # replies come in this order
         self.ids = count()  # of answers
-        self.limit = TOO_LARGE  # the reason if its process ends
+        self.limit = GONE  # the reason if its process ends
 
     def set_report(self, before: int, now: int, mask: bytes):
         self.not_counted = before - PROCESS_MIB * 2**20  # of the address space
@@ -287,10 +285,8 @@ class CompileQueue:
             if not grammar:
                 return False
             outcome.set_result(grammar)
-        except ValueError as error:
+        except (ValueError, ImportError, OSError) as error:
             outcome.set_exception(error)
-        except (ImportError, OSError) as error:
-            outcome.set_exception(ValueError(str(error)))
         message["grammar"] = outcome
         return True
 

@@ -14,7 +14,7 @@ which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive
     to the fork server          a socket for the grammar's process, and (kind, text, before)
     from a grammar's process    a report: (bytes of its address space before and with the
                                 grammar, the first mask), or (why it is refused, numbers of the
-                                tools at fault)
+                                tools at fault); the fork server's, if it ends without one
     to a grammar's process      a list of questions about its answers, once a step
     from a grammar's process    lists of replies, in the order of the questions
 
@@ -49,6 +49,7 @@ COMPILE_SECONDS = 2
 COMPILE_MIB = 256
 STEP_SECONDS = 0.05  # of CPU time, for a question
 STEP_MIB = 64  # that all answers may add to their grammar
+TOO_LARGE = f"compiling it takes more than {COMPILE_SECONDS} s or {COMPILE_MIB} MB: make it smaller"
 MOST_BYTES = 2**19  # of a message: more than a socket takes
 REPLY_BYTES = 2**17  # of a message with replies
 # llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
@@ -302,15 +303,17 @@ def serve_forks(sock: socket.socket, library: Library):
         with socket.socket(fileno=fds[0]) as theirs:
             if has_hung_up(theirs):
                 continue
-            end, compiles = os.pipe()  # `compiles` is open until it has reported or ended
+            end, compiles = os.pipe()
             if os.fork() == 0:
                 sock.close()
                 try:
                     run_grammar(library, theirs, compiles, *marshal.loads(message))
                 finally:
                     os._exit(0)
-        os.close(compiles)
-        os.read(end, 1)
+            os.close(compiles)
+            if not os.read(end, 1):  # it has ended without a report
+                with suppress(OSError):  # the engine has hung up
+                    theirs.send(marshal.dumps([(TOO_LARGE, [])]))
         os.close(end)
 
 
@@ -322,7 +325,7 @@ def has_hung_up(sock: socket.socket) -> bool:
 
 
 def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
-    """Compile the grammar, report, close the file `compiles`, then answer questions."""
+    """Compile the grammar, write to the file `compiles`, report, then answer questions."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
     # if the engine hangs up from here on, SIGIO ends this process
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
@@ -339,8 +342,8 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: 
         return
     signal.setitimer(signal.ITIMER_REAL, 0)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
+    os.write(compiles, b"1")
     sock.send(marshal.dumps([refusal or (before, address_space(), mask)]))
-    os.close(compiles)
     if matcher:
         let_grow(STEP_MIB)
         serve_answers(sock, matcher, library.eos, max(1, REPLY_BYTES // len(mask)))

@@ -71,9 +71,12 @@ def handle_message(engine: Engine, link: Link, message: dict):
         case "add":
             try:
                 add_request(engine, message)
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, ImportError) as error:
                 tools = getattr(error, "tools", [])
                 queue_error(link, message["id"], "invalid", str(error), tools)
+            except OSError as error:
+                reason = f"the grammar was not compiled: {error}"
+                queue_error(link, message["id"], "internal", reason)
         case "abort":
             engine.abort(message["id"])
 
@@ -81,7 +84,7 @@ def handle_message(engine: Engine, link: Link, message: dict):
 def add_request(engine: Engine, message: dict):
     """
     Add a message's request to the engine. Raises ValueError or TypeError for what the engine
-    refuses.
+    refuses, ImportError or OSError for a grammar that cannot be compiled here and now.
     """
     params = message["params"]
     bias = params.get("logit_bias")

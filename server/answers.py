@@ -132,8 +132,9 @@ class Choice:
                 return  # the tokens after a stop string do not count
         if finish_reason:
             self.text += self.stream.flush()
-            self.finish_reason = finish_reason
-            if finish_reason == "stop" and tokens[-1] not in self.eos:
+            self.stop_reason = self.stream.matched  # of half a character's U+FFFD
+            self.finish_reason = finish_reason if self.stop_reason is None else "stop"
+            if finish_reason == "stop" and self.stop_reason is None and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
 
     def _text_of(self, token: int) -> str:

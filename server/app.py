@@ -126,9 +126,9 @@ class Service:
         if not self.encoder.chat:
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
-        calls = [call for message in body.messages for call in message.tool_calls or ()]
-        names = {call.id: call.function.name for call in calls}
+        names = {}  # by the ids of calls, which some servers count anew in each turn
         for message in body.messages:  # Hermes' template asks for the name of a result's function
+            names |= {call.id: call.function.name for call in message.tool_calls or ()}
             message.name = message.name or names.get(message.tool_call_id)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
         options = {"add_generation_prompt": body.add_generation_prompt}

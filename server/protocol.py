@@ -242,7 +242,11 @@ def content_text(value, info: ValidationInfo):
     texts = []
     for number, part in enumerate(value):
         match part:
-            case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
+            case (
+                str(text)  # langchain's
+                | {"type": "text", "text": str(text)}
+                | {"type": "refusal", "refusal": str(text)}
+            ):
                 texts.append(text)
             case _:
                 only = "only parts of the type text, with a text, are served"
@@ -251,10 +255,28 @@ def content_text(value, info: ValidationInfo):
 
 
 def arguments_object(value):
-    """A call's arguments as an object, as templates take them; some servers send "" for none."""
-    if value is None or value == "":
+    """
+    A call's arguments as an object, as templates take them. Some servers send "" for none, and a
+    call that max_tokens has cut ends anywhere.
+    """
+    if value in (None, "", "null"):
         return {}
-    return from_json(value) if isinstance(value, str) else value
+    try:
+        return from_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        if not str(error).startswith("EOF"):
+            raise
+        return from_json(value, allow_partial="trailing-strings")
+
+
+def few_calls(messages):
+    """Refuses more calls than messages may be: to look at each of 60,000 takes seconds."""
+    if isinstance(messages, list):
+        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
+        count = sum(len(made) for made in calls if isinstance(made, list))
+        if count > MAX_MESSAGES:
+            raise Refused(f"have {count} calls, at most {MAX_MESSAGES} are taken: leave some out")
+    return messages
 
 
 def grammar_text(value, *path) -> str:
@@ -636,7 +658,11 @@ class Tool(Part):
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True)]
+Messages = Annotated[
+    list[Message],
+    Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+    BeforeValidator(few_calls),
+]
 
 
 class ChatRequest(SamplingRequest):
@@ -647,7 +673,7 @@ class ChatRequest(SamplingRequest):
 
     echo: ClassVar = False
 
-    messages: Messages = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages
     tools: Tools = []
     tool_choice: Annotated[str | dict, PlainValidator(name_or_word)] = "auto"
     parallel_tool_calls: bool = True
@@ -703,7 +729,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages = Field([], min_length=1, max_length=MAX_MESSAGES)
+    messages: Messages = []
     add_special_tokens: bool | None = None  # true for a prompt, false for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = {}  # as in chats

@@ -312,6 +312,7 @@ INSTALLER = """#!/bin/sh
 case "$*" in
     -V) echo "Python of $0" ;;
     *venv*) echo $* >> calls; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+    *--dry-run*) echo $* >> calls; exit $(cat offline) ;;
     *install*) echo $* >> calls; exit $(cat pip) ;;
 esac
 """
@@ -335,7 +336,8 @@ def clone(tmp_path) -> Path:
         (tmp_path / name).touch()
     (tmp_path / "python3").write_text(INSTALLER)
     (tmp_path / "python3").chmod(0o755)
-    (tmp_path / "pip").write_text("0")
+    for name in ("pip", "offline"):
+        (tmp_path / name).write_text("0")
     return tmp_path
 
 
@@ -352,6 +354,35 @@ def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
     (clone / ".venv/ready").unlink()
     pty.spawn(["make", "-C", str(clone), "run"], lambda terminal: os.read(terminal, 1024))
     assert calls.read_text() == INSTALL.replace("--quiet ", "") + "\n"  # with pip's progress
+
+
+TESTS_READY = ".venv/tests-ready"
+TESTS = INSTALL.replace("requirements", "requirements-test")
+TESTS_ANEW = ANEW.replace("requirements", "requirements-test")
+DRY, DRY_ANEW = (line.replace("-r ", "--dry-run -r ") for line in (TESTS, TESTS_ANEW))
+# a goal, whether pip reaches its index, and whether it installs -> calls
+HALVES = [
+    ("run", "0", "0", [VENV, INSTALL]),
+    (TESTS_READY, "1", "0", [DRY]),
+    ("run", "0", "0", []),
+    (TESTS_READY, "0", "1", [DRY, TESTS]),
+    ("run", "0", "0", [ANEW]),
+    (TESTS_READY, "0", "0", [DRY_ANEW, TESTS_ANEW]),
+    (TESTS_READY, "0", "0", []),
+    ("run", "0", "0", []),
+]
+
+
+@needs_make
+def test_make_run_takes_no_half_installation_of_make_test(clone):
+    """pip, which may replace numpy and torch, was stopped in `make test`; `make run` served."""
+    (clone / "requirements-test.txt").touch()
+    for goal, offline, status, expected in HALVES:
+        (clone / "offline").write_text(offline)
+        (clone / "pip").write_text(status)
+        (clone / "calls").write_text("")
+        assert (make(clone, goal).returncode == 0) == (offline == status == "0")
+        assert (clone / "calls").read_text().splitlines() == expected
 
 
 @needs_make
@@ -383,15 +414,21 @@ AGAIN += " data/shakespeare_char/tokenizer.json .pytest_cache/a"
 
 @needs_make
 def test_clean_deletes_nothing_that_is_not_made_again(clone):
-    """It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json."""
+    """
+    It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json. The list of
+    what goes for good lacked hidden folders, and showed errors for names with spaces.
+    """
     files = [clone / name for name in f"{MINE} {AGAIN}".split()]
     for file in files:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
+    for name in "my model", ".old":
+        (clone / "out" / name).mkdir()
     make(clone, "clean")
     assert [file for file in files if file.exists()] == files[: len(MINE.split())]
     for answer in "", "n\n", "y\n":
         printed = make(clone, "clean-models", input=answer).stdout
-        assert "out/mine" in printed and "run.jsonl" in printed
+        for name in "out/mine", "out/my model", "out/.old", "run.jsonl":
+            assert f"\t{name}\n" in printed
         assert files[0].exists() == (answer != "y\n")
     assert [file.exists() for file in files[1:4]] == [True, True, False]

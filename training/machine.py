@@ -315,14 +315,22 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
 # Signals and the clock
 
 
+# A step may take a minute, and someone who sees no answer presses Ctrl-C again.
+STOPPING = b"\nfinishing and saving what is under way; a second signal ends the run unsaved\n"
+
+
 def catch_signals() -> list[int]:
     """
     From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
-    step; a second one kills.
+    step, and the first one is answered with a line; a second one kills.
     """
     caught = []
 
     def note(number, frame):
+        # not by print, which the signal may have interrupted; a terminal that is gone takes nothing
+        if not caught and os.environ.get("RANK", "0") == "0":
+            with suppress(OSError):
+                os.write(2, STOPPING)
         caught.append(number)
         signal.signal(number, signal.SIG_DFL)
 
@@ -384,6 +392,8 @@ class Clock:
         flags = f"--minutes {self.minutes_for(least)} --out {args.out} --overwrite"
         if "MAKELEVEL" in os.environ:  # `make run` was typed
             flags = f"`{os.path.relpath(sys.executable)} train.py {flags}`, then make run"
+        else:
+            flags = f"the same flags and {flags}"
         self.run.process.print(
             f"warning: only about {steps:.0f} steps fit into {plural(args.minutes, 'minute')}, and "
             f"in fewer than {least} a model learns little: begin again with {flags}"

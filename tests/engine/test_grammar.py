@@ -533,22 +533,25 @@ def test_owners_take_turns():
     assert sorted(passed) == sorted(text for text, _ in texts)
 
 
-def test_a_refused_grammar_is_the_clients_to_change(model):
-    """Would catch: the library's reason as an internal error; a server without the library."""
-
-    def open_grammars():
-        raise ImportError("llguidance is not installed")
-
+@pytest.mark.parametrize(
+    "error, kind, message",
+    [
+        (ValueError("no regex"), "invalid", "no regex"),
+        (ImportError("llguidance is not installed"), "invalid", "llguidance is not installed"),
+        (OSError("no files"), "internal", "the grammar was not compiled: no files"),
+    ],
+)
+def test_only_the_librarys_refusal_is_the_clients_to_change(model, error, kind, message):
+    """Would catch: its reason as an internal error; a 400 for want of files, processes, memory."""
     refusals = []
     link = SimpleNamespace(queue=refusals.append)
-    queue = CompileQueue(open_grammars)
+    queue = CompileQueue(Mock(side_effect=error))
     passed = list(queue.pass_on([ask("a", "regex", "(")]))
     passed += passed_on(queue)
-    [message] = passed
     engine = new_engine(model)
-    handle_message(engine, link, message)
-    error = {"op": "error", "id": "a", "kind": "invalid", "tools": []}
-    assert refusals == [error | {"message": "llguidance is not installed"}]
+    handle_message(engine, link, *passed)
+    said = {"op": "error", "id": "a", "kind": kind, "tools": [], "message": message}
+    assert [refusal | {"tools": [*refusal["tools"]]} for refusal in refusals] == [said]
     assert_idle(engine)
 
 

@@ -366,6 +366,22 @@ def test_none_is_compiled_whose_client_went_while_its_process_began():
     assert python(GONE).stdout == "False\n"
 
 
+@pytest.mark.parametrize("before", ["SIGSTOP", "SIGCONT"])
+def test_who_waits_for_a_fork_server_that_was_killed_may_ask_again(tmp_path, before):
+    """
+    The kernel ends it first where memory is scarce. A client was told, with a 400, to make its
+    grammar smaller.
+    """
+    grammars = open_grammars(save("gpt2", tmp_path))
+    grammars.process.send_signal(getattr(signal, before))
+    compiled = grammars.begin("regex", "a+")  # it still loads the tokenizer, or has stopped
+    grammars.process.kill()
+    with pytest.raises(OSError, match="try again"):
+        grammars.finish(compiled, time.monotonic() + 60)
+    grammars.process.wait(60)
+    assert grammars.compile("regex", "a+").mask.any()
+
+
 def test_a_compiler_ends_when_the_http_process_is_gone(grammars, monkeypatch):
     """Would catch an engine that stays until grammars are compiled that nobody wants."""
     server = grammars.process.pid
@@ -404,7 +420,7 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     grammars.finish(compiled_of("large", (KEPT_MIB - 1) * 2**20))
     assert [*grammars.kept] == ["small 0", "large"]
     refused = compiled_of("refused", 0)
-    refused.report.reply = "why not"
+    refused.report.reply = ("why not", [])
     with pytest.raises(ValueError, match="why not"):
         grammars.finish(refused)
     assert "refused" not in grammars.kept

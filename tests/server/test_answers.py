@@ -95,6 +95,8 @@ TEXTS = """
 {"stop": ["b", "ab"], "min_tokens": 1} [98, 97, 98, 99] length -> ["b", "stop", "ab", 3]
 {"stop": "ba", "min_tokens": 2} [97, 98, 97, 98] length -> ["abab", "length", null, 4]
 {"stop": "é"} [97, 195, 169, 98] length -> ["a", "stop", "é", 3]
+{"stop": "a\\ufffd"} [97, 195] length -> ["", "stop", "a\\ufffd", 2]
+{"stop": "\\ufffd"} [97, 195, 256] stop -> ["a", "stop", "\\ufffd", 3]
 {"stop": "zz"} [97, 122] length -> ["az", "length", null, 2]
 {"stop": "<|end"} [97, 256, 98] length -> ["ab", "length", null, 3]
 {"prompt": [195, 169, 256], "echo": true} [97, 256, 98] length -> ["é<|endoftext|>ab", "length", null, 3]

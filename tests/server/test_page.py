@@ -670,6 +670,10 @@ def test_hovering_says_what_a_block_is(open_record):
     # right of the last column, and left of the first, there is none
     for x in ("GUTTER + grid.w * grid.columns + 2", "GUTTER - 2"):
         assert page(f"layOut(), blockAt({{ offsetX: {x}, offsetY: 2 }})") is None
+    at = "({{ offsetX: GUTTER + {} * grid.w, offsetY: grid.h * {} }})"
+    cell = at.format("(i % grid.columns + 0.5)", "(Math.floor(i / grid.columns) + 0.5)")
+    last = page("state.num_blocks") - 1
+    assert page(f"[{last}, {last + 1}].map(i => blockAt({cell}) ?? null)") == [last, None]
     below = "layOut(), [blockAt({ offsetX: GUTTER + 2, offsetY: grid.h + 2 }), grid.columns]"
     block, columns = page(below)
     assert block == columns
@@ -1244,8 +1248,10 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     assert all(first >= split for first, _ in spans[rows:])
     page("seek(20)")
     one = page(STATE)
+    rate = page("rate()")
     page("seek(46)")
     other = page(STATE)
+    assert page("rate()") == rate > 0
     assert one["holders"] == other["holders"]
     assert one["step"] == other["step"]
 

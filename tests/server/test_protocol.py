@@ -194,13 +194,13 @@ chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> me
 chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
 chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
-chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{"}}]}]} -> messages.0.tool_calls.0.function.arguments EOF while ...
+chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{} {}"}}]}]} -> messages.0.tool_calls.0.function.arguments trailing characters at ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]} -> messages.0.tool_calls.0.function.arguments: Field required, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
 chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of the type text, with a text, are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
 chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of the type text, with a text, are served, got {'text': 1, 'type': 'text'}
-chat {"messages": [{"content": ["x"]}]} -> messages.0.content.0 cannot be read: ...
+chat {"messages": [{"content": [3]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 1} -> top_logprobs needs logprobs: send logprobs true or leave it out
 text {"tools": [{}]} -> tools is not served here: leave it out or send []
@@ -285,6 +285,11 @@ def tool(name: str, **function) -> dict:
     return {"type": "function", "function": {"name": name, **function}}
 
 
+def calls(count: int) -> dict:
+    call = {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+    return {"role": "assistant", "tool_calls": [call] * count}
+
+
 SIZES = [  # kind, field, a value of that size, the largest size that passes
     (CompletionRequest, "prompt", lambda size: ["a"] * size, 4096),
     (CompletionRequest, "stop", lambda size: ["a"] * size, 64),
@@ -296,6 +301,7 @@ SIZES = [  # kind, field, a value of that size, the largest size that passes
     (ChatRequest, "messages", lambda size: HELLO * size, 4096),
     (ChatRequest, "chat_template_kwargs", lambda size: {"a": "x" * (size - 9)}, 2**14),  # as JSON
     (TokenizeRequest, "messages", lambda size: HELLO * size, 4096),
+    (ChatRequest, "messages", lambda size: [*HELLO, calls(size - 9), calls(9)], 4096),
     (ChatRequest, "tools", lambda size: [tool(f"f{i}") for i in range(size)], 128),
 ]
 
@@ -456,13 +462,19 @@ HISTORY = r"""
 {"role": "assistant", "content": null, "tool_calls": [CALL "arguments": "{\"a\": 1}", "parsed_arguments": {"a": 1}}}]} -> ["", [{"a": 1}]]
 {"role": "assistant", "tool_calls": [CALL "arguments": "{}", "parsed_arguments": null, "strict": true, "description": "x", "user": 1}}]} -> ["", [{}]]
 {"role": "assistant", "content": "x", "tool_calls": [CALL "arguments": ""}}, CALL "arguments": null}}, CALL "arguments": {"a": [1]}}}]} -> ["x", [{}, {}, {"a": [1]}]]
-{"role": "assistant", "content": "x", "tool_calls": [CALL "arguments": "  \n{\"a\": null}"}}]} -> ["x", [{"a": null}]]
+{"role": "assistant", "content": "x", "tool_calls": [CALL "arguments": "  \n{\"a\": null}"}}, CALL "arguments": "null"}}]} -> ["x", [{"a": null}, {}]]
+{"role": "assistant", "tool_calls": [CALL "arguments": "{"}}, CALL "arguments": "{\"a\""}}, CALL "arguments": "{\"a\": "}}, CALL "arguments": "{\"a\": [1, 2"}}]} -> ["", [{}, {}, {}, {"a": [1, 2]}]]
+{"role": "assistant", "tool_calls": [CALL "arguments": "{\"a\": \"Par"}}, CALL "arguments": "{\"a\": 1, \"b\": \"\\u00"}}, CALL "arguments": "{\"a\": {\"b\": tru"}}]} -> ["", [{"a": "Par"}, {"a": 1, "b": ""}, {"a": {}}]]
+{"role": "assistant", "content": ["a", {"type": "text", "text": "b"}, "c"]} -> ["abc", []]
 """  # noqa: E501
 
 
 @pytest.mark.parametrize("row", HISTORY.strip().splitlines())
 def test_answers_come_back_as_history(row):
-    """At each depth: openai-python's parse() and stream() could not go on after a call."""
+    """
+    At each depth: openai-python's parse() and stream() could not go on after a call, and no client
+    after one that max_tokens had cut.
+    """
     call = '{"id": "a", "index": 0, "type": "function", "prefix": 1, "function": {"name": "f",'
     sent, expected = row.replace("CALL", call).split(" -> ")
     (message,) = parse(ChatRequest, messages=[json.loads(sent)]).messages

@@ -108,10 +108,7 @@ def prompt_of(house) -> str:
 
 
 def test_tools_are_shown_and_results_go_back(house):
-    """
-    Would catch: arguments as text, which Qwen2.5's template would write as a string of JSON; a
-    result without its function's name, which Hermes' template asks for.
-    """
+    """Would catch: arguments as text, which Qwen2.5's template would write as a string of JSON."""
     function = {"name": "weather", "arguments": '{"city":"Zürich"}'}
     called = [{"id": "a", "type": "function", "function": function, "index": 0}]
     talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": called}]
@@ -126,11 +123,22 @@ def test_tools_are_shown_and_results_go_back(house):
     assert prompt.endswith(f"user:\nhello\nassistant:\n{written}\ntool:\nrain\nassistant:")
     tokens = house.call("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
     assert tokens.answer().json["tokens"] == added(house)["prompt"]
+
+
+@pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
+def test_a_result_has_the_name_of_the_function_that_was_called(house, ids):
+    """Some servers count their calls anew in each turn: the last name stood at all results."""
+    talk = [*HELLO]
+    names = ["weather", "clock", "weather"][: len(ids)]
+    for id, name in zip(ids, names, strict=True):
+        made = {"id": id, "function": {"name": name, "arguments": "{}"}}
+        talk.append({"role": "assistant", "tool_calls": [made]})
+        talk.append({"role": "tool", "content": "6", "tool_call_id": id})
     named = "{% for m in messages %}{{ m.name }}{% endfor %}"
     chat = house.encoder.chat
     chat.templates = [None, chat.templates[0].environment.from_string(named)]
     call(house, talk, tool_choice="required")
-    assert prompt_of(house) == "weather"
+    assert prompt_of(house) == "".join(names)
 
 
 def test_no_text_of_tools_becomes_a_control_token(house):

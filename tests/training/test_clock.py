@@ -113,7 +113,7 @@ def test_the_minutes_begin_when_the_corpus_is_made(tiny, out, monkeypatch, secon
 
 FEW = "warning: only about {} steps fit into {}, and in fewer than {} a model learns little: begin "
 FEW += "again with "
-FLAGS = "--minutes {} --out OUT --overwrite"
+FLAGS = "the same flags and --minutes {} --out OUT --overwrite"
 WARNINGS = {
     "one short": (58, "--minutes=1", [57, "1 minute", 58, 2]),
     "just enough": (57, "--minutes=1", None),

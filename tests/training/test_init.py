@@ -178,13 +178,17 @@ MISTAKES = {
     "--context_length=2305": "--context_length is larger than the model's own, 2304",
     "--init=nowhere": "there is no directory nowhere",
     "--resume": "leave out --batch_size, --context_length",
-    "--out=BASE/../base --overwrite": "holds a model",
+    "--out=BASE/../base": "base: name another folder, as --out",
+    "--out=BASE/../base --overwrite": "--init and --out are both",
 }
 
 
 @pytest.mark.parametrize(("flags", "message"), MISTAKES.items(), ids=MISTAKES)
 def test_mistakes_get_a_message(flags, message, base, corpus, out, capsys):
-    """The last one deleted the model to begin from, and its tokenizer with it."""
+    """
+    The last one deleted the model to begin from, and its tokenizer with it. Later the message
+    advised --overwrite, which it had just refused.
+    """
     flags = flags.replace("BASE", str(base))
     with pytest.raises(SystemExit) as error:
         finetune(base, corpus, out, f"--steps=1 {flags}")

@@ -63,7 +63,8 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
     assert torch.equal(y, x + 1)
     assert y.max() <= 64
     run.corpus.train = run.corpus.train[:64]
-    with pytest.raises(ValueError, match="64 training tokens are too few for windows of 32: lower"):
+    message = "64 training tokens are too few for windows of 32: take more text, or lower"
+    with pytest.raises(ValueError, match=message):
         train.Run(run.args, run.corpus, MACHINE)
 
 

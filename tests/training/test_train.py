@@ -11,6 +11,7 @@ import signal
 import string
 import sys
 from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -89,6 +90,18 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     printed = capsys.readouterr().out
     assert "100% done" in printed and "scoring 1,001" in printed  # it took 33 s without a word
     assert "val loss:" in printed
+
+
+@pytest.mark.parametrize("level", [None, "1"])
+def test_a_stopped_run_names_the_command_that_continues_it(tiny, out, monkeypatch, capsys, level):
+    """After `make run` it named `python`, which without the environment has no torch."""
+    monkeypatch.delenv("MAKELEVEL", raising=False)
+    if level:
+        monkeypatch.setenv("MAKELEVEL", level)
+    stop_after(monkeypatch, [2])
+    train.main([*tiny, "--steps=20"])
+    command = "make run" if level else f"python train.py --resume --out {out}"
+    assert f"stopped and saved at step 2: `{command}` continues\n" in capsys.readouterr().out
 
 
 def test_what_torchrun_starts_again_goes_on(tiny, out, monkeypatch, capsys):
@@ -527,11 +540,28 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
 # Real processes, real signals
 
 
-def test_a_second_signal_kills(monkeypatch):
-    """The first asks for an end after the step under way; the second does not wait for it."""
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_second_signal_kills(monkeypatch, capfd, rank):
+    """
+    The first asks for an end after the step under way, and is answered; the second does not wait
+    for it. Steps of a large model take a minute: Ctrl-C seemed to do nothing, and a second one lost
+    the run.
+    """
+    monkeypatch.setenv("RANK", rank)
     caught = train.catch_signals()
     for number in (signal.SIGTERM, signal.SIGINT):
         assert signal.getsignal(number) not in (signal.SIG_DFL, signal.default_int_handler)
         os.kill(os.getpid(), number)
         assert caught[-1] == number
         assert signal.getsignal(number) is signal.SIG_DFL
+    answer = "a second signal ends the run unsaved\n"
+    assert capfd.readouterr().err.count(answer) == (rank == "0")
+
+
+def test_a_signal_stops_a_run_whose_terminal_is_gone(monkeypatch):
+    """Would catch: the answer raises OSError in the middle of the step, and nothing is saved."""
+    monkeypatch.setenv("RANK", "0")
+    caught = train.catch_signals()
+    monkeypatch.setattr(os, "write", MagicMock(side_effect=OSError("Input/output error")))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert caught == [signal.SIGTERM]
