@@ -354,7 +354,8 @@ class Runner:
             launched.done.synchronize()
         plan = launched.plan
         computed = launched.on_host.tolist()
-        tokens = {r: [token] for r, token in zip(plan.decodes, computed)}  # noqa: B905  hot
+        # the hot loop; after the decodes come padding and chunks
+        tokens = {r: [token] for r, token in zip(plan.decodes, computed)}  # noqa: B905
         if plan.guesses:
             start = 0
             for request in plan.decodes:

@@ -270,7 +270,7 @@ def arguments_object(value):
 
 
 def few_calls(messages):
-    """Refuses more calls than messages may be: to look at each of 60,000 takes seconds."""
+    """Refuse more calls than messages may be: to look at each of 60,000 takes seconds."""
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
         count = sum(len(made) for made in calls if isinstance(made, list))

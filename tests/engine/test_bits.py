@@ -124,16 +124,21 @@ QUICK += product(("twins", "qwen3-windows", "llama-one-kv-head"), ["gpu-bf16"])
 
 
 def each(cases, quick=()) -> pytest.MarkDecorator:
-    """For each model and kind of operators, where they can run; those that are not quick, slow."""
+    """
+    For each model, kind of operators and perhaps situation, where they can run; those whose model
+    and kind are not quick, slow.
+    """
     params = []
-    for name, kind in cases:
+    for case in cases:
+        name, kind, *_ = case
         marks = [needs_gpu if kind in GPU_DTYPES else needs_compiler]
         marks += [] if (name, kind) in quick else [pytest.mark.slow]
-        params.append(pytest.param(name, kind, marks=marks))
-    return pytest.mark.parametrize(("name", "kind"), params)
+        params.append(pytest.param(*case, marks=marks))
+    return pytest.mark.parametrize(("name", "kind", "situation")[: len(case)], params)
 
 
-each_model = each(product(OWN + FAMILIES, (*FORMATS, HOSTILE, *GPU_DTYPES)), QUICK)
+CASES = [*product(OWN + FAMILIES, (*FORMATS, HOSTILE, *GPU_DTYPES))]
+each_model = each(CASES, QUICK)
 
 # --------------------------------------------------------------------------------------------------
 # Requests
@@ -416,8 +421,14 @@ ON_A_CPU = (with_threads, beside_another_engine)
 ON_A_GPU = (without_graphs,)
 
 
-@pytest.mark.parametrize("situation", SITUATIONS + ON_A_CPU + ON_A_GPU)
-@each_model
+SITUATED = [
+    (name, kind, situation)
+    for name, kind in CASES
+    for situation in SITUATIONS + (ON_A_GPU if kind in GPU_DTYPES else ON_A_CPU)
+]
+
+
+@each(SITUATED, QUICK)
 @pytest.mark.quick(
     "twins-none-*", "*-with_threads", "*-overlapping", "*-warm", "*-preempted", "*-gpu-*"
 )
@@ -428,8 +439,6 @@ def test_a_request_gets_the_same_bits(name, kind, situation):
     depend on how many a neighbour asks for. On a GPU also: tiles, splits and kernels that
     follow the number of rows, a padded shape, or what a graph has captured.
     """
-    if situation in (ON_A_CPU if kind in GPU_DTYPES else ON_A_GPU):
-        pytest.skip("needs a CPU" if situation in ON_A_CPU else "needs a GPU")
     expected = alone(name, kind)
     for service in situation(partial(start, name, kind)):
         assert differences(service, expected) == []
