@@ -18,6 +18,7 @@ server's metrics, is kept, and mutated further. Every request is valid, so these
     hang        no answer, /livez silent, or work and blocks left when all has ended
     slowdown    more than 10 times as long as the requests take alone, one after the other
     answer      not the one that the request gets alone, by its log-probabilities
+    memory      a process that has grown by 100 MB since its start; caches fill in so short a time
     leak        more cached prompt tokens than this key and salt can have put there
 
 A fault is written to out/traces and shrunk, which takes some minutes.
@@ -36,6 +37,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import sub
 from os.path import commonprefix
 from pathlib import Path
 
@@ -54,6 +56,7 @@ ROUND = 20  # traces against the same server
 MOST_FAULTS = 10  # of a campaign
 HANG = 120.0  # seconds without an answer
 SILENCE = 5.0  # seconds for /livez, on a busy machine
+MOST_GROWN = 100_000  # kB, of a process
 TOLERANCE = 1e-3  # of log-probabilities
 SHRINKING = 300.0  # seconds
 
@@ -241,6 +244,7 @@ class Server:
         self.block_size = block_size
         self.process = process
         self.sent: list[dict] = []
+        self.memory = process.memory() if process else ()
         self.salt = str(time.time())  # a server at --url has been sent more before
 
     def play(self, requests: list[dict]) -> "Run":
@@ -258,6 +262,9 @@ class Server:
             run.faults.append(f"slowdown: {seconds[0]:.1f} s, alone {seconds[1]:.1f} s")
         if self.process and (words := self.process.new_output().strip()):
             run.faults.append(f"crash: the log says {words}")
+        if self.process and not run.faults:
+            grown = map(sub, self.process.memory(), self.memory)
+            run.faults += [f"memory: {kb} kB more" for kb in grown if kb > MOST_GROWN]
         return run
 
 

@@ -6,10 +6,13 @@ it ends where it cannot go on.
 import json
 import math
 import os
+import random
 import shutil
 import signal
 import string
+import subprocess
 import sys
+import time
 from contextlib import nullcontext
 from unittest.mock import MagicMock
 
@@ -17,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from runs import (
+    ROOT,
     TINY,
     after_update,
     assert_loads,
@@ -565,3 +569,29 @@ def test_a_signal_stops_a_run_whose_terminal_is_gone(monkeypatch):
     monkeypatch.setattr(os, "write", MagicMock(side_effect=OSError("Input/output error")))
     os.kill(os.getpid(), signal.SIGTERM)
     assert caught == [signal.SIGTERM]
+
+
+@pytest.mark.slow
+def test_kill_9_at_random_moments_leaves_a_loadable_checkpoint(tiny, out):
+    """
+    Each life saves after every step, so that most kills fall into a save; the next life resumes
+    what is left. The last one ends by Ctrl-C, with status 0 and what it had.
+    """
+    moments = random.Random(0)
+    step = 0
+    flags = [*tiny, "--steps=1000000", "--eval_every=1"]
+    for sign in [signal.SIGKILL] * 25 + [signal.SIGINT]:
+        command = [sys.executable, str(ROOT / "train.py"), *flags]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        evaluations = (line for line in process.stdout if line.startswith("step "))
+        for _ in range(2):  # it saves after each
+            next(evaluations)
+        time.sleep(moments.random() * 0.2)
+        process.send_signal(sign)
+        printed, _ = process.communicate(timeout=60)
+        assert process.returncode == (0 if sign == signal.SIGINT else -sign)
+        before = step
+        step = assert_loads(out)["step"]
+        assert step > before
+        flags = ["--resume", f"--out={out}"]
+    assert f"stopped and saved at step {step}" in printed
