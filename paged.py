@@ -358,31 +358,26 @@ PRIORITY_AGEING = 240.0  # seconds, as arrival times; no priority counts for mor
 SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
 
 
-def priority_delay(priority: int) -> float:
+def no_delay(r: Request) -> float:
+    """First come, first served."""
+    return 0.0
+
+
+def priority_delay(r: Request) -> float:
     """
     Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, -60 for -1,
     and less than PRIORITY_AGEING for any. So a request waits at most for those that come within 2 *
     PRIORITY_AGEING seconds after it, whatever their priority.
     """
-    return PRIORITY_AGEING * (priority / (abs(priority) + 3))
+    return PRIORITY_AGEING * (r.priority / (abs(r.priority) + 3))
 
 
-def fcfs_key(r: Request) -> tuple[float, int]:
-    """First come, first served."""
-    return r.arrival_time, r.arrival_number
-
-
-def priority_key(r: Request) -> tuple[float, int]:
-    return r.arrival_time + priority_delay(r.priority), r.arrival_number
-
-
-def sjf_key(r: Request) -> tuple[float, int]:
+def length_delay(r: Request) -> float:
     """Shortest job first."""
-    num_tokens = len(r.prompt_tokens) + r.max_new_tokens
-    return r.arrival_time + SJF_AGEING * num_tokens, r.arrival_number
+    return SJF_AGEING * (len(r.prompt_tokens) + r.max_new_tokens)
 
 
-POLICIES = {"fcfs": fcfs_key, "priority": priority_key, "sjf": sjf_key}
+POLICIES = {"fcfs": no_delay, "priority": priority_delay, "sjf": length_delay}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -504,7 +499,7 @@ class Scheduler:
                 f"max_kv_tokens is {max_kv_tokens}, wanted at least 1 block of {block_size}"
             )
         self.settings = settings
-        self.queue_key = POLICIES[policy]  # the smallest is served first
+        self.delay = POLICIES[policy]
         self.token_budget = token_budget
         self.block_size = block_size
         self.watermark = int(settings.watermark * num_blocks)  # in blocks
@@ -570,6 +565,10 @@ class Scheduler:
         self.num_added += 1
         request.arrival_number = self.num_added
         self._enqueue(request)
+
+    def queue_key(self, request: Request) -> tuple[float, int]:
+        """The smallest is served first."""
+        return request.arrival_time + self.delay(request), request.arrival_number
 
     def _enqueue(self, request: Request):
         request.status = "waiting"

@@ -97,7 +97,8 @@ def test_no_priority_outweighs_age():
         urgent = {"arrival_time": float(when), "priority": -(10**400)}
         scheduler.add_request(Request(when, [1], 1, **urgent))
     assert [step(scheduler).admitted[0].id for _ in range(4)] == [1, 479, "old", 480]
-    delays = [priority_delay(priority) for priority in range(-1000, 1001)]
+    requests = [Request(priority, [1], 1, priority=priority) for priority in range(-1000, 1001)]
+    delays = [priority_delay(r) for r in requests]
     assert delays == sorted(set(delays))
     assert delays[-1] < PRIORITY_AGEING
 

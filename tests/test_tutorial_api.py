@@ -179,7 +179,7 @@ def test_interleaved_generate_returns_the_scheduler():
     requests = [Request(i, prompt(i, 6), 3) for i in range(3)]
     scheduler = interleaved_generate(model, requests, "priority", 5, 48)
     assert scheduler.is_done()
-    assert scheduler.queue_key is paged.POLICIES["priority"]
+    assert scheduler.delay is paged.POLICIES["priority"]
     assert (scheduler.token_budget, scheduler.block_size, scheduler.max_num_seqs) == (5, 4, 3)
     assert scheduler.block_allocator.num_free == 12
     assert [r.num_generated for r in requests] == [3, 3, 3]

@@ -65,7 +65,7 @@ def test_every_setting_reaches_the_scheduler():
     settings = {"policy": "sjf", "token_budget": 40, "block_size": 2, "prefix_cache": False}
     engine = simulated_engine(num_blocks=70, watermark=0.1, prefill_share=0.5, **settings)
     scheduler = engine.scheduler
-    assert scheduler.queue_key is POLICIES["sjf"]
+    assert scheduler.delay is POLICIES["sjf"]
     assert not scheduler.settings.prefix_cache
     assert (scheduler.token_budget, scheduler.prefill_tokens) == (40, 20)
     assert (scheduler.block_size, scheduler.watermark) == (2, 7)
