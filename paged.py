@@ -115,7 +115,7 @@ class BlockAllocator:
         self.num_idled = 0
         self.block_cache = BlockCache()
         self.num_evictions = 0
-        self.evicted: list[int] = []  # blocks, until a plan takes them: those evicted for it
+        self.evicted: list[int] = []  # the last plan's: blocks that are evicted for it
 
     @property
     def num_free(self) -> int:
@@ -358,11 +358,6 @@ PRIORITY_AGEING = 240.0  # seconds, as arrival times; no priority counts for mor
 SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
 
 
-def no_delay(r: Request) -> float:
-    """First come, first served."""
-    return 0.0
-
-
 def priority_delay(r: Request) -> float:
     """
     Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, -60 for -1,
@@ -377,7 +372,7 @@ def length_delay(r: Request) -> float:
     return SJF_AGEING * (len(r.prompt_tokens) + r.max_new_tokens)
 
 
-POLICIES = {"fcfs": no_delay, "priority": priority_delay, "sjf": length_delay}
+POLICIES = {"fcfs": lambda r: 0.0, "priority": priority_delay, "sjf": length_delay}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -650,6 +645,7 @@ class Scheduler:
         the step writes. Raises RuntimeError if a request that is alone in the pool cannot grow.
         """
         plan = Plan()
+        self.block_allocator.evicted = plan.evicted
         self.admission_shortfall = None
         self._plan_decodes(plan)
         if self.waiting and not plan.preempted:  # a victim does not come back in the same step
@@ -657,7 +653,6 @@ class Scheduler:
         if self.prefilling:
             self._plan_chunks(plan)
         allocator = self.block_allocator
-        plan.evicted, allocator.evicted = allocator.evicted, []
         self.peak_blocks = max(self.peak_blocks, allocator.num_blocks - allocator.num_free)
         return plan
 

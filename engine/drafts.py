@@ -128,9 +128,6 @@ class Drafts(Stage):
             if draft:
                 self._add_draft(plan, request, draft)
                 room -= len(draft)
-        allocator = self.engine.scheduler.block_allocator
-        plan.evicted += allocator.evicted  # for the drafts
-        allocator.evicted = []
 
     def _room(self, decodes: list[Request]) -> int:
         """How many guesses there is room for beside these decodes."""

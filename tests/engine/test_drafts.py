@@ -183,7 +183,7 @@ def test_a_block_evicted_for_a_draft_is_told_at_once():
     held = list(scheduler.block_allocator.idle)
     step = play(drafts, {r: [8, 9, 10]})
     assert step.plan.guesses == {r: [8, 9, 10]} and step.plan.evicted == held[:1]
-    assert scheduler.block_allocator.evicted == []
+    assert scheduler.plan().evicted == []
 
 
 # --------------------------------------------------------------------------------------------------
