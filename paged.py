@@ -114,7 +114,6 @@ class BlockAllocator:
         self.idle: OrderedDict[int, int] = OrderedDict()
         self.num_idled = 0
         self.block_cache = BlockCache()
-        self.num_evictions = 0
         self.evicted: list[int] = []  # the last plan's: blocks that are evicted for it
 
     @property
@@ -145,7 +144,6 @@ class BlockAllocator:
         """Take the least recently used idle block out of the prefix cache, for another use."""
         block, _ = self.idle.popitem(last=False)
         self.block_cache.forget(block)
-        self.num_evictions += 1
         self.evicted.append(block)
         return block
 
@@ -290,14 +288,13 @@ class Request:
 
     def content_of(self, index: int, block_size: int) -> CachedBlock:
         """
-        The content of logical block `index`, up to whose end all tokens must be known. Its key
-        follows from those of the blocks before, each of which is made once.
+        The content of logical block `index`, up to whose end all tokens must be known. Its key,
+        which is made once, follows from that of the block before: call it for that one first.
         """
         keys = self.block_keys
-        for i in range(min(index, len(keys) - 1), index + 1):
-            tokens = tuple(self.tokens_between(i * block_size, (i + 1) * block_size))
-            if i == len(keys) - 1:
-                keys.append(block_key(keys[i], tokens))
+        tokens = tuple(self.tokens_between(index * block_size, (index + 1) * block_size))
+        if index == len(keys) - 1:
+            keys.append(block_key(keys[index], tokens))
         return CachedBlock(keys[index + 1], keys[index], tokens)
 
     def clear_cache(self, block_allocator: BlockAllocator):
@@ -410,8 +407,6 @@ class Plan:
     @property
     def work(self) -> list[tuple[Request, int]]:
         """Each request that takes part, and how many of its tokens are computed."""
-        if not self.guesses:
-            return [(r, 1) for r in self.decodes] + self.chunks
         return [(r, self.num_sampled(r)) for r in self.decodes] + self.chunks
 
     @property
@@ -648,7 +643,7 @@ class Scheduler:
         self.block_allocator.evicted = plan.evicted
         self.admission_shortfall = None
         self._plan_decodes(plan)
-        if self.waiting and not plan.preempted:  # a victim does not come back in the same step
+        if not plan.preempted:  # a victim does not come back in the same step
             plan.admitted = self._maybe_admit(step)
         if self.prefilling:
             self._plan_chunks(plan)
@@ -729,14 +724,11 @@ class Scheduler:
                 "(max_kv_tokens, --kv-blocks) or max_new_tokens smaller"
             )
         victim = max(running, key=self.queue_key)
-        self._preempt(victim)
-        return victim
-
-    def _preempt(self, victim: Request):
         self._leave(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1
         self._enqueue(victim)
+        return victim
 
     def _plan_chunks(self, plan: Plan):
         """
@@ -861,18 +853,16 @@ class Scheduler:
         return finished
 
     def _take(self, request: Request, new: list[int], n: int):
-        """Put these tokens in the places of the n that were sampled. Fewer: it goes back."""
+        """
+        Put these tokens in the places of the n that were sampled. With fewer the request goes back:
+        drop all tokens to come, also those of a later step, and the slots and blocks after the last
+        known token, which is the request's next input again.
+        """
         start = request.num_known
         request.generated_tokens[start : start + n] = new
         request.num_to_come -= n
-        if len(new) < n:
-            self._go_back(request)
-
-    def _go_back(self, request: Request):
-        """
-        Drop all tokens to come, also those of a later step, and the slots and blocks after the last
-        known token, which is the request's next input again.
-        """
+        if len(new) == n:
+            return
         del request.generated_tokens[request.num_known :]
         request.num_to_come = 0
         if request.row is None:

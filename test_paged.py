@@ -305,9 +305,9 @@ def test_life_of_a_shared_prefix():
     assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
 
     assert allocator.allocate_n(4) == [3, 2, 4, 5], "free blocks first"
-    assert allocator.num_evictions == 0
+    assert allocator.evicted == []
     assert allocator.allocate_n(2) == [1, 0], "then idle ones, the least recently used first"
-    assert allocator.num_evictions == 2
+    assert allocator.evicted == [1, 0]
     assert not scheduler.block_cache.held
     assert not scheduler.block_cache.block_of
 
@@ -815,8 +815,9 @@ def test_the_same_call_twice_on_one_engine():
     second = serve(engine, prompts, 10)
     assert second == first and engine.scheduler.num_hit_tokens > 6 * 8, "the cache was warm"
     serve(engine, [prompt(80 + i, 25) for i in range(12)], 10)
-    assert engine.scheduler.block_allocator.num_evictions > 20, "blocks were recycled"
+    num_hit_tokens = engine.scheduler.num_hit_tokens
     assert serve(engine, prompts, 10) == first
+    assert engine.scheduler.num_hit_tokens == num_hit_tokens, "blocks were recycled"
 
 
 def test_a_full_pool_serves_every_request():
