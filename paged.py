@@ -830,7 +830,7 @@ class Scheduler:
                 continue
             is_last = request in plan.completed
             request.num_computed_slots += n - is_last  # the last slot counts with its token, below
-            self.committed += self.commit(request)
+            self.commit(request)
         for request, new in tokens.items():  # the hot loop
             num_new = len(new)
             if guesses or num_new != 1:
@@ -841,7 +841,7 @@ class Scheduler:
             if request.row is not None:
                 request.num_computed_slots = computed = request.num_computed_slots + num_new
                 if num_new > 1 or computed % S == 0:
-                    self.committed += self.commit(request)
+                    self.commit(request)
             if num_new and new[-1] in request.stop_token_ids:
                 request.finish_reason = "stop"
                 finished.append(request)
@@ -872,16 +872,15 @@ class Scheduler:
         if request.status == "ending":  # not any more
             self.move(request, "active")
 
-    def commit(self, request: Request) -> list[int]:
-        """Commit the request's full blocks. Returns those that are new in the prefix cache."""
-        new = []
-        computed = request.num_computed_slots
+    def commit(self, request: Request):
+        """Commit the request's full blocks, and note those that are new in the prefix cache."""
         if self.settings.prefix_cache:
+            S = self.block_size
+            computed = request.num_computed_slots
             ref_counts = self.block_allocator.ref_counts
-            new = commit_blocks(request, self.block_cache, self.block_size, computed, ref_counts)
+            self.committed += commit_blocks(request, self.block_cache, S, computed, ref_counts)
         if self.after_commit:
             self.after_commit(request)
-        return new
 
     def promote(self, request: Request):
         """Its prompt is computed: from now on it decodes."""

@@ -41,7 +41,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from engine.rules import check_ends, check_tokens
+from engine.rules import check_ends, check_tokens, endless
 from engine.schemas import all_schemas, check_schema, target_of
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -167,20 +167,16 @@ class Library:
         root = json.loads(text)
         nodes = all_schemas(root, with_targets=True)
         refs = [str(node["$ref"]) for node in nodes if "$ref" in node]
-        waiting = {ref: json.dumps({"allOf": [target_of(ref, root)]}) for ref in [*refs, "#"]}
-        count = 0
-        while refs and waiting:
-            if count == len(waiting):
-                raise ValueError(ENDLESS.format(", ".join(sorted(waiting))))
-            count = len(waiting)
-            # to and fro: a chain of references may stand in either order
-            waiting = dict(reversed(waiting.items()))
-            for ref, schema in [*waiting.items()]:
-                if self.has_value(json.loads(schema), waiting):
-                    del waiting[ref]
+        if not refs:
+            return
+        schemas = {ref: json.dumps({"allOf": [target_of(ref, root)]}) for ref in [*refs, "#"]}
+        names = endless(schemas, self.has_value)
+        if names:
+            raise ValueError(ENDLESS.format(names))
 
-    def has_value(self, schema: dict, endless) -> bool:
-        """Return whether something fits a schema, which is changed, without these references."""
+    def has_value(self, text: str, endless) -> bool:
+        """Return whether something fits a schema without these references."""
+        schema = json.loads(text)
         for node in all_schemas(schema):
             if "$ref" in node:
                 is_endless = node["$ref"] in endless

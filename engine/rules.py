@@ -1,6 +1,6 @@
 """
 What the rules of a Lark grammar say, as far as the grammar library finds it out too late: that they
-go on without an end, or name the token that ends an answer.
+go on without an end, or name the token that ends an answer. `endless` also serves schemas.
 
     check_ends('start: "a" start | "b"')   # ok
     check_ends('start: "a" start')         # ValueError: the rule start never ends: ..
@@ -9,7 +9,7 @@ Not run by itself: engine/matcher.py checks what clients send.
 """
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterable
 
 # what stands in a rule and is no rule: texts, comments, and regular expressions
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
@@ -20,28 +20,37 @@ TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # by their numbers: <[5]>, <[1-9,12]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
+def endless(parts: dict, has_end: Callable) -> str:
+    """
+    Return the names of the parts without an end, "" if all have one. `has_end(part, names)` tells
+    whether a part has an end without those of these names.
+    """
+    count = 0
+    while count != len(parts):
+        count = len(parts)
+        # to and fro: a chain of parts may stand in either order
+        parts = dict(reversed(parts.items()))
+        for name, part in [*parts.items()]:
+            if has_end(part, parts):
+                del parts[name]
+    return ", ".join(sorted(parts))
+
+
 def check_ends(lark: str):
     """Raise ValueError for a rule of which no text has an end."""
     text = LITERAL.sub(" T ", lark)
     if "%lark" in text or "::" in text:  # grammars within it, or rules with parameters
         return
     _, *parts = RULE.split(text)
-    waiting = {name: WORD.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
-    count = 0
-    while waiting:
-        if count == len(waiting):
-            names = ", ".join(sorted(waiting))
-            raise ValueError(f"no text of {names:.99} has an end: add a way without that rule")
-        count = len(waiting)
-        # to and fro: a chain of rules may stand in either order
-        waiting = dict(reversed(waiting.items()))
-        for name, words in [*waiting.items()]:
-            if has_end(iter(words), waiting):
-                del waiting[name]
+    rules = {name: WORD.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    names = endless(rules, has_end)
+    if names:
+        raise ValueError(f"no text of {names:.99} has an end: add a way without that rule")
 
 
-def has_end(words: Iterator[str], endless: Container[str]) -> bool:
+def has_end(words: Iterable[str], endless: Container[str]) -> bool:
     """Return whether a rule, or a part in brackets, has a finite text without these rules."""
+    words = iter(words)  # a part in brackets takes its own
     ways = [True]  # whether each of its alternatives has one
     before = True  # the last of them, without its last item
     for word in words:
