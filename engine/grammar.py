@@ -322,7 +322,7 @@ class Grammar:
         self.accepted: list[int] = []  # tokens that the process does not know yet
         self.offered: int | None = None  # the token that was asked about
         self.question: Question | None = None  # the last
-        self.reason = NOTHING_ALLOWED  # why no token may come next
+        self.failure = STUCK + NOTHING_ALLOWED  # why no token may come next
 
     def copy(self) -> "Grammar":
         """Return the state of another answer, at its beginning."""
@@ -341,11 +341,11 @@ class Grammar:
         begun, or the token offered again.
         """
         if self.wants_mask:
-            is_allowed = self.has_mask and bool(self.mask[token >> 5] >> (token & 31) & 1)
+            is_allowed = self.has_mask() and bool(self.mask[token >> 5] >> (token & 31) & 1)
         else:
             if self.offered != token:
                 self.offer(token)
-            reply = self._reply(deadline or soon())
+            reply = self.compiled.wait_for(self.question, deadline or soon())
             is_allowed = reply == 1
             self.wants_mask = reply is not None and not is_allowed
             self.offered = None
@@ -360,7 +360,7 @@ class Grammar:
         if self.wants_mask:
             return []
         self._ask(COUNT, draft)
-        reply = self._reply(soon())
+        reply = self.compiled.wait_for(self.question, soon())
         return draft[:reply] if isinstance(reply, int) else []
 
     def begin_mask(self):
@@ -369,32 +369,20 @@ class Grammar:
             self.wants_mask = True
             self._ask(MASK, [])
 
-    @property
-    def has_mask(self) -> bool:
-        return self.wait_for_mask(0)
-
-    def wait_for_mask(self, deadline: float) -> bool:
-        """Wait for a mask that was begun. Return whether it is there."""
+    def has_mask(self, deadline: float = 0) -> bool:
+        """Return whether a mask that was begun is there by the deadline, by default now."""
         if self.wants_mask and self.mask is None:
-            reply = self._reply(deadline)
+            reply = self.compiled.wait_for(self.question, deadline)
             if isinstance(reply, bytes):
                 self.mask = np.frombuffer(reply, np.int32)
             elif reply is not None:
                 self.mask = np.zeros_like(self.compiled.mask)
-                self.reason = reply or NOTHING_ALLOWED
+                self.failure = STUCK + (reply or NOTHING_ALLOWED)
         return self.mask is not None
-
-    def failure(self) -> str:
-        """Return why no token may come next."""
-        return STUCK + self.reason
 
     def _ask(self, kind: int, tokens: list[int]):
         self.question = self.compiled.ask(self.id, kind, self.accepted, tokens)
         self.accepted = []
-
-    def _reply(self, deadline: float) -> int | bytes | str | None:
-        """Wait for the reply to the last question. None: it is late."""
-        return self.compiled.wait_for(self.question, deadline)
 
     def __del__(self):
         self.compiled.ask(self.id, END, [], [])
@@ -451,7 +439,8 @@ class Constraints(Stage):
             for r in self.grammars:
                 if r.params.filters and r.status == "active" and r.num_to_come:
                     scheduler.move(r, "held")
-        ready = [r for r in self._sitting_out() if self._is_ready(r)]
+        # the mask of each was begun: with the refusal of its token, or with the token before it
+        ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
         for r in ready:
             scheduler.move(r, "active")
         if ready:
@@ -461,10 +450,6 @@ class Constraints(Stage):
         """Those that go on with the mask of a position whose tokens before are known."""
         held = self.engine.scheduler.held
         return [r for r in held if r in self.grammars and not r.num_to_come]
-
-    def _is_ready(self, r: Request) -> bool:
-        grammar = self.grammars[r]
-        return not grammar.wants_mask or grammar.has_mask
 
     def planned(self, step: Step):
         """
@@ -476,7 +461,7 @@ class Constraints(Stage):
             return
         sitting_out = self._sitting_out()
         if sitting_out and not step.plan.work and not self.engine.in_flight:
-            self.grammars[sitting_out[0]].wait_for_mask(soon())
+            self.grammars[sitting_out[0]].has_mask(soon())
         guesses = step.plan.guesses
         for r in [r for r in guesses if r in self.grammars]:
             guesses[r] = self.grammars[r].allowed_part(guesses[r])
@@ -485,7 +470,7 @@ class Constraints(Stage):
                 del guesses[r]
         held_to = [r for r in step.plan.sampled if r in self.grammars]
         # while a token is to come, the mask belongs to that token
-        masked = [r for r in held_to if not r.num_to_come and self.grammars[r].has_mask]
+        masked = [r for r in held_to if not r.num_to_come and self.grammars[r].has_mask()]
         step.notes[self] = masked
 
     def launched(self, step: Step):
@@ -508,7 +493,7 @@ class Constraints(Stage):
             return
         for r in step.notes[self]:
             if step.tokens.get(r) == [NO_TOKEN]:
-                step.failed[r] = self.grammars[r].failure()
+                step.failed[r] = self.grammars[r].failure
         sampled = step.tokens.items()
         asked = [r for r, new in sampled if r in self.grammars and NO_TOKEN not in new]
         for r in asked:
@@ -519,7 +504,7 @@ class Constraints(Stage):
         self.num_refused += len(refused)
         for r in refused:
             self.grammars[r].begin_mask()
-        in_time = [r for r in refused if not self.engine.overlap and self.grammars[r].has_mask]
+        in_time = [r for r in refused if not self.engine.overlap and self.grammars[r].has_mask()]
         if in_time:
             self._sample_again(step, in_time)
         for r in refused:
@@ -543,7 +528,7 @@ class Constraints(Stage):
             return True
         step.tokens[r] = tokens[:n]
         if is_masked:
-            step.failed[r] = grammar.failure()
+            step.failed[r] = grammar.failure
         return is_masked
 
     def _sample_again(self, step: Step, requests: list[Request]):
@@ -555,7 +540,7 @@ class Constraints(Stage):
         for r, n in kept.items():
             token = sampled[place_of[r] + n]
             if token == NO_TOKEN or not self.grammars[r].accept(token):
-                step.failed[r] = self.grammars[r].failure()
+                step.failed[r] = self.grammars[r].failure
             step.tokens[r].append(token)
 
     def _send_back(self, r: Request):

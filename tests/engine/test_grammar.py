@@ -284,8 +284,12 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     and again for a mask, because another request waits for the blocks of the one that is held.
     """
     waits = []
-    monkeypatch.setattr(Grammar, "has_mask", False)
-    monkeypatch.setattr(Grammar, "wait_for_mask", lambda grammar, _: waits.append(grammar))
+
+    def has_mask(grammar: Grammar, deadline: float = 0):
+        if deadline:
+            waits.append(grammar)
+
+    monkeypatch.setattr(Grammar, "has_mask", has_mask)
     engine = new_engine(model, overlap=overlap, num_blocks=12, block_size=4)
     params = SamplingParams(max_tokens=9, temperature=0)
     held = replace(params, grammar=grammars.compile("regex", "(yes|no)+"))
@@ -420,7 +424,7 @@ HOSTILE |= {
 def mask_of(grammar: Grammar) -> np.ndarray:
     """[V / 32] int32: a bit for each token that may come next."""
     grammar.begin_mask()
-    while not grammar.wait_for_mask(soon()):
+    while not grammar.has_mask(soon()):
         pass
     return grammar.mask.copy()
 
@@ -649,7 +653,7 @@ class FakeGrammar(Grammar):
     """One whose process is played: its replies take their time."""
 
     def __init__(self, choose: random.Random):
-        super().__init__(Mock(mask=None, ids=count()))
+        super().__init__(Mock(mask=None, ids=count(), wait_for=self.reply_to))
         self.choose = choose
         self.tokens = []  # that came
         self.wants_mask = False
@@ -667,7 +671,7 @@ class FakeGrammar(Grammar):
         is_number = kind == COUNT or n
         self.reply = n if is_number else np.array([bits], np.int32).tobytes()
 
-    def _reply(self, deadline: float) -> int | bytes | None:
+    def reply_to(self, question: None, deadline: float) -> int | bytes | None:
         return None if self.choose.random() < 0.3 else self.reply
 
 

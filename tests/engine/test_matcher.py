@@ -116,7 +116,7 @@ def fate(grammars: Grammars, kind: str, text: str) -> str:
     except ValueError as error:
         return str(error)
     assert grammar, "it is still being compiled"
-    return "" if len(walk(grammar, 60)) == 60 else grammar.failure()
+    return "" if len(walk(grammar, 60)) == 60 else grammar.failure
 
 
 @pytest.mark.parametrize(
@@ -494,7 +494,7 @@ def test_what_was_killed_starts_anew(grammars):
     for pid in descendants(grammars.process.pid):
         os.kill(pid, signal.SIGKILL)
     assert not mask_of(grammar).any()
-    assert "the answer cannot go on: its grammar takes more than" in grammar.failure()
+    assert "the answer cannot go on: its grammar takes more than" in grammar.failure
     grammars.process.wait()
     for text in ("[a-w]{99}", "[a-v]{99}"):  # the first one was kept
         assert len(walk(grammars.compile("regex", text), 9)) == 9
