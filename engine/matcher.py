@@ -38,6 +38,7 @@ import select
 import signal
 import socket
 import sys
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -119,10 +120,9 @@ class Library:
         for schema in schemas:
             check_schema(schema)
         matcher = self.matcher(kind, text, JSON_OPTIONS, before)
-        if not matcher.is_error() and any(map(self.has_dead_end, schemas)):
-            raise ValueError(DEAD_END)
         if not matcher.is_error():
             for schema in schemas:
+                self.check_dead_end(schema)
                 self.check_end(schema)
         return matcher
 
@@ -140,9 +140,9 @@ class Library:
             text = json.dumps({"grammars": [{"lark_grammar": before}, *parts]})
         return self.module.LLMatcher(self.tokenizer, text, log_level=0, limits=self.limits)
 
-    def has_dead_end(self, schema: str) -> bool:
+    def check_dead_end(self, schema: str):
         """
-        Return whether the library allows a comma or a brace before patternProperties that name
+        Raise ValueError if the library allows a comma or a brace before patternProperties that name
         nothing but declared properties. It does not notice: after `{` it can write no quote.
         """
         nodes = [*all_schemas(json.loads(schema), with_targets=True)]
@@ -156,8 +156,7 @@ class Library:
                     probe["patternProperties"] = {pattern: {} for pattern in patterns}
                     grammar = json.dumps(probe), {"whitespace_flexible": False}
                     if self.matcher("json", *grammar).compute_ff_bytes() == b"{":
-                        return True
-        return False
+                        raise ValueError(DEAD_END)
 
     def check_end(self, text: str):
         """
@@ -315,9 +314,8 @@ def serve_forks(sock: socket.socket, library: Library):
 
 def has_hung_up(sock: socket.socket) -> bool:
     """Return whether the engine has closed its end. It sends nothing before the report."""
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
+    readable, _, _ = select.select([sock], [], [], 0)
+    return bool(readable)
 
 
 def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
@@ -342,31 +340,28 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: 
     sock.send(marshal.dumps([refusal or (before, address_space(), mask)]))
     if matcher:
         let_grow(STEP_MIB)
-        serve_answers(sock, matcher, library.eos, max(1, REPLY_BYTES // len(mask)))
+        matchers = defaultdict(matcher.deep_copy)  # by answer
+        serve_answers(sock, matchers, library.eos, max(1, REPLY_BYTES // len(mask)))
 
 
-def serve_answers(sock: socket.socket, first, eos: list[int], most: int):
-    """
-    Reply to questions until the engine closes its end, with at most `most` replies in a message.
-    `first` is the matcher at the beginning of an answer.
-    """
-    matchers = {}
+def serve_answers(sock: socket.socket, matchers: dict, eos: list[int], most: int):
+    """Reply to questions until the engine closes its end, at most `most` in a message."""
     while message := sock.recv(MOST_BYTES):
         questions = marshal.loads(message)
         for i in range(0, len(questions), most):
-            replies = [reply_to(matchers, first, eos, *q) for q in questions[i : i + most]]
+            replies = [reply_to(matchers, eos, *q) for q in questions[i : i + most]]
             sock.send(marshal.dumps(replies))
 
 
 def reply_to(
-    matchers: dict, first, eos: list[int], id: int, kind: int, came: list[int], asked: list[int]
+    matchers: dict, eos: list[int], id: int, kind: int, came: list[int], asked: list[int]
 ) -> int | bytes | str:
     """Take the tokens that came. Returns the reply about those asked (see the file's top)."""
     signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts it
-    matcher = matchers.pop(id, None) or first.deep_copy()
     if kind == END:
+        matchers.pop(id, None)
         return address_space()
-    matchers[id] = matcher
+    matcher = matchers[id]
     if came:
         matcher.consume_tokens(came)
     if kind == MASK:
