@@ -295,20 +295,17 @@ class Publisher:
         self.recorder = recorder
         self.link = link
         self.is_on = False
-        self.has_listeners = False
-        self.left_at = 0.0  # when the last listener left
+        self.ends_at = math.inf  # a while after the last listener has left
         self.is_up_to_date = False  # the link got all lines so far
         self.lines: list[str] = []  # since the last message
         self.sent_at = 0.0
 
     def listen(self, has_listeners: bool, tokens: bool):
         """The HTTP process has listeners, or has none any more."""
-        self.has_listeners = has_listeners
-        self.left_at = time.monotonic()
-        if self.is_on or not has_listeners:
-            return
-        self.is_on = True
-        self.recorder.listen(self.lines.append, tokens)
+        self.ends_at = math.inf if has_listeners else time.monotonic() + KEEP_SECONDS
+        if has_listeners and not self.is_on:
+            self.is_on = True
+            self.recorder.listen(self.lines.append, tokens)
 
     def due_in(self) -> float | None:
         """Seconds until a message is due; None: there is nothing to send."""
@@ -330,13 +327,10 @@ class Publisher:
                 self.send([self.recorder.snapshot()])
             self.is_up_to_date = has_room
             self.lines.clear()
-        if not self.has_listeners and now > self.left_at + KEEP_SECONDS:
-            self.end()
-
-    def end(self):
-        self.recorder.listeners.remove(self.lines.append)
-        self.send([])
-        self.is_on = self.is_up_to_date = False
+        if now > self.ends_at:
+            self.recorder.listeners.remove(self.lines.append)
+            self.send([])
+            self.is_on = self.is_up_to_date = False
 
     def send(self, lines: list[str]):
         """As one text, so that the HTTP process can hand the lines on without parsing them."""

@@ -509,7 +509,7 @@ def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
     assert all(len(walk(answer, 3)) == 3 for answer in [*others, beside])
     assert len(walk(first, 60)) < 60
     assert not any(mask_of(answer).any() for answer in others)
-    assert all(reason in answer.failure() for answer in [first, *others])
+    assert all(reason in answer.failure for answer in [first, *others])
     assert len(walk(grammars.compile(kind, text), 3)) == 3
     assert len(walk(beside, 9)) == 9
 
