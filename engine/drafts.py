@@ -36,8 +36,7 @@ class GrowingText:
     def __init__(self, request: Request):
         self.request = request
         self.can_guess = can_guess(request)
-        self.tokens = list(request.prompt_tokens)
-        self.num_generated = 0  # tokens of the answer among them
+        self.tokens: list[int] = []  # as far as they were known at the last guess
         self.place_after: dict[tuple, int] = {}  # n-gram -> the place after it
         self.num_indexed = MATCHED  # the next such place to enter; never the end of the text
         # what its guesses were worth
@@ -53,10 +52,8 @@ class GrowingText:
         if not self.can_guess or most < 1:
             return []
         request = self.request
-        new = request.generated_tokens[self.num_generated : request.num_known]
-        self.num_generated = request.num_known
-        self.tokens += new
         tokens = self.tokens
+        tokens += request.tokens_between(len(tokens), request.num_tokens - request.num_to_come)
         for place in range(self.num_indexed, len(tokens)):
             self.place_after[tuple(tokens[place - MATCHED : place])] = place
         self.num_indexed = max(self.num_indexed, len(tokens))
