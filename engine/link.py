@@ -38,22 +38,17 @@ def join_rows(row: Row, later: Row):
         row[4] = (row[4] or []) + later[4]
 
 
-class Messages:
+def read_messages(unread: bytearray, data: bytes) -> list[dict]:
     """
-    The messages that arrive at either end of a link, of which one may come in many parts, or many
-    at once.
+    The messages that end in these data, at either end of a link. `unread`, the beginning of a
+    message, is kept in place: one may come in many parts, or many at once.
     """
-
-    def __init__(self):
-        self.unread = bytearray()  # the beginning of a message
-
-    def read(self, data: bytes) -> list[dict]:
-        """The messages that end in these data."""
-        if b"\n" not in data:  # most of a long prompt, say
-            self.unread += data
-            return []
-        *lines, self.unread = (self.unread + data).split(b"\n")
-        return [orjson.loads(line) for line in lines]
+    unread += data
+    if b"\n" not in data:  # most of a long prompt, say
+        return []
+    *lines, rest = unread.split(b"\n")
+    unread[:] = rest
+    return [orjson.loads(line) for line in lines]
 
 
 class Link:
@@ -62,7 +57,7 @@ class Link:
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.is_open = True
-        self.incoming = Messages()
+        self.unread = bytearray()  # the beginning of a message
         self.unsent = bytearray()  # the end of a message, for which the socket had no room
         self.rows: dict[str, Row] = {}  # of steps, by request: to be sent
         self.messages: list[dict] = []  # others to be sent
@@ -89,7 +84,7 @@ class Link:
             data = b""
         if not data:
             self.is_open = False
-        return self.incoming.read(data)
+        return read_messages(self.unread, data)
 
     def queue(self, message: dict):
         """Have a message sent at the next flush."""

@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 
-from engine.link import Messages, join_rows, to_line
+from engine.link import join_rows, read_messages, to_line
 from server.protocol import ApiError
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
@@ -68,7 +68,7 @@ class EngineClient(asyncio.Protocol):
         self._connect()
 
     def _connect(self):
-        self.incoming = Messages()
+        self.unread = bytearray()  # the beginning of a message
         # messages that the link has no room for, by operation and request: "abort 5.1"
         self.unsent = {}
         self.is_full = False
@@ -169,7 +169,7 @@ class EngineClient(asyncio.Protocol):
         delivered at once.
         """
         started = time.monotonic()
-        messages = self.incoming.read(data)
+        messages = read_messages(self.unread, data)
         if not messages:
             return
         self.heard = started

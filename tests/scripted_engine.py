@@ -191,7 +191,7 @@ class EngineProcess:
         theirs = http.sock
         if not (self.world.is_running and theirs is link.sock.peer and http.transport):
             return
-        if http.unsent or http.transport.unsent or link.sock.arrived or link.incoming.unread:
+        if http.unsent or http.transport.unsent or link.sock.arrived or link.unread:
             return  # the engine has not heard all
         mine = {*self.engine.requests}
         for choices in self.engine.promised.values():
@@ -200,7 +200,7 @@ class EngineProcess:
         if mine - waiting:
             raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
         is_behind = link.rows or link.messages or link.unsent
-        if is_behind or theirs.arrived or http.incoming.unread:
+        if is_behind or theirs.arrived or http.unread:
             return  # nor has the HTTP process
         if waiting - mine:
             raise Violation(
