@@ -433,23 +433,20 @@ class Constraints(Stage):
         """
         if not self.grammars:
             return
-        engine = self.engine
-        scheduler = engine.scheduler
-        if engine.overlap:
-            for r in self.grammars:
-                if r.params.filters and r.status == "active" and r.num_to_come:
-                    scheduler.move(r, "held")
+        scheduler = self.engine.scheduler
+        for r in self.grammars:
+            if r.params.filters and r.status == "active" and r.num_to_come:
+                scheduler.move(r, "held")
         # the mask of each was begun: with the refusal of its token, or with the token before it
         ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
         for r in ready:
             scheduler.move(r, "active")
         if ready:
-            engine.device.fill_rows(*ready)
+            self.engine.device.fill_rows(*ready)
 
     def _sitting_out(self) -> list[Request]:
         """Those that go on with the mask of a position whose tokens before are known."""
-        held = self.engine.scheduler.held
-        return [r for r in held if r in self.grammars and not r.num_to_come]
+        return [r for r in self.engine.scheduler.held if not r.num_to_come]
 
     def planned(self, step: Step):
         """
