@@ -307,6 +307,22 @@ class Request:
         self.num_committed = 0
 
 
+def find_cached_prefix(request: Request, block_cache: BlockCache, block_size: int) -> list[int]:
+    """
+    The physical blocks of the longest cached prefix, not referenced yet. The block with the last
+    token is never a hit: we need that token's logits, hits are whole blocks, and shared blocks are
+    read-only. Of 8 tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block is a hit; 4
+    tokens are computed again, into a block of the request's own.
+    """
+    hits = []
+    for index in range((request.num_tokens - 1) // block_size):
+        block = block_cache.lookup(request.content_of(index, block_size))
+        if block is None:
+            break
+        hits.append(block)
+    return hits
+
+
 def commit_blocks(
     request: Request, block_cache: BlockCache, block_size: int, num_slots: int, ref_counts=None
 ) -> list[int]:
@@ -588,7 +604,10 @@ class Scheduler:
             return False
         allocator = self.block_allocator
         num_tokens = request.num_tokens
-        hits = self._find_prefix(request)
+        hits = []
+        # to score a prompt takes the logits of all its tokens, so all are computed
+        if self.settings.prefix_cache and request.prompt_logprobs is None:
+            hits = find_cached_prefix(request, self.block_cache, self.block_size)
         num_hit_tokens = len(hits) * self.block_size
         needed = self.blocks_for(num_tokens) - len(hits)
         # an idle hit counts as free, but is about to be referenced
@@ -612,24 +631,6 @@ class Scheduler:
         self.num_queried_tokens += num_tokens
         self.num_hit_tokens += num_hit_tokens
         return True
-
-    def _find_prefix(self, request: Request) -> list[int]:
-        """
-        The physical blocks of the longest cached prefix, not referenced yet. The block with the
-        last token is never a hit: we need that token's logits, hits are whole blocks, and shared
-        blocks are read-only. Of 8 tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block
-        is a hit; 4 tokens are computed again, into a block of the request's own.
-        """
-        hits = []
-        # to score a prompt takes the logits of all its tokens, so all are computed
-        if not self.settings.prefix_cache or request.prompt_logprobs is not None:
-            return hits
-        for index in range((request.num_tokens - 1) // self.block_size):
-            block = self.block_cache.lookup(request.content_of(index, self.block_size))
-            if block is None:
-                break
-            hits.append(block)
-        return hits
 
     # -- before a step: plan it --------------------------------------------------------------------
 
@@ -1068,7 +1069,7 @@ class KVBlockPool:
 # commits by itself, and there is nothing to assemble. Of the post's names
 #
 #   serving runs:    add_request, _maybe_admit, promote, complete, allocate_one, clear_cache,
-#                    free_blocks_for_request, is_fully_prefilled
+#                    free_blocks_for_request, is_fully_prefilled, find_cached_prefix
 #   to be read:      schedule, maybe_allocate_block, commit_completed_blocks, write_kv_to_pool,
 #                    gather_kv_from_pool, num_tokens_in_cache, tokens_so_far
 #   examples/post.py has the rest and the post's loop, and says what replaces each here.

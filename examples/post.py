@@ -43,6 +43,7 @@ from paged import (
     Scheduler,
     SchedulerSettings,
     commit_completed_blocks,
+    find_cached_prefix,
     gather_kv_from_pool,
     write_kv_to_pool,
 )
@@ -52,20 +53,6 @@ pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
 
 # --------------------------------------------------------------------------------------------------
 # Before the model
-
-
-def find_cached_prefix(request, block_cache, block_size):
-    """
-    The cached blocks with the beginning of a request's text, as far as they are there without a
-    gap; never its last token, whose logits are needed. In this repo: `Scheduler._find_prefix`.
-    """
-    blocks = []
-    for index in range((request.num_tokens - 1) // block_size):
-        block = block_cache.lookup(request.content_of(index, block_size))
-        if block is None:
-            break
-        blocks.append(block)
-    return blocks
 
 
 def load_cached_blocks(request, blocks, pool, block_size):

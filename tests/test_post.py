@@ -14,7 +14,14 @@ import torch
 from checkpoint import save_checkpoint
 from examples import post
 from model import GPT, GPTConfig, Rope
-from paged import BlockAllocator, KVBlockPool, Request, Scheduler, commit_completed_blocks
+from paged import (
+    BlockAllocator,
+    KVBlockPool,
+    Request,
+    Scheduler,
+    commit_completed_blocks,
+    find_cached_prefix,
+)
 from params import GREEDY
 from test_paged import assert_equals_dense, prompt, raises, trained_model
 from training.corpus import bpe_tokenizer
@@ -97,7 +104,7 @@ def test_find_a_prefix():
     commit_completed_blocks(first, cache, 4)
 
     def found(length: int) -> list[int]:
-        return post.find_cached_prefix(Request("r", [*range(length)], 1), cache, 4)
+        return find_cached_prefix(Request("r", [*range(length)], 1), cache, 4)
 
     hits = [found(length) for length in (4, 5, 8, 9, 13)]
     assert hits == [[], [5], [5], [5, 2], [5, 2, 7]]
