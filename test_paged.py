@@ -223,9 +223,7 @@ def reachable_requests(engine: Engine, *beyond) -> list[Request]:
     `beyond`.
     """
     code = type | ModuleType | FunctionType | MethodType
-    seen = {
-        id(thing): thing for thing in beyond
-    }  # while they are kept no other thing gets their ids
+    seen = {id(thing): thing for thing in beyond}  # kept, so that their ids stay theirs
     things = [engine]
     while things:
         for thing in gc.get_referents(things.pop()):
