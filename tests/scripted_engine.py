@@ -17,6 +17,7 @@ from wires import EOS, fake_score
 from engine import engine, process
 from engine.device import Launched, PackedPlan
 from engine.link import Link
+from ops.inputs import StepShape
 from params import NO_TOKEN, Settings
 
 
@@ -62,7 +63,8 @@ class Runner:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             tokens[request] = [said[len(request.generated_tokens)]]
         places = range(len(plan.decodes), len(plan.sampled))
-        return Launched(PackedPlan(plan, None, places, None), tokens, None, None)
+        shape = StepShape(len(plan.decodes), 0, 0)  # stages ask for its decodes alone
+        return Launched(PackedPlan(plan, shape, places, None), tokens, None, None)
 
     def send(self, launched):
         pass
