@@ -340,7 +340,6 @@ class Service:
             say(message, sys.stdout)
         elif state == "restarting":
             log("engine_died", reason=self.client.reason)
-            self.metrics.engine_ended()
 
     def stop(self):
         """

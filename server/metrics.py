@@ -127,22 +127,15 @@ class Metrics:
     def update(self, stats):
         """
         Show the numbers of Engine.stats(). Prometheus' counters must not fall, so they go on where
-        the totals of a new engine begin at 0.
+        the totals of a new engine begin at 0, as those of none (client.IDLE) are.
         """
         for source, metric in self.of_the_engine.items():
             value = stats.get(source, 0)  # of a stage that is gone there is none
             if isinstance(metric, Gauge):
                 metric.set(value)
             elif isinstance(metric, Counter):
-                metric.inc(value - self.totals.get(source, 0))
+                metric.inc(max(0, value - self.totals.get(source, 0)))
                 self.totals[source] = value
             else:
-                for delay in value:
+                for delay in value or ():
                     metric.observe(delay)
-
-    def engine_ended(self):
-        """It holds nothing any more; the next one sends its numbers only once it has work."""
-        self.totals.clear()
-        for metric in self.of_the_engine.values():
-            if isinstance(metric, Gauge):
-                metric.set(0)
