@@ -69,7 +69,7 @@ class Choice:
         self.reader = None
         self.markers = {}  # tokens that mark parts of an answer: what they are called in its text
         if body.tools or (job and job.ahead):
-            self.reader = tools.Reader(job.call_tag, job.ahead, job.hidden)
+            self.reader = tools.Reader(job.call_tags, job.ahead, job.hidden)
             self.markers = job.markers
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
@@ -317,7 +317,7 @@ class Job:
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         self.grammar = body.response_format or body.structured_outputs
         self.headers = []  # of its answer, beside the usual ones
-        self.call_tag = None
+        self.call_tags = None
         self.ahead = []  # the markers of thoughts that may come
         if body.messages:
             self._read_chat(service.encoder, prompts[0])
@@ -365,13 +365,13 @@ class Job:
             self.grammar = self.grammar | {"before": before}
 
     def _hold_to_tools(self, chat):
-        """Hold the answer to the tools' schemas. Raises ApiError for "auto" without a tag."""
-        self.call_tag = chat.call_tag
-        if self.body.tool_choice == "auto" and not self.call_tag:
+        """Hold the answer to the tools' schemas. Raises ApiError for "auto" without tags."""
+        self.call_tags = chat.call_tags
+        if self.body.tool_choice == "auto" and not any(self.call_tags):
             why = "this model's chat template does not show tools, or has no JSON in tags for calls"
             remedy = 'send "required", "none" or a function'
             raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        lark = tools.grammar_of_calls(self.body, self.call_tag, chat.tokens)
+        lark = tools.grammar_of_calls(self.body, self.call_tags, chat.tokens)
         dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
         schemas = [dump(tools.schema_of(function)) for function in self.body.functions]
         self.grammar = {"kind": "tools", "text": dump([lark, schemas])}

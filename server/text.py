@@ -228,7 +228,7 @@ class Chat:
     a conversation does not set itself. `tool_source` is the template for conversations with tools,
     if they have one of their own.
 
-    call_tag    see tools.find_tag
+    call_tags   see tools.find_tags
     thoughts    see tools.find_thoughts
     tokens      the markers in the model's answers that are tokens, by their names
     """
@@ -244,13 +244,12 @@ class Chat:
         self.tokenizer = tokenizer
         self.variables = variables or {}
         backend = tokenizer.backend
-        self.call_tag = ""
-        self.thoughts = markers = []
+        self.call_tags = self.thoughts = []
         if tools:
-            self.call_tag = tools.find_tag(tool_source or source)
+            self.call_tags = tools.find_tags(tool_source or source)
             texts = f"{source}{tool_source}{backend.get_added_tokens_decoder()}"
             self.thoughts = tools.find_thoughts(texts)
-            markers = tools.tags(self.call_tag) + self.thoughts
+        markers = self.call_tags + self.thoughts
         self.tokens = {m: id for m in markers if (id := backend.token_to_id(m)) is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
