@@ -17,6 +17,7 @@ from wires import EOS, fake_score
 from engine import engine, process
 from engine.device import Launched, PackedPlan
 from engine.link import Link
+from ops.inputs import StepShape
 from params import NO_TOKEN, Settings
 
 
@@ -61,8 +62,10 @@ class Runner:
         for request in plan.sampled:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             tokens[request] = [said[len(request.generated_tokens)]]
-        places = range(len(plan.decodes), len(plan.sampled))
-        return Launched(PackedPlan(plan, None, places, None), tokens, None, None)
+        n = len(plan.decodes)
+        shape = StepShape(n, 0, 0)  # all that the scores read
+        places = range(n, len(plan.sampled))
+        return Launched(PackedPlan(plan, shape, places, None), tokens, None, None)
 
     def send(self, launched):
         pass
