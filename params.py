@@ -140,17 +140,12 @@ class SamplingParams:
     @cached_property
     def adjusts(self) -> bool:
         """Changes logits in any of the ways of `sampling.adjust`."""
-        return bool(self.biases or self.penalises or self.min_tokens)
+        return bool(self.logit_bias or self.penalises or self.min_tokens)
 
     @cached_property
     def penalises(self) -> bool:
         """Has any of the three penalties."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
-
-    @cached_property
-    def biases(self) -> bool:
-        """Has a logit_bias."""
-        return bool(self.logit_bias)
 
     @cached_property
     def filters(self) -> bool:
@@ -265,8 +260,9 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
     try:
         if source != "auto" and not path.is_file():
             raise ValueError("there is no such file")
-        values = {ours: read_json(path).get(name) for name, ours in TAKEN.items()}
-        defaults = {name: value for name, value in values.items() if value is not None}
+        content = read_json(path)
+        given = [name for name in TAKEN if content.get(name) is not None]
+        defaults = {TAKEN[name]: content[name] for name in given}
         if defaults.get("top_k") == -1:
             defaults["top_k"] = 0  # vLLM has two words for all tokens
         SamplingParams(**defaults)
