@@ -6,7 +6,7 @@ boards and alerts work.
     metrics.count_tokens(choice, 3)        # a step brought three tokens of one continuation
     metrics.count_answer(404)
     metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
-    metrics.text()
+    generate_latest(metrics.registry)      # the text
 
 Not run by itself: the HTTP process has one. It counts the answers that clients get; the engine's
 own numbers come with its messages.
@@ -15,7 +15,7 @@ own numbers come with its messages.
 import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # Upper bounds of the histograms' buckets: vLLM's of all of its histograms, so that its boards and
 # rules find them, and finer ones in front for what is faster here. They are the same for every
@@ -87,9 +87,6 @@ class Metrics:
         """Make a metric. Returns a function of its labels after the model's name."""
         made = kind(name, about, ["model_name", *labels], registry=self.registry)
         return partial(made.labels, self.model_name)
-
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
 
     def count_tokens(self, choice, num_tokens):
         """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""

@@ -43,7 +43,8 @@ def find_tags(source: str) -> list[str]:
     """
     source = source.replace("\\", "")  # a quote may be escaped
     parts = ["tools", "<tool_call>", '"arguments": ']
-    return ["<tool_call>", "</tool_call>"] if all(part in source for part in parts) else NO_TAGS
+    is_known = all(part in source for part in parts)
+    return ["<tool_call>", "</tool_call>"] if is_known else NO_TAGS
 
 
 def schema_of(function) -> dict:
@@ -115,7 +116,7 @@ class Reader:
     where they mark nothing.
     """
 
-    def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str] = ()):
+    def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
         before, after = tags or (NEVER, "")
         # the third: after the arguments; the last: those of thoughts

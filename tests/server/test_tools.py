@@ -433,7 +433,7 @@ def test_a_stream_of_calls_is_the_same_however_it_is_cut(row, cuts, tag):
     if not tag and content is not None:
         return
     text = spelled(text, tag)
-    reader = Reader(TAGS[tag], [])
+    reader = Reader(TAGS[tag], [], ())
     said = ""
     calls = []
     places = [0, *accumulate(cuts)]
