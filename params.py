@@ -140,12 +140,17 @@ class SamplingParams:
     @cached_property
     def adjusts(self) -> bool:
         """Changes logits in any of the ways of `sampling.adjust`."""
-        return bool(self.logit_bias or self.penalises or self.min_tokens)
+        return bool(self.biases or self.penalises or self.min_tokens)
 
     @cached_property
     def penalises(self) -> bool:
         """Has any of the three penalties."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @cached_property
+    def biases(self) -> bool:
+        """Has a logit_bias."""
+        return bool(self.logit_bias)
 
     @cached_property
     def filters(self) -> bool:

@@ -82,7 +82,7 @@ class SamplingRow(NamedTuple):
         stop_from = 0
         if p.min_tokens:
             stop_from = len(self.prompt_tokens) + p.min_tokens
-        return Ints(p.top_k, self.seed, self.choice, stop_from, bool(p.logit_bias), p.penalises)
+        return Ints(p.top_k, self.seed, self.choice, stop_from, p.biases, p.penalises)
 
 
 def bias_vector(params: SamplingParams, V: int) -> Tensor:
@@ -133,7 +133,7 @@ class SamplingRows:
         for request in requests:
             row = request.row
             params = request.params
-            if params.logit_bias:
+            if params.biases:
                 self.bias[row] = upload(bias_vector(params, V), device, torch.float32)
             if params.penalises or params.min_tokens:
                 self.marks[row] = upload(token_marks(request, V), device, torch.int32)
