@@ -12,12 +12,14 @@ pool starts full of NaN and its free blocks are shuffled: to read a slot that wa
 a block of another request, cannot go unnoticed.
 """
 
+import gc
 import random
 import sys
 import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import FunctionType, MethodType, ModuleType
 
 from common import end_with_one_line
 
@@ -215,6 +217,22 @@ def new_engine(model: GPT, **settings) -> Engine:
     return engine
 
 
+def reachable_requests(engine: Engine, *beyond) -> list[Request]:
+    """
+    Those that the engine's data leads to, in whatever way: not its functions and methods, nor
+    `beyond`.
+    """
+    code = type | ModuleType | FunctionType | MethodType
+    seen = {id(thing): thing for thing in beyond}  # kept, so that their ids stay theirs
+    things = [engine]
+    while things:
+        for thing in gc.get_referents(things.pop()):
+            if id(thing) not in seen and not isinstance(thing, code):
+                seen[id(thing)] = thing
+                things.append(thing)
+    return [thing for thing in seen.values() if isinstance(thing, Request)]
+
+
 def assert_idle(engine: Engine):
     """
     Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated.
@@ -224,9 +242,8 @@ def assert_idle(engine: Engine):
     scheduler.check()
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
     assert not engine.promised, "choices are left"
-    for stage in engine.stages.values():
-        kept = [value for value in vars(stage).values() if isinstance(value, dict | set) and value]
-        assert not kept, f"{type(stage).__name__} keeps {kept}"
+    kept = reachable_requests(engine)
+    assert len(kept) <= 1, f"beside the last request, the engine keeps {kept}"  # a loop's variable
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0, "references leaked"
     assert allocator.num_free == allocator.num_blocks, "blocks leaked"

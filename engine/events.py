@@ -62,7 +62,7 @@ class Recorder(Stage):
         everyone = scheduler.waiting + scheduler.running
         self.tables = {r: r.block_table.copy() for r in everyone}  # as the lines so far have them
         self.changed: list[Request] = []  # whose tables may differ from that
-        self.decodes: list[Request] = []
+        self.decodes: list[Request] | None = []
         self.num_added = scheduler.num_added
         self.num_idled = scheduler.block_allocator.num_idled
         self.lines_left = LINES_A_SNAPSHOT  # until the next one
@@ -135,6 +135,10 @@ class Recorder(Stage):
             self._add(tokens=[(r.arrival_number, t) for r, new in tokens.items() for t in new])
         if not all(tokens.values()):  # a request went back, and waits
             self.failed()
+
+    def ended(self, request: Request):
+        if self.listeners and self.decodes and request in self.decodes:
+            self.decodes = None  # so that the next step's line says who decodes
 
     def failed(self):
         """No line has what a step that failed has moved, so a snapshot follows."""
@@ -233,7 +237,7 @@ class Recorder(Stage):
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
             "requests": [self._describe(r) for r in self.tables],
-            "decodes": numbers(self.decodes),
+            "decodes": numbers(self.decodes or []),
             "committed": [*self.scheduler.block_cache.held],
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
