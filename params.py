@@ -265,8 +265,9 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
     try:
         if source != "auto" and not path.is_file():
             raise ValueError("there is no such file")
-        values = {ours: read_json(path).get(name) for name, ours in TAKEN.items()}
-        defaults = {name: value for name, value in values.items() if value is not None}
+        content = read_json(path)
+        given = [name for name in TAKEN if content.get(name) is not None]
+        defaults = {TAKEN[name]: content[name] for name in given}
         if defaults.get("top_k") == -1:
             defaults["top_k"] = 0  # vLLM has two words for all tokens
         SamplingParams(**defaults)

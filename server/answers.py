@@ -68,8 +68,8 @@ class Choice:
         self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
         self.reader = None
         self.markers = {}  # tokens that mark parts of an answer: what they are called in its text
-        if body.tools or (job and job.ahead):
-            self.reader = tools.Reader(job.call_tag, job.ahead, job.hidden)
+        if body.tools or job.ahead:
+            self.reader = tools.Reader(job.call_tags, job.ahead, job.hidden)
             self.markers = job.markers
         self.mark_sent()
         self.is_first = True  # nothing was sent yet
@@ -125,7 +125,10 @@ class Choice:
                 is_text = not self.reader or self.reader.is_text(text, self.name(token))
                 self.stream.stop_at(self.body.stop if is_text else [])  # no calls, no thoughts
             if number < num_shown:
-                self.text += self._text_of(token)
+                if token in self.markers:  # no stop string reaches into a marker
+                    self.text += self.stream.flush() + self.markers[token]
+                else:
+                    self.text += self.stream.push(token)
             if self.stream.matched is not None:
                 self.finish_reason = "stop"
                 self.stop_reason = self.stream.matched
@@ -136,12 +139,6 @@ class Choice:
             self.finish_reason = finish_reason if self.stop_reason is None else "stop"
             if finish_reason == "stop" and self.stop_reason is None and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
-
-    def _text_of(self, token: int) -> str:
-        """The text that a token makes certain. No stop string reaches into a marker."""
-        if token in self.markers:
-            return self.stream.flush() + self.markers[token]
-        return self.stream.push(token)
 
     def has_unsent(self) -> bool:
         """Whether there is something to send: text, the end, or tokens if they were asked for."""
@@ -170,8 +167,12 @@ class Choice:
         is new. An answer that is no stream is made of one such chunk for each choice.
         """
         logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
-        choice = {"index": self.index, "logprobs": logprobs, "finish_reason": finish_reason}
-        choice["stop_reason"] = self.stop_reason if finish_reason else None
+        choice = {
+            "index": self.index,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+            "stop_reason": self.stop_reason if finish_reason else None,
+        }
         if self.body.return_token_ids:
             choice["token_ids"] = tokens
         chunk = {"choices": [content | choice]}
@@ -194,10 +195,10 @@ def token_counts(prompt_tokens, completion_tokens) -> dict:
     return counts | {"total_tokens": prompt_tokens + completion_tokens}
 
 
-def likeliest(token, score, n) -> dict[int, float]:
-    """{id: log-probability} of the n likeliest tokens and of the token itself, likeliest first."""
+def likeliest(token, score) -> dict[int, float]:
+    """{id: log-probability} of the likeliest tokens and of the token itself, likeliest first."""
     logprob, ids, logprobs = score
-    candidates = dict(zip(ids[:n], logprobs[:n], strict=True))
+    candidates = dict(zip(ids, logprobs, strict=True))
     candidates.setdefault(token, logprob)
     return candidates
 
@@ -219,7 +220,7 @@ class CompletionChoice(Choice):
         """A token's place in the four lists of `logprobs`."""
         if not score:
             return self.name(token), None, None, offset
-        candidates = likeliest(token, score, self.num_logprobs)
+        candidates = likeliest(token, score)
         top = {self.name(i): p for i, p in candidates.items()}
         return self.name(token), candidates[token], top, offset
 
@@ -276,7 +277,7 @@ class ChatChoice(Choice):
 
     def entry(self, token, score, offset) -> dict:
         """OpenAI's object for a token."""
-        candidates = likeliest(token, score, self.num_logprobs)
+        candidates = likeliest(token, score)
         top = [self.scored(*item) for item in list(candidates.items())[: self.num_logprobs]]
         return self.scored(token, candidates[token]) | {"top_logprobs": top}
 
@@ -317,7 +318,7 @@ class Job:
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         self.grammar = body.response_format or body.structured_outputs
         self.headers = []  # of its answer, beside the usual ones
-        self.call_tag = None
+        self.call_tags = None
         self.ahead = []  # the markers of thoughts that may come
         if body.messages:
             self._read_chat(service.encoder, prompts[0])
@@ -356,25 +357,24 @@ class Job:
         self._hold(chat)
 
     def _hold(self, chat):
-        """Hold the answer to tools or a grammar, after its thoughts. Raises ApiError."""
+        """
+        Hold the answer to the tools' schemas or to a grammar, after its thoughts. Raises ApiError
+        for "auto" without tags.
+        """
+        is_free = bool(self.body.tools) and self.body.tool_choice == "auto"
         if self.body.tools:
-            self._hold_to_tools(chat)
+            self.call_tags = chat.call_tags
+            if is_free and not any(self.call_tags):
+                why = "this model's chat template does not show tools, or has no JSON in tags for"
+                remedy = 'calls: send "required", "none" or a function'
+                raise ApiError(400, f'tool_choice is "auto", but {why} {remedy}', "tool_choice")
+            lark = tools.grammar_of_calls(self.body, self.call_tags, chat.tokens)
+            dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
+            schemas = [dump(tools.schema_of(function)) for function in self.body.functions]
+            self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
         if self.ahead and self.grammar:
-            is_free = bool(self.body.tools) and self.body.tool_choice == "auto"
             before = tools.grammar_before(self.ahead, chat.tokens, is_free)
             self.grammar = self.grammar | {"before": before}
-
-    def _hold_to_tools(self, chat):
-        """Hold the answer to the tools' schemas. Raises ApiError for "auto" without a tag."""
-        self.call_tag = chat.call_tag
-        if self.body.tool_choice == "auto" and not self.call_tag:
-            why = "this model's chat template does not show tools, or has no JSON in tags for calls"
-            remedy = 'send "required", "none" or a function'
-            raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
-        lark = tools.grammar_of_calls(self.body, self.call_tag, chat.tokens)
-        dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
-        schemas = [dump(tools.schema_of(function)) for function in self.body.functions]
-        self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
 
     async def __call__(self, scope, receive, send):
         # here: nothing is awaited between this and the submission, so a burst cannot pass the queue
@@ -414,7 +414,7 @@ class Job:
         if self.body.stream or self.is_done:
             self.changed.set()  # a task sends it, once all messages of this round are read
 
-    def on_refusal(self, kind, message, refused=()):
+    def on_refusal(self, kind, message, refused):
         """
         The engine does not accept a choice, or failed at it: the call fails. If it is for the
         schemas of tools, whose numbers are `refused`, and none must be called, the call begins

@@ -17,7 +17,7 @@ from functools import partial
 
 import orjson
 import uvicorn
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response
@@ -269,7 +269,8 @@ class Service:
         return JSONResponse({"status": "alive"})
 
     async def show_metrics(self, http):
-        return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        text = generate_latest(self.metrics.registry)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     # What a router in front of several servers asks each of them, under SGLang's names.
 
@@ -321,26 +322,24 @@ class Service:
         await self.client.attach()
         await self.server.serve(sockets=[sock])
         self.client.close()
-        self.encoder.close()
         return self.client.reason if self.client.state == "dead" else None
 
     def engine_changed(self, state):
         """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
         if state == "ready":
             self.listeners.engine_started()
+            if self.server and not self.draining:
+                url = base_url(self.sock)
+                message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
+                say(message, sys.stdout)
+            return
+        self.listeners.engine_ended()
+        if state == "restarting":
+            log("engine_died", reason=self.client.reason)
         else:
-            self.listeners.engine_ended()
-        if state == "dead":
             self.listeners.end()
             if self.server:
                 self.server.should_exit = True
-        elif state == "ready" and self.server and not self.draining:
-            url = base_url(self.sock)
-            message = greeting(self.name, url, self.encoder.chat is not None, bool(self.keys))
-            say(message, sys.stdout)
-        elif state == "restarting":
-            log("engine_died", reason=self.client.reason)
-            self.metrics.engine_ended()
 
     def stop(self):
         """

@@ -18,7 +18,7 @@ from server.protocol import ApiError
 
 STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
 CRASHED = "the engine stopped unexpectedly"
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # Engine.stats(), in part
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # Engine.stats() of no engine, in part
 
 # Backpressure: writes are batched by how busy this process is. A round: all that the engine has
 # sent is read, and written to its streams. A write to a stream costs much more than a token: with
@@ -124,7 +124,7 @@ class EngineClient(asyncio.Protocol):
                 self.unsent.pop(message, None)
         return True
 
-    def listen(self, is_on: bool, tokens: bool = False):
+    def listen(self, is_on: bool, tokens: bool):
         """Have the engine publish its record, from a snapshot on; or no listener is left."""
         self._write(op="listen", on=is_on, tokens=tokens)
 
@@ -248,6 +248,7 @@ class EngineClient(asyncio.Protocol):
         self.reason = f"{reason}, a new one is starting" if restart else reason
         self.state = "restarting" if restart else "dead"
         self.stats = IDLE
+        self.on_stats(IDLE)
         self.on_state(self.state)
         self.refuse_all(ApiError(500, self.reason, code="engine_dead"))
         if restart:

@@ -6,7 +6,7 @@ boards and alerts work.
     metrics.count_tokens(choice, 3)        # a step brought three tokens of one continuation
     metrics.count_answer(404)
     metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
-    metrics.text()
+    generate_latest(metrics.registry)      # the text
 
 Not run by itself: the HTTP process has one. It counts the answers that clients get; the engine's
 own numbers come with its messages.
@@ -15,7 +15,7 @@ own numbers come with its messages.
 import time
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 # Upper bounds of the histograms' buckets: vLLM's of all of its histograms, so that its boards and
 # rules find them, and finer ones in front for what is faster here. They are the same for every
@@ -88,9 +88,6 @@ class Metrics:
         made = kind(name, about, ["model_name", *labels], registry=self.registry)
         return partial(made.labels, self.model_name)
 
-    def text(self) -> bytes:
-        return generate_latest(self.registry)
-
     def count_tokens(self, choice, num_tokens):
         """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""
         now = time.monotonic()
@@ -127,22 +124,15 @@ class Metrics:
     def update(self, stats):
         """
         Show the numbers of Engine.stats(). Prometheus' counters must not fall, so they go on where
-        the totals of a new engine begin at 0.
+        the totals of a new engine begin at 0, as those of none (client.IDLE) are.
         """
         for source, metric in self.of_the_engine.items():
             value = stats.get(source, 0)  # of a stage that is gone there is none
             if isinstance(metric, Gauge):
                 metric.set(value)
             elif isinstance(metric, Counter):
-                metric.inc(value - self.totals.get(source, 0))
+                metric.inc(max(0, value - self.totals.get(source, 0)))
                 self.totals[source] = value
             else:
-                for delay in value:
+                for delay in value or ():
                     metric.observe(delay)
-
-    def engine_ended(self):
-        """It holds nothing any more; the next one sends its numbers only once it has work."""
-        self.totals.clear()
-        for metric in self.of_the_engine.values():
-            if isinstance(metric, Gauge):
-                metric.set(0)

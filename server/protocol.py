@@ -747,4 +747,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=INT32)]], Field(fail_fast=True)]
+    tokens: Ids

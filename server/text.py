@@ -69,7 +69,7 @@ class Lane:
     that waits. So a flood of longer texts delays a short one by at most one of them.
     """
 
-    def __init__(self, directory: str | Path, variables: dict | None = None):
+    def __init__(self, directory: str | Path, variables: dict | None):
         # Encoding changes fields of a tokenizer, so each thread has one of its own.
         self.tokenizer = load_tokenizer(directory)
         self.chat = load_chat(directory, self.tokenizer, variables)
@@ -104,13 +104,8 @@ class Encoder:
     Chat. Raises TokenizerError, also for a chat template that is broken, or missing.
     """
 
-    def __init__(
-        self,
-        directory: str | Path,
-        tokenizer: Tokenizer | None = None,
-        variables: dict | None = None,
-    ):
-        self.tokenizer = tokenizer or load_tokenizer(directory)
+    def __init__(self, directory: str | Path, variables: dict | None = None):
+        self.tokenizer = load_tokenizer(directory)
         self.lanes = [Lane(directory, variables) for _ in range(2)]  # of short texts, of long ones
         self.chat = self.lanes[0].chat
 
@@ -172,13 +167,12 @@ def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
 # Chat templates
 
 
-def read_templates(directory: str | Path) -> dict[str, str]:
+def read_templates(directory: Path) -> dict[str, str]:
     """
     Return the sources of the templates by their names, as transformers finds them: in files of
     their own, or else in the tokenizer's configuration. A single one is the "default". Raises
     TokenizerError for a template that is no text.
     """
-    directory = Path(directory)
     files = [*directory.glob("chat_template.jinja")]
     files += directory.glob("additional_chat_templates/*.jinja")
     templates = {}
@@ -209,6 +203,7 @@ def load_chat(
     The chat of a checkpoint directory, None without a template. Raises TokenizerError for a
     template that is broken, and for variables without a template.
     """
+    directory = Path(directory)
     templates = read_templates(directory)
     if templates.keys().isdisjoint({"default", "tool_use"}):
         if variables:
@@ -216,7 +211,7 @@ def load_chat(
                 f"--default-chat-template-kwargs: {directory} has no chat template, leave it out"
             )
         return None
-    named = {"bos_token": "", "eos_token": ""} | named_tokens(read_config(Path(directory)))
+    named = {"bos_token": "", "eos_token": ""} | named_tokens(read_config(directory))
     names = {name: token_text(value) for name, value in named.items()}
     source = templates.get("default", NO_DEFAULT)
     return Chat(source, names, tokenizer, variables, templates.get("tool_use"))
@@ -228,7 +223,7 @@ class Chat:
     a conversation does not set itself. `tool_source` is the template for conversations with tools,
     if they have one of their own.
 
-    call_tag    see tools.find_tag
+    call_tags   see tools.find_tags
     thoughts    see tools.find_thoughts
     tokens      the markers in the model's answers that are tokens, by their names
     """
@@ -244,13 +239,12 @@ class Chat:
         self.tokenizer = tokenizer
         self.variables = variables or {}
         backend = tokenizer.backend
-        self.call_tag = ""
-        self.thoughts = markers = []
+        self.call_tags = self.thoughts = []
         if tools:
-            self.call_tag = tools.find_tag(tool_source or source)
+            self.call_tags = tools.find_tags(tool_source or source)
             texts = f"{source}{tool_source}{backend.get_added_tokens_decoder()}"
             self.thoughts = tools.find_thoughts(texts)
-            markers = tools.tags(self.call_tag) + self.thoughts
+        markers = self.call_tags + self.thoughts
         self.tokens = {m: id for m in markers if (id := backend.token_to_id(m)) is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
@@ -281,8 +275,9 @@ class Chat:
         tokens again: templates look for them.
         """
         options = self.variables | options
-        names = self.control_names, self.names_in_answers
-        disguised, options, originals = disguise(messages, options, *names)
+        disguised, options, originals = disguise(
+            messages, options, self.control_names, self.names_in_answers
+        )
         text = self.render(disguised, **options)
         check_length(self.tokenizer, text, most_tokens)
         ids = self.tokenizer.encode(text, True, add_special_tokens, originals)

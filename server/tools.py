@@ -2,14 +2,14 @@
 Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
 And thoughts, which some models write before an answer.
 
-    tag = find_tag(source)                                 # "tool_call"; "": not a form we know
-    grammar_of_calls(body, tag, {"<tool_call>": 3})        # Lark, for the engine
-    reader = Reader(tag, find_thoughts(source))
+    tags = find_tags(source)                               # ["<tool_call>", "</tool_call>"]
+    grammar_of_calls(body, tags, {"<tool_call>": 3})       # Lark, for the engine
+    reader = Reader(tags, find_thoughts(source))
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
     reader.read('ments": {"a"', False)                     # a call's first delta, and its next one
 
 Not run by itself: answers.py makes a reader for each choice. A call is written as in Hermes' and
-Qwen's templates, so its parts are found by what stands between them; without a tag, on one line.
+Qwen's templates, so its parts are found by what stands between them; without tags, on one line.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
@@ -30,23 +30,21 @@ MAX_CALLS = 16  # in one answer
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+NO_TAGS = ["", ""]  # of a template whose calls are in no form that we know
 START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
 NEVER = "\ud800"  # half a character, which is in no text
 
 
-def find_tag(source: str) -> str:
+def find_tags(source: str) -> list[str]:
     """
-    The tag in which a chat template has the model write calls, as Hermes', Qwen2.5's and Qwen3's
-    do. "" if it does not show tools, or has calls in another form, as Qwen3-Coder's in XML.
+    The tags before and after a call, if a chat template has the model write them as Hermes',
+    Qwen2.5's and Qwen3's do. NO_TAGS if it does not show tools, or has calls in another form, as
+    Qwen3-Coder's in XML.
     """
     source = source.replace("\\", "")  # a quote may be escaped
     parts = ["tools", "<tool_call>", '"arguments": ']
-    return "tool_call" if all(part in source for part in parts) else ""
-
-
-def tags(tag: str) -> list[str]:
-    """What stands before a call, and after it."""
-    return [f"<{tag}>", f"</{tag}>"] if tag else ["", ""]
+    is_known = all(part in source for part in parts)
+    return ["<tool_call>", "</tool_call>"] if is_known else NO_TAGS
 
 
 def schema_of(function) -> dict:
@@ -67,16 +65,16 @@ def lazy_text(marker: str) -> str:
     return f"text[lazy]: TEXT {json.dumps(marker)}\nTEXT: /(.|\\n)*/\n"
 
 
-def grammar_of_calls(body, tag: str, tokens: dict[str, int]) -> str:
+def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
     """
     Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
     opening tag begins a call. `tokens`: see Chat.
     """
-    opening, closing = tags(tag)
+    opening, closing = tags
     before, after = symbol(opening, tokens), '"}\\n" ' + symbol(closing, tokens)
     calls = []
     for function in body.functions:
-        start = json.dumps("\n" * bool(tag) + f'{{"name": "{function.name}", "arguments": ')
+        start = json.dumps("\n" * bool(opening) + f'{{"name": "{function.name}", "arguments": ')
         schema = schema_of(function) | {"x-guidance": AS_PYTHON}
         calls.append(f"{start} %json {json.dumps(schema)} {after}")
     is_one = body.is_named or not body.parallel_tool_calls
@@ -114,14 +112,13 @@ def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) ->
 class Reader:
     """
     Reads an answer as it comes: thoughts, the text before its calls, and each call piece by piece.
-    `tag` is None without tools; `ahead`: see grammar_before; `hidden`: markers that are not shown
+    `tags` is None without tools; `ahead`: see grammar_before; `hidden`: markers that are not shown
     where they mark nothing.
     """
 
-    def __init__(self, tag: str | None, ahead: list[str], hidden: Iterable[str] = ()):
+    def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
-        before, after = tags(tag or "")
-        before = NEVER if tag is None else before
+        before, after = tags or (NEVER, "")
         # the third: after the arguments; the last: those of thoughts
         self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
         self.place = -len(ahead)  # before which of them the text is

@@ -62,8 +62,9 @@ class Runner:
         for request in plan.sampled:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             tokens[request] = [said[len(request.generated_tokens)]]
-        places = range(len(plan.decodes), len(plan.sampled))
-        shape = StepShape(len(plan.decodes), 0, 0)  # stages ask for its decodes alone
+        n = len(plan.decodes)
+        shape = StepShape(n, 0, 0)  # all that the scores read
+        places = range(n, len(plan.sampled))
         return Launched(PackedPlan(plan, shape, places, None), tokens, None, None)
 
     def send(self, launched):

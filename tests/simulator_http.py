@@ -302,7 +302,8 @@ class World:
     def start_server(self):
         """As serve.py does."""
         self.client = client.EngineClient(self.start_engine)
-        texts = encoder.Encoder(bytes_directory(), ByteTokenizer())
+        texts = encoder.Encoder(bytes_directory())
+        texts.tokenizer = ByteTokenizer()
         self.service = api.Service(self.client, texts, self.args, KEYS)
         self.client.on_state = self.note_state
         task = self.loop.create_task(self.service.run(self.listener))

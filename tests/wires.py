@@ -354,7 +354,8 @@ class House:
             self.patches.setattr(module, "time", self.clock.clock)
         variables = self.args.default_chat_template_kwargs
         directory = directory or bytes_directory()
-        self.encoder = Encoder(directory, tokenizer or ByteTokenizer(), variables)
+        self.encoder = Encoder(directory, variables)
+        self.encoder.tokenizer = tokenizer or ByteTokenizer()
         client = EngineClient(self.start_engine)
         self.service = api.Service(client, self.encoder, self.args, list(keys))
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")

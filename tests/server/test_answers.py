@@ -6,6 +6,7 @@ the engine's steps cut the tokens, and whenever the client is sent something.
 import json
 import re
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import orjson
 import pytest
@@ -28,24 +29,26 @@ IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 def choice_of(body, prompt: list[int]) -> Choice:
     ends = (END, 254)  # several, as Llama's config.json names
     kind = ChatChoice if body.messages else CompletionChoice
-    return kind(None, 7, body, prompt, TOKENIZER, ends)
+    return kind(SimpleNamespace(ahead=[]), 7, body, prompt, TOKENIZER, ends)
 
 
-def score(place: int, token: int) -> list:
+def score(place: int, token: int, n: int) -> list:
     """
-    As the engine's: [log-probability of the token, the likeliest ids, their log-probabilities],
-    more than a request asks for. The token is the likeliest, the third, or none of these.
+    As the engine's: [log-probability of the token, the n likeliest ids, their log-probabilities].
+    The token is the likeliest, the third, or none of six.
     """
     likeliest = [99, 100, 101, 102, 103]
     if place % 3 < 2:
         likeliest.insert(2 * (place % 3), token)
     values = [-0.5 - place - rank for rank in range(len(likeliest))]
     own = values[likeliest.index(token)] if token in likeliest else -99.0
-    return [own, likeliest, values]
+    return [own, likeliest[:n], values[:n]]
 
 
-def scores_of(tokens: list[int], first: int = 0) -> list[list]:
-    return [score(first + place, token) for place, token in enumerate(tokens)]
+def scores_of(tokens: list[int], n: int | None, first: int = 0) -> list[list] | None:
+    if n is None:
+        return None
+    return [score(first + place, token, n) for place, token in enumerate(tokens)]
 
 
 def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict]:
@@ -57,10 +60,10 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
     chunks = []
     for step, (start, end) in enumerate(pairwise(edges)):
         part = tokens[start:end]
-        scores = scores_of(part, start) if choice.num_logprobs is not None else None
+        scores = scores_of(part, choice.num_logprobs, start)
         of_prompt = None
-        if choice.body.num_prompt_logprobs is not None and not step:
-            of_prompt = scores_of(choice.prompt[1:])
+        if not step:
+            of_prompt = scores_of(choice.prompt[1:], choice.body.num_prompt_logprobs)
         reason = finish_reason if end == len(tokens) else None
         choice.add_tokens(part, reason, 3, scores, of_prompt)
         if choice.has_unsent() and (step not in pauses or choice.finish_reason):
@@ -252,8 +255,8 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
     assert not first.has_unsent()
     unscored = CompletionRequest(prompt=[[97, 98]], echo=True, stream=True)
     assert choice_of(unscored, [97, 98]).has_unsent()
-    second.add_tokens([99], None, 0, [score(0, 99)])
-    first.add_tokens([100], None, 0, [score(0, 100)], scores_of([98]))
+    second.add_tokens([99], None, 0, scores_of([99], 0))
+    first.add_tokens([100], None, 0, scores_of([100], 0), scores_of([98], 0))
     for choice, token in zip(choices, "dc", strict=True):
         (chunk,) = choice.chunks()
         logprobs = chunk["choices"][0]["logprobs"]
@@ -266,7 +269,7 @@ def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields):
     choice = choice_of(CompletionRequest(prompt="x", stream=True, **fields), [97])
     unsent = []
     for token, reason in ((0xC3, None), (0xA9, None), (END, "stop")):
-        choice.add_tokens([token], reason, 0, scores_of([token]) if "logprobs" in fields else None)
+        choice.add_tokens([token], reason, 0, scores_of([token], choice.num_logprobs))
         unsent.append(choice.has_unsent())
         choice.mark_sent()
         assert not choice.has_unsent()

@@ -74,7 +74,7 @@ def test_a_full_link_is_filled_no_further(house, client):
 def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
     """The server stopped while the engine did not read: resume_writing comes after close."""
     client.pause_writing()
-    client.listen(True)
+    client.listen(True, False)
     client.close()
     client.resume_writing()
     assert client.unsent

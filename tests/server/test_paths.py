@@ -51,6 +51,8 @@ POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found th
 POST /tokenize {"prompt": "a\\u0000b"} -> 400 prompt - character '\\x00' is not in the vocabulary
 POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
 POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
+POST /detokenize {"tokens": [97, -1]} -> 400 tokens - token id -1 is outside the vocabulary, 0..256
+POST /detokenize {"tokens": [18446744073709551616]} -> 400 tokens - token id 18446744073709551616 is outside the vocabulary, 0..256
 GET /v1/models/other -> 404 model model_not_found there is no model 'other' here; there is 'fake'
 GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models, a base URL ends in /v1
 POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions, a base URL ends in /v1

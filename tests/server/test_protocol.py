@@ -251,8 +251,6 @@ chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has a name 
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has a name ...
 tokenize {"prompt": null} -> prompt or messages must be sent, and not both
 tokenize {"messages": [{"role": "user", "content": "x"}]} -> prompt or messages must be sent, and not both
-detokenize {"tokens": [1, -1]} -> tokens.1: Input should be greater than or equal to 0, got -1
-detokenize {"tokens": [2147483648]} -> tokens.0: Input should be less than 2147483648, got ...
 detokenize {"tokens": [true]} -> tokens.0: Input should be a valid integer, got True
 """  # noqa: E501
 

@@ -2,6 +2,7 @@
 
 import time
 from itertools import pairwise
+from types import SimpleNamespace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,7 +74,9 @@ def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts):
 def seconds_for_each_thousand(count: int) -> list[float]:
     """Of tokens added one by one, with stop strings, in this process's time."""
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
-    choice = CompletionChoice(None, 0, request, [120], bpe_tokenizer([]), [256])
+    choice = CompletionChoice(
+        SimpleNamespace(ahead=[]), 0, request, [120], bpe_tokenizer([]), [256]
+    )
     score = [-2.0, [121], [-1.0]]
     times = []
     for _ in range(count):

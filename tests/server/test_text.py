@@ -270,7 +270,8 @@ def test_refusals_of_the_thread_reach_the_caller(tmp_path):
     The library's regular expressions panic after ten million steps, which is no Exception; later
     texts are encoded all the same. A character tokenizer names the character that it lacks.
     """
-    encoder = Encoder(tmp_path, with_pattern(tmp_path))
+    with_pattern(tmp_path)
+    encoder = Encoder(tmp_path)
     with pytest.raises(TokenizerError, match=r"cannot encode this text: .*retry-limit-in-match"):
         asyncio.run(encoder.encode(["x" * 40], True))
     assert asyncio.run(encoder.encode(["xy"], True)) == [[*b"xy"]]

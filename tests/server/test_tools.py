@@ -30,7 +30,7 @@ from test_api import VALUES
 from wires import House
 
 from server.protocol import ChatRequest
-from server.tools import Reader, find_tag, grammar_of_calls
+from server.tools import NO_TAGS, Reader, find_tags, grammar_of_calls
 from tokenizer import load_tokenizer
 
 TOOLS = """[
@@ -60,6 +60,7 @@ KINDS = {
     "tool_call": [TEMPLATE, SHOWN + TALK.replace("CALL", HERMES), TEMPLATE.replace('"', r"\"")],
     "": [TALK.replace("CALL", QWEN), XML, "{{ messages[0].content }}"],
 }
+TAGS = {"tool_call": ["<tool_call>", "</tool_call>"], "": NO_TAGS}
 
 
 @pytest.mark.parametrize("tag, source", [(tag, one) for tag in KINDS for one in KINDS[tag]])
@@ -68,7 +69,7 @@ def test_the_tag_of_calls_is_read_off_the_template(tag, source):
     Would catch: Qwen3-Coder's tags, which have no JSON inside, taken for Qwen3's; a template that
     writes calls, but would not tell the model of any tool.
     """
-    assert find_tag(source) == tag
+    assert find_tags(source) == TAGS[tag]
 
 
 # Which of the tags the tokenizer has as tokens, and whether these are control tokens.
@@ -274,7 +275,7 @@ def tokens_of(kind: str) -> llguidance.LLTokenizer:
 
 def allowed(body: ChatRequest, tag: str, tokens: list[int], kind: str = "text") -> tuple[int, bool]:
     """How many of the tokens the grammar takes, and whether it may end there."""
-    lark = grammar_of_calls(body, tag, ids_of(MARKERS[kind]))
+    lark = grammar_of_calls(body, TAGS[tag], ids_of(MARKERS[kind]))
     lark = llguidance.LLMatcher.grammar_from_lark(lark)
     matcher = llguidance.LLMatcher(tokens_of(kind), lark, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
@@ -355,7 +356,7 @@ def test_a_schema_keeps_its_references_and_loses_its_options():
     assert allowed(body(), "", [*start, *b'{"a": {"x'])[0] == len(start + b'{"a": {"')
     assert allowed(body(type="string"), "", [*start, *b'"'])[0] == len(start)
     schema = {"x-guidance": {"lenient": True}, "not": {}}
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), "", {}))
+    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), NO_TAGS, {}))
     assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, tokens_of("text"))
 
 
@@ -432,7 +433,7 @@ def test_a_stream_of_calls_is_the_same_however_it_is_cut(row, cuts, tag):
     if not tag and content is not None:
         return
     text = spelled(text, tag)
-    reader = Reader(tag, [])
+    reader = Reader(TAGS[tag], [], ())
     said = ""
     calls = []
     places = [0, *accumulate(cuts)]
