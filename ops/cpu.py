@@ -186,7 +186,7 @@ class CpuKernels:
             project_qkv=self.project_qkv,
             attend=self.attend,
             linear=self.linear,
-            head=self.head,
+            head=self.linear,
             prepare=self.prepare,
             sample=partial(sample_torch, choose=self.choose, exp=exp),
             logprobs=partial(logprobs, log_softmax=log_softmax),
@@ -287,9 +287,6 @@ class CpuKernels:
             op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
         return self.compute(op, self.room(role, len(x), op.N))
-
-    def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
-        return self.linear(x, layer, softcap=softcap)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""

@@ -290,7 +290,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     y["back"] = ops.linear(x(config.n_head * config.head_size), attn.c_proj)
     y["wide"] = ops.linear(x(C), mlp.c_fc, config.activation, config.gated)
     y["narrow"] = ops.linear(x(config.n_inner), mlp.c_proj)
-    y["logits"] = ops.head(x(C), model.lm_head, config.logit_softcap)
+    y["logits"] = ops.head(x(C), model.lm_head, softcap=config.logit_softcap)
     return {name: rows.flatten(1) for name, rows in y.items()}
 
 
