@@ -244,7 +244,8 @@ class CpuKernels:
         op.bias = norm.bias
         op.factor = norm.eps
         op.rms = isinstance(norm, RMSNorm)
-        return x, self.compute(op, self.room("norm", *x.shape))
+        y = self.room("norm", *x.shape)
+        return x, self.compute(op, y)
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
         """Queries, keys and values [T, (H + 2 Hk) D], which `attend` takes; and the pool."""
@@ -264,7 +265,8 @@ class CpuKernels:
         op.set_pool(attn, kv)
         op.positions = batch.positions
         op.requests = batch.prepared[attn.window]
-        op.tables = tables = batch.block_tables.contiguous()
+        tables = batch.block_tables.contiguous()
+        op.tables = tables
         op.M = tables.shape[1]
         op.window = attn.window
         op.factor = attn.scale
@@ -286,15 +288,18 @@ class CpuKernels:
         if op.scale:
             op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
-        return self.compute(op, self.room(role, len(x), op.N))
+        y = self.room(role, len(x), op.N)
+        return self.compute(op, y)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
         op = Op("quantize", x)
         op.columns = columns
-        op.x_scale = step = self.room("step", len(x), 1)
+        step = self.room("step", len(x), 1)
+        op.x_scale = step
         op.factor = largest_activation(op.K)
-        return self.compute(op, self.room("integers", *x.shape, torch.int16)), step
+        y = self.room("integers", *x.shape, torch.int16)
+        return self.compute(op, y), step
 
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
         """As sampling.choose, in a thirtieth of the time."""
@@ -306,7 +311,8 @@ class CpuKernels:
             op.tables = allowed
             op.M = allowed.shape[1]
         op.tokens, op.positions, op.slots = (part.long() for part in key)
-        return self.compute(op, torch.empty(len(scores), dtype=torch.int64))
+        y = torch.empty(len(scores), dtype=torch.int64)
+        return self.compute(op, y)
 
     def of_numbers(self, kind: str, x: Tensor) -> Tensor:
         """Compute "exponentials", e^x, or "log_softmax" of each row of x [R, K]. Returns [R, K]."""

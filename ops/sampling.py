@@ -85,11 +85,12 @@ class SamplingRow(NamedTuple):
         return Ints(p.top_k, self.seed, self.choice, stop_from, p.biases, p.penalises)
 
 
-def bias_vector(logit_bias: dict[int, float], V: int) -> Tensor:
-    """[V] fp32."""
+def bias_vector(params: SamplingParams, V: int) -> Tensor:
+    """[V] fp32: logit_bias."""
     bias = torch.zeros(V)
-    values = list(logit_bias.values())
-    bias[list(logit_bias)] += torch.tensor(values)
+    if params.logit_bias:
+        values = list(params.logit_bias.values())
+        bias[list(params.logit_bias)] += torch.tensor(values)
     return bias
 
 
@@ -133,7 +134,7 @@ class SamplingRows:
             row = request.row
             params = request.params
             if params.biases:
-                self.bias[row] = upload(bias_vector(params.logit_bias, V), device, torch.float32)
+                self.bias[row] = upload(bias_vector(params, V), device, torch.float32)
             if params.penalises or params.min_tokens:
                 self.marks[row] = upload(token_marks(request, V), device, torch.int32)
         ints = upload([[r.row, *r.ints()] for r in requests], device)
