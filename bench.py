@@ -605,6 +605,17 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     return int(missed.sum())
 
 
+def engine_for_decodes(gpt: GPT, longest: int) -> tuple[Engine, int, int]:
+    """
+    An engine, and how many requests can decode in it for 100 steps from which context on, at most
+    `longest`: none of them ends, and none is preempted.
+    """
+    n = 256 if DEVICE == "cuda" else 32
+    context = min(longest, gpt.config.context_length - 100)
+    num_blocks = n * math.ceil((context + 100) / 16)
+    return Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks)), n, context
+
+
 def bench_overhead(model="gpt2-124M") -> dict:
     """
     Decode steps of 256 requests (32 on a CPU) at context 900: milliseconds a step; the floor is to
@@ -614,11 +625,7 @@ def bench_overhead(model="gpt2-124M") -> dict:
     """
     steps = 64
     gpt = build_model(model, DEVICE)
-    n = 256 if DEVICE == "cuda" else 32
-    # no request ends in the steps below, and none is preempted
-    context = min(900, gpt.config.context_length - 100)
-    num_blocks = n * math.ceil((context + 100) / 16)
-    engine = Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks))
+    engine, n, context = engine_for_decodes(gpt, 900)
     let_decode(engine, n, context)
     seconds = median_seconds(engine.step, steps)
     weights = sum(weight.nbytes for weight in gpt.parameters())
@@ -639,11 +646,7 @@ def bench_choices(model="gpt2-124M") -> dict:
     model's is shorter), without prefix cache: each to a prompt of its own, then choices of one
     prompt, which have its blocks in common. Output tokens per second.
     """
-    gpt = build_model(model, DEVICE)
-    n = 256 if DEVICE == "cuda" else 32
-    context = min(768, gpt.config.context_length - 100)
-    num_blocks = n * math.ceil((context + 100) / 16)
-    engine = Engine(gpt, Settings(prefix_cache=False, num_blocks=num_blocks))
+    engine, n, context = engine_for_decodes(build_model(model, DEVICE), 768)
     result = {"answers": n}
     for name, choices in ("prompts", 1), ("choices", n):
         let_decode(engine, n, context, choices)

@@ -594,7 +594,7 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
         """Logits (..., V) of hidden states x (..., C)."""
-        return ops.head(x, self.lm_head, self.config.logit_softcap)
+        return ops.head(x, self.lm_head, softcap=self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
         """

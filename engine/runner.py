@@ -10,7 +10,7 @@ CUDA graph. `launch` starts a step and `wait_for` waits for it: between the two 
 from array import array
 
 from engine.device import Device, Launched, PackedPlan
-from ops.inputs import StepShape, num_decode_rows, pack
+from ops.inputs import StepShape, pack
 from paged import Plan, Request
 from params import Settings
 
@@ -64,7 +64,7 @@ class Runner:
         The smallest padded shape that holds a plan. If none does, the plan's own shape, with only
         its decodes padded, if steps are padded at all.
         """
-        n = num_decode_rows(plan)
+        n = len(plan.decodes) + sum(map(len, plan.guesses.values()))  # a row for each guess, too
         C = len(plan.chunks)
         T = sum(m for _, m in plan.chunks)
         for shape in self.device.shapes:  # the smallest come first

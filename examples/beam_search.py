@@ -35,7 +35,7 @@ def beam_search(
     candidates = min(2 * width, engine.config.vocab_size)  # at most `width` of them are ends
     params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
-    answers: list[Answer] = []  # best first
+    answers = []  # best first
     try:
         # log-probabilities only fall: a beam behind the worst of enough answers stays behind
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
@@ -47,7 +47,6 @@ def beam_search(
                 continue
             places = list(launched.place_of().values())
             scores = rows_of(engine.device.sampled_logprobs(launched, places, candidates))
-            scores = dict(zip(plan.sampled, scores, strict=True))
             beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:
@@ -83,21 +82,21 @@ def extend_beams(
     engine: Engine,
     plan: Plan,
     beams: dict[Request, float],
-    scores: dict[Request, list],
+    scores: list[list],
     width: int,
 ) -> tuple[dict[Request, float], list[Answer]]:
     """
-    Replace the beams by their best `width` extensions, by the scores of their candidates
-    (engine/scores.py). Returns these, {request: log-probability}, and the answers that end here.
+    Replace the beams by their best `width` extensions, by the scores of their candidates, in the
+    order of plan.sampled (engine/scores.py). Returns these, {request: log-probability}, and the
+    answers that end here.
     """
-    extensions: list[tuple[Request, int, float]] = []  # beam, next token, log-probability
-    for beam in plan.sampled:
-        _, ids, logprobs = scores[beam]
+    extensions = []  # beam, next token, log-probability
+    for beam, (_, ids, logprobs) in zip(plan.sampled, scores, strict=True):
         for token, logprob in zip(ids, logprobs, strict=True):
             extensions.append((beam, token, beams[beam] + logprob))
     extensions.sort(key=lambda extension: -extension[2])
-    answers: list[Answer] = []
-    going: list[tuple[Request, int, float]] = []
+    answers = []
+    going = []
     for beam, token, score in extensions[: 2 * width]:
         is_last = beam.num_generated + 1 == beam.max_new_tokens
         if is_last or token in engine.config.eos_token_ids:
@@ -113,7 +112,7 @@ def extend_beams(
     for beam in plan.sampled:
         if beam not in own:
             engine.abort(beam.id)
-    extended: dict[Request, float] = {}
+    extended = {}
     for beam, token, score in going:
         if beam in extended:  # a fork of it goes the other ways
             beam = engine.scheduler.fork(beam, f"beam-{engine.scheduler.num_forks}")

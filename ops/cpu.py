@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
 from ops.inputs import KnownRows, flat_inputs
-from ops.packed import PANEL, largest_activation, packed_for_kernels
+from ops.packed import PANEL, PanelLinear, converted, largest_activation
 from ops.sampling import logprobs, sample_torch
 from paged import Plan
 
@@ -124,9 +124,12 @@ class Op(ctypes.Structure):
         ("cap", ctypes.c_float),
     ]
 
-    def __init__(self, kind: str):
+    def __init__(self, kind: str, x: Tensor | None = None):
         super().__init__(KINDS.split().index(kind))
         self.tensors = []
+        if x is not None:
+            self.x = x
+            self.K = x.shape[1]
 
     def __setattr__(self, name: str, value):
         if isinstance(value, Tensor):
@@ -173,6 +176,8 @@ class CpuKernels:
 
     def table(self, other: Ops) -> Ops:
         """The table of these operators, and for what they do not do those of another."""
+        exp = partial(self.of_numbers, "exponentials")
+        log_softmax = partial(self.of_numbers, "log_softmax")
         return other._replace(
             name="cpu",
             embed=self.embed,
@@ -181,11 +186,11 @@ class CpuKernels:
             project_qkv=self.project_qkv,
             attend=self.attend,
             linear=self.linear,
-            head=self.head,
+            head=self.linear,
             prepare=self.prepare,
-            sample=self.sample,
-            logprobs=self.logprobs,
-            pack_weights=packed_for_kernels,
+            sample=partial(sample_torch, choose=self.choose, exp=exp),
+            logprobs=partial(logprobs, log_softmax=log_softmax),
+            pack_weights=partial(converted, layer=PanelLinear),
             program=self.program,
             is_deterministic=True,
         )
@@ -233,22 +238,20 @@ class CpuKernels:
         return self.compute(op, torch.empty(len(positions), op.D))
 
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-        op = Op("add_norm")
-        R, op.K = x.shape
-        op.x = x
+        op = Op("add_norm", x)
         op.delta = delta
         op.weight = norm.weight
         op.bias = norm.bias
         op.factor = norm.eps
         op.rms = isinstance(norm, RMSNorm)
-        return x, self.compute(op, self.room("norm", R, op.K))
+        y = self.room("norm", *x.shape)
+        return x, self.compute(op, y)
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
         """Queries, keys and values [T, (H + 2 Hk) D], which `attend` takes; and the pool."""
         qkv = self.linear(y, attn.c_attn)
-        op = Op("heads")
+        op = Op("heads", qkv)
         op.set_pool(attn, kv)
-        op.x = qkv
         op.slots = batch.slot_mapping
         op.rotation = batch.rotations.get(attn.window)
         if attn.q_norm is not None:
@@ -258,9 +261,8 @@ class CpuKernels:
         return self.compute(op, qkv), kv  # in place
 
     def attend(self, qkv: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
-        op = Op("attend")
+        op = Op("attend", qkv)
         op.set_pool(attn, kv)
-        op.x = qkv
         op.positions = batch.positions
         op.requests = batch.prepared[attn.window]
         tables = batch.block_tables.contiguous()
@@ -276,69 +278,48 @@ class CpuKernels:
         self, x: Tensor, layer, activation=None, gated=False, partial_sums=False, softcap=0.0
     ) -> Tensor:
         """x [R, K] times the layer's weights, rounded before if these are integers."""
-        op = Op("linear")
-        R, op.K = x.shape
+        op = Op("linear", x)
         op.N = layer.N
         op.set_weights(layer)
         op.bias = layer.bias
         op.activation = [None, *ACTIVATIONS].index(activation)
         op.gated = gated
         op.cap = softcap
-        op.x = x
         if op.scale:
             op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
-        return self.compute(op, self.room(role, R, op.N))
-
-    def head(self, x: Tensor, layer, softcap: float = 0.0) -> Tensor:
-        return self.linear(x, layer, softcap=softcap)
+        y = self.room(role, len(x), op.N)
+        return self.compute(op, y)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
-        op = Op("quantize")
-        R, op.K = x.shape
-        op.x = x
+        op = Op("quantize", x)
         op.columns = columns
-        step = self.room("step", R, 1)
+        step = self.room("step", len(x), 1)
         op.x_scale = step
         op.factor = largest_activation(op.K)
-        return self.compute(op, self.room("integers", R, op.K, torch.int16)), step
+        y = self.room("integers", *x.shape, torch.int16)
+        return self.compute(op, y), step
 
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
         """As sampling.choose, in a thirtieth of the time."""
-        op = Op("choose")
-        R, op.K = scores.shape
+        op = Op("choose", scores.contiguous())
         op.N = 32  # the time of a score in products, for `run` to share rows
-        op.x = scores.contiguous()
         op.temperature = temperature
         op.lowest = lowest
         if allowed is not None:
             op.tables = allowed
             op.M = allowed.shape[1]
         op.tokens, op.positions, op.slots = (part.long() for part in key)
-        return self.compute(op, torch.empty(R, dtype=torch.int64))
-
-    def sample(self, *args) -> Tensor:
-        return sample_torch(*args, choose=self.choose, exp=self.exp)
-
-    def exp(self, x: Tensor) -> Tensor:
-        """e^x of x [R, K]."""
-        return self.of_numbers("exponentials", x)
-
-    def log_softmax(self, x: Tensor) -> Tensor:
-        """x [R, K] minus the logarithm of the sum of e^x of its row."""
-        return self.of_numbers("log_softmax", x)
+        y = torch.empty(len(scores), dtype=torch.int64)
+        return self.compute(op, y)
 
     def of_numbers(self, kind: str, x: Tensor) -> Tensor:
-        """Compute an operator of this kind for x [R, K]. Returns [R, K]."""
-        op = Op(kind)
-        _, op.K = x.shape
+        """Compute "exponentials", e^x, or "log_softmax" of each row of x [R, K]. Returns [R, K]."""
+        x = x.contiguous()
+        op = Op(kind, x)
         op.N = 32  # as in `choose`
-        op.x = x = x.contiguous()
         return self.compute(op, torch.empty_like(x))
-
-    def logprobs(self, *args):
-        return logprobs(*args, log_softmax=self.log_softmax)
 
     # -- a step ------------------------------------------------------------------------------------
 

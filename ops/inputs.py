@@ -65,11 +65,6 @@ def sizes(shape: StepShape) -> StepInputs:
     return StepInputs(n, n, C, C, starts, C, T, T, T, n, n, shared, groups, groups)
 
 
-def num_decode_rows(plan: Plan) -> int:
-    """Return the number of rows: one for each decode and one for each guess."""
-    return len(plan.decodes) + sum(map(len, plan.guesses.values()))
-
-
 def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, groups=()) -> array:
     """
     The fields one after the other, each padded to its size with requests of the padding row; the

@@ -4,7 +4,7 @@ and bf16, packed by oneDNN for torch.
 
     model = converted(model, "int8")       # a copy with weights of 8-bit integers
     model = converted(model, layer=Bf16Linear)  # a copy with matrices in bf16, all else in fp32
-    model = packed_for_kernels(model)      # a copy with matrices in panels for cpu.c
+    model = converted(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
 
 Of a model without weights (meta device) the copy has none either: `fill` gets them, one by one, as
 they are loaded (checkpoint.py).
@@ -45,9 +45,7 @@ class Packed(nn.Module):
 
 def can_pack() -> bool:
     """Return whether oneDNN is here and multiplies bf16, for which it wants AVX-512."""
-    if not torch.backends.mkldnn.is_available():
-        return False
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Bf16Linear(Packed):
@@ -186,14 +184,6 @@ class Int8Embedding(Packed):
         return self.weight[tokens] * self.scale[tokens, None] * self.columns
 
 
-def packed_for_kernels(model: GPT, quantize: str = "none") -> GPT:
-    """Return a copy of the model for cpu.c: with `PanelLinear`, or quantized."""
-    model = converted(model, quantize, PanelLinear)
-    if model.config.tied:
-        model.wte = model.lm_head
-    return model
-
-
 def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
     Return a copy of the model with such layers or, quantized, with `Int8Linear` and
@@ -211,7 +201,8 @@ def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = N
     model = deepcopy(model, shared)
     arena = Arena()
 
-    def packed(linear: nn.Module, parts: int = 1, bias: Tensor | None = None) -> Packed:
+    def packed(linear: nn.Module, parts: int = 1) -> Packed:
+        bias = getattr(linear, "bias", None)  # an embedding has none
         new = layer(linear.weight, bias, parts, arena)
         if not linear.weight.is_meta:
             new.fill(linear.weight.detach())
@@ -221,7 +212,9 @@ def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = N
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
                 parts = 2 if name == "c_fc" and parent.gated else 1
-                setattr(parent, name, packed(child, parts, child.bias))
+                setattr(parent, name, packed(child, parts))
+    if layer is PanelLinear and model.config.tied:
+        model.wte = model.lm_head
     if layer is Int8Linear and isinstance(model.wte, nn.Embedding):
         model.wte = Int8Embedding(model.lm_head if model.config.tied else packed(model.wte))
     return model.float()

@@ -186,9 +186,10 @@ import sys, threading, time
 import torch
 from checkpoint import load_checkpoint
 from ops import packed
-pack = getattr(packed, sys.argv[3], None)
-how = {"convert": lambda model: pack(model, sys.argv[4])} if pack else {}
-how |= {} if pack else {"dtype": getattr(torch, sys.argv[4])}
+layer = getattr(packed, sys.argv[3], None)
+dtype = getattr(torch, sys.argv[4], torch.int8)
+how = {"convert": lambda model: packed.converted(model, sys.argv[4], layer)}
+how = {"dtype": dtype} if dtype.is_floating_point else how
 def resident():
     status = dict(line.split(":") for line in open("/proc/self/status"))
     return int(status["RssAnon"].split()[0]) * 1024
@@ -213,17 +214,17 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
 @pytest.mark.parametrize(
-    ("pack", "kind"),
+    ("layer", "kind"),
     [
         ("", "float32"),
         ("", "bfloat16"),
-        ("packed_for_kernels", "none"),
-        ("packed_for_kernels", "int8"),
-        ("converted", "int8"),
+        ("", "int8"),
+        ("PanelLinear", "none"),
+        ("PanelLinear", "int8"),
     ],
 )
-@pytest.mark.quick("packed_for_kernels-int8", "-float32")
-def test_one_matrix_at_a_time_is_loaded_and_packed(pack, kind, tmp_path):
+@pytest.mark.quick("PanelLinear-int8", "-float32")
+def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     """
     In anonymous memory: at the peak the loaded weights and the largest matrix in fp32, then they
     alone, each with 8 MiB to spare. Would catch: a second copy, the model as it is in the files
@@ -235,7 +236,7 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(pack, kind, tmp_path):
     save_checkpoint(random_model(), tmp_path / "tiny")
     folders = [tmp_path / "large", tmp_path / "tiny"]
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *folders, pack, kind],
+        [sys.executable, "-c", MEASURE, *folders, layer, kind],
         capture_output=True,
         text=True,
         cwd=ROOT,

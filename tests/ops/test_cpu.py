@@ -290,7 +290,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     y["back"] = ops.linear(x(config.n_head * config.head_size), attn.c_proj)
     y["wide"] = ops.linear(x(C), mlp.c_fc, config.activation, config.gated)
     y["narrow"] = ops.linear(x(config.n_inner), mlp.c_proj)
-    y["logits"] = ops.head(x(C), model.lm_head, config.logit_softcap)
+    y["logits"] = ops.head(x(C), model.lm_head, softcap=config.logit_softcap)
     return {name: rows.flatten(1) for name, rows in y.items()}
 
 
@@ -464,7 +464,7 @@ def test_a_token_is_chosen_as_by_the_oracle(build):
     masks = torch.randint(-(2**31), 2**31, (R, 626), dtype=torch.int32, generator=generator)
     masks[5, :600] = 0
     masks[6] = 0
-    choose = machine(build=build).sample.__self__.choose
+    choose = machine(build=build).sample.keywords["choose"]
     for V in 1, 6, 63, 256, 20_001:
         scores = torch.randn(R, V, generator=generator).round(decimals=1)
         lowest = torch.where(torch.arange(R) % 3 == 0, 0.2, -torch.inf)
@@ -492,7 +492,7 @@ def test_a_token_is_chosen_as_by_the_oracle(build):
 @pytest.mark.parametrize("place", [0, 300, 1000])
 def test_no_token_of_a_row_without_a_finite_maximum(bad, place):
     """Would catch: NaN of either sign that is less than a number; -inf that wins."""
-    choose = machine().sample.__self__.choose
+    choose = machine().sample.keywords["choose"]
     scores = torch.zeros(4, 1001)
     scores[1, place] = bad
     scores[2] = -torch.inf
