@@ -38,7 +38,7 @@ import paged
 from engine import runner, sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
+from ops import cpu, fused, gather, inputs, linear, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
@@ -46,7 +46,7 @@ from params import NO_TOKEN
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch"]
 if kernels.triton:  # on a CPU in Triton's interpreter: see conftest.py
-    BACKENDS += ["triton", "deterministic"]
+    BACKENDS.append("triton")
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 # the interpreter has no bf16 dot product
 KERNEL_FLOATS = FLOATS if DEVICE == "cuda" else FLOATS[:2]
@@ -84,12 +84,6 @@ class Shape:
         return max(0, position - self.window + 1) if self.window else 0
 
 
-def ops_of(backend: str):
-    if backend == "deterministic":
-        return choose_ops("triton", DEVICE, deterministic=True)[0]
-    return choose_ops(backend, DEVICE)[0]
-
-
 class Step:
     """
     Tensors of a step: q [T, H, D], new k and v [T, Hk, D], one layer's pool kv, and the batch.
@@ -122,7 +116,7 @@ class Step:
         windows = {"n_layer": 1, "n_head": G * Hk, "windows": (shape.window,)}
         model = SimpleNamespace(config=GPTConfig(n_embd=G * Hk, **windows))
         self.batch = flat_batch(plan, model, pool)
-        self.batch.ops = ops_of(backend)
+        self.batch.ops = choose_ops(backend, DEVICE)[0]
         self.slots = self.batch.slot_mapping.tolist()
         heads = self.randn(len(self.slots), G * Hk + 2 * Hk, D)
         # views, as the model has them
@@ -320,14 +314,6 @@ def test_attention_of_any_mixture(backend):
     any_mixture()
 
 
-@needs_triton
-@pytest.mark.parametrize("at_once", [1, 100])
-def test_decodes_are_right_whether_they_start_at_once_or_in_order(at_once, monkeypatch):
-    """The longest first, where not all programs start at once; a small batch never had an order."""
-    monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
-    check_attention(replace(SKEWED, Hk=12), "triton")
-
-
 @all_backends
 def test_a_pool_of_another_dtype_than_the_model(backend):
     """
@@ -467,7 +453,7 @@ def test_a_gpu_has_tritons_operators():
     """Its sampler, too: torch's is right there, but waits for the device."""
     ops, reason = choose_ops("auto", "cuda:1")
     assert ops.name == "triton"
-    assert ops.prepare is prefix.prepare
+    assert ops.prepare is kernels.prepare_triton
     assert reason == "the fastest on CUDA"
     assert ops.sample is sampling_kernels.sample_triton
     assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
@@ -931,7 +917,7 @@ def test_nothing_compiles_after_the_first_steps():
     for steps in first, later:
         for contexts in steps:
             check_attention(Shape(contexts, D=64, dtype=torch.bfloat16), "triton")
-        compiled = kernels.decode_kernel.device_caches[torch.cuda.current_device()][0]
+        compiled = kernels.attention_kernel.device_caches[torch.cuda.current_device()][0]
         counts.append(len(compiled))
     assert counts[0] == counts[1]
 
