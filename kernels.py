@@ -161,13 +161,22 @@ def capped(score, squeeze):
 
 
 @jit
+def empty_state(ROWS: constexpr, WIDTH: constexpr):
+    """
+    Return the state of rows that have attended to no key: acc [ROWS, WIDTH], the weighted sum of V;
+    total [ROWS], the sum of weights; top [ROWS], the largest score so far. A score is an exponent
+    of two, and a weight is 2 ** (score - top).
+    """
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    return acc, total, tl.full([ROWS], -INF, tl.float32)
+
+
+@jit
 def attend_to_split(queries, keys, k_to_v, real, visible, scale, squeeze):
     """
-    Return the state of queries [ROWS, WIDTH] after the keys of one split, and no others: acc [ROWS,
-    WIDTH], the weighted sum of V; total [ROWS], the sum of weights; top [ROWS], the largest score.
-    A score * scale is an exponent of two, and a weight is 2 ** (that less top). `keys` [TILE,
-    WIDTH] points to K; `real` says which numbers are there, `visible` [ROWS, TILE] which keys a row
-    may see. None: all, and a load without a mask is faster.
+    Return the state of queries [ROWS, WIDTH] that have attended to the keys of one split, and no
+    others. `keys` [TILE, WIDTH] points to K; `real` says which numbers are there, `visible` [ROWS,
+    TILE] which keys a row may see. None: all, and a load without a mask is faster.
     """
     zero = None if real is None else 0.0
     k, v = tl.load(keys, real, zero), tl.load(keys + k_to_v, real, zero)
@@ -182,13 +191,15 @@ def attend_to_split(queries, keys, k_to_v, real, visible, scale, squeeze):
 
 
 @jit
-def merge(acc, total, top, more_acc, more_total, more_top):
+def merge(state, more):
     """
     Merge a split's state into that of the splits before (online softmax, Milakov and Gimelshein
     2018): both are brought to the higher top, then added. A split of which a row sees nothing
     changes no bit of it. The additions are spelled out as fma: otherwise the compiler chooses which
     of the two products is rounded, and may choose differently in two places.
     """
+    acc, total, top = state
+    more_acc, more_total, more_top = more
     highest = tl.maximum(top, more_top)
     reference = tl.where(highest == -INF, 0.0, highest)
     shrink, weight = tl.exp2(top - reference), tl.exp2(more_top - reference)
@@ -197,21 +208,21 @@ def merge(acc, total, top, more_acc, more_total, more_top):
 
 
 @jit
-def store_state(split_acc, split_sums, at, real, acc, total, top, WIDTH: constexpr):
+def store_state(state, split_acc, split_sums, at, real, WIDTH: constexpr):
     """Store a state at `at` [ROWS], where `real` [ROWS], for another program."""
+    acc, total, top = state
     tl.store(split_acc + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc, real[:, None])
     tl.store(split_sums + 2 * at, total, real)
     tl.store(split_sums + 2 * at + 1, top, real)
 
 
 @jit
-def merge_stored(acc, total, top, split_acc, split_sums, at, real, WIDTH: constexpr):
-    """Merge a state that another program has stored; of other rows than `real`, an empty one."""
+def load_state(split_acc, split_sums, at, real, WIDTH: constexpr):
+    """Load a state that another program has stored; of other rows than `real`, an empty one."""
     parts = split_acc + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    more_acc = tl.load(parts, real[:, None], 0.0, cache_modifier=".cg")
-    more_total = tl.load(split_sums + 2 * at, real, 0.0, cache_modifier=".cg")
-    more_top = tl.load(split_sums + 2 * at + 1, real, -INF, cache_modifier=".cg")
-    return merge(acc, total, top, more_acc, more_total, more_top)
+    acc = tl.load(parts, real[:, None], 0.0, cache_modifier=".cg")
+    total = tl.load(split_sums + 2 * at, real, 0.0, cache_modifier=".cg")
+    return acc, total, tl.load(split_sums + 2 * at + 1, real, -INF, cache_modifier=".cg")
 
 
 @jit
@@ -324,12 +335,11 @@ def attention_kernel(
     real, kv_head = token < stop, tl.program_id(0) * HEADS // (H // Hk)
     at = (token.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
     queries = tl.load(q + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
-    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -INF, tl.float32)
+    state = empty_state(ROWS, WIDTH)
     place = (token * H + head).to(tl.int64) * SPLITS  # of a row's first split in split_acc
     if shared is not None and PROGRAMS == 1 and not is_group:
         begun = token < tl.where(in_prefix > 0, stop, 0)
-        acc, total, top = merge_stored(acc, total, top, split_acc, split_sums, place, begun, WIDTH)
+        state = load_state(split_acc, split_sums, place, begun, WIDTH)
     unmasked: constexpr = is_group or (is_chunk and WINDOW == 0)
     for masked in tl.static_range(0 if unmasked else 1, 1 if is_group else 2):
         last = end if masked else full
@@ -346,21 +356,18 @@ def attention_kernel(
                 there = (d < D)[None, :]
             t += PROGRAMS * TILE
             block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
-            more_acc, more_total, more_top = attend_to_split(
-                queries, keys, k_to_v, there, visible, scale, squeeze
-            )
+            more = attend_to_split(queries, keys, k_to_v, there, visible, scale, squeeze)
             if PROGRAMS == 1:
-                acc, total, top = merge(acc, total, top, more_acc, more_total, more_top)
+                state = merge(state, more)
             else:
-                to = place + split
-                store_state(split_acc, split_sums, to, real, more_acc, more_total, more_top, WIDTH)
+                store_state(more, split_acc, split_sums, place + split, real, WIDTH)
         first = last
     # only now: programs of the next kernel that merely wait would occupy shared memory
     if PDL:
         gdc_launch_dependents()
     if is_group:
         to = place + (in_prefix - 1) % SPLITS  # if SPLITS is 1, its decodes keep no other state
-        store_state(split_acc, split_sums, to, real, acc, total, top, WIDTH)
+        store_state(state, split_acc, split_sums, to, real, WIDTH)
         return
 
     if PROGRAMS > 1:
@@ -371,14 +378,13 @@ def attention_kernel(
         row = tl.arange(0, MERGED)  # without the padding of a tensor core's tile
         token, head, real = request, tl.program_id(0) * HEADS + row, row < HEADS
         place = (token * H + head).to(tl.int64) * SPLITS
-        acc, total = tl.zeros([MERGED, WIDTH], tl.float32), tl.zeros([MERGED], tl.float32)
-        top = tl.full([MERGED], -INF, tl.float32)
+        state = empty_state(MERGED, WIDTH)
         for several in range(to_merge, end, AT_ONCE):
             for i in tl.static_range(AT_ONCE):
                 each = place + several + i
-                acc, total, top = merge_stored(
-                    acc, total, top, split_acc, split_sums, each, real & (each < place + end), WIDTH
-                )
+                is_stored = real & (each < place + end)
+                state = merge(state, load_state(split_acc, split_sums, each, is_stored, WIDTH))
+    acc, total, _ = state
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     to = out + ((token * H + head).to(tl.int64) * D)[:, None] + d[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
@@ -529,7 +535,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     numbers = *factors(attn), queries.stride(0), kv.stride(0), tables.stride(0), plan.splits
     merged = triton.next_power_of_2(G)
     shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width, "TILE": TILE, "WINDOW": plan.window}
-    shape |= {"MERGED": merged, "AT_ONCE": max(1, min(16, MERGED_AT_ONCE // (merged * width)))}
+    shape |= {"MERGED": merged, "AT_ONCE": max(1, MERGED_AT_ONCE // (merged * width))}
 
     def launch(grid, *tiles, **options):
         attention_kernel[grid](*tensors, *tiles, *numbers, **shape, **options)
@@ -537,20 +543,21 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
-        grid = H, 1, len(plan.tile_request)
-        cut = {"HEADS": 1, "ROWS": PREFILL_ROWS, "PROGRAMS": 1, "num_warps": prefill_warps(D)}
-        cut |= {"num_stages": stages_that_fit(kv), "PDL": False}
         with torch.cuda.stream(plan.side):
-            launch(grid, plan.tile_request, plan.tile_start, None, **cut)
-    warps = 2 if width <= 64 else 4
-    cut = {"HEADS": G, "num_stages": plan.num_stages, **pdl_options(q)}
+            launch(
+                (H, 1, len(plan.tile_request)), plan.tile_request, plan.tile_start, None,
+                HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1, PDL=False,
+                num_warps=4 if width <= 128 else 8, num_stages=stages_that_fit(kv),
+            )  # fmt: skip
+    options = {"HEADS": G, "num_stages": plan.num_stages, **pdl_options(q)}
     if plan.group_rows:
         grid = Hk, PREFILL_ROWS // plan.group_rows, len(first)
-        launch(grid, first, None, end, ROWS=plan.group_rows, PROGRAMS=1, num_warps=4, **cut)
+        launch(grid, first, None, end, ROWS=plan.group_rows, PROGRAMS=1, num_warps=4, **options)
     if B := batch.num_decodes:
-        grid = Hk, plan.programs, B
-        cut |= {"ROWS": padded(G), "PROGRAMS": plan.programs}
-        launch(grid, plan.order, None, None, num_warps=warps, **cut)
+        launch(
+            (Hk, plan.programs, B), plan.order, None, None, ROWS=padded(G), PROGRAMS=plan.programs,
+            num_warps=2 if width <= 64 else 4, **options,
+        )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
     return out.to(q.dtype)
@@ -564,18 +571,13 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 MAX_PROGRAMS = 32  # for one decode and KV head
-MERGED_AT_ONCE = 1024  # numbers of stored states that a program loads at a time
+MERGED_AT_ONCE = 1024  # numbers of stored states that a program has under way
 STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
 
 
 def programs_at_once(D: int) -> int:
     """Programs for decodes that one multiprocessor runs at once."""
     return 6 if padded(D) <= 64 else 4
-
-
-def prefill_warps(D: int) -> int:
-    """Warps of a program for a chunk: wide heads would not fit into the registers of few."""
-    return 4 if padded(D) <= 128 else 8
 
 
 def num_processors(device: torch.device) -> int:

@@ -339,7 +339,7 @@ def splits(engine):
     4, 8, .., the second 1, 5, 9, .. Each leaves its own mixture, total / sum, and its log-sum-exp,
     maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
     e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.
-    Now read kernels.py: merge_stored. Why are splits merged in order, not as they come?"""
+    Now read kernels.py: load_state. Why are splits merged in order, not as they come?"""
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
     print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
     return next_step(engine, attend=partial(launch, splits=4))[1]
