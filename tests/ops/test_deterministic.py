@@ -1,10 +1,10 @@
 """
-Attention, and the operators of --deterministic, each by itself: a row's bits, whatever the other
-rows of a step are. (Whether they are right, test_kernels.py asks; whole answers are compared in
-test_bits.py.)
+The operators of --deterministic, each by itself: a row's bits, whatever the other rows of a step
+are. (Whether they are right, test_kernels.py asks, also for attention's bits; whole answers are
+compared in test_bits.py.)
 
-On a CPU they run in Triton's interpreter, with `multiply_in_order`. So here it is seen that masks,
-splits and tiles change no bit; that a GPU's products and reductions do not, only a GPU shows.
+On a CPU they run in Triton's interpreter, with `multiply_in_order`. So here it is seen that tiles
+change no bit; that a GPU's products and reductions do not, only a GPU shows.
 """
 
 from types import SimpleNamespace
@@ -17,11 +17,9 @@ from torch import Tensor, nn
 
 import kernels
 import model as model_module
-from engine.engine import flat_batch
 from model import GPTConfig
 from ops import deterministic, linear, sampling
-from ops.choice import TORCH, choose_ops
-from paged import KVBlockPool, Plan, Request
+from ops.choice import choose_ops
 
 pytestmark = pytest.mark.skipif(not kernels.triton, reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,114 +39,6 @@ def bits(x: Tensor) -> Tensor:
 
 def ops():
     return choose_ops("triton", DEVICE, deterministic=True)[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention
-
-
-class Text:
-    """A text of LENGTH tokens in a pool, with a query at each; and steps that attend from some."""
-
-    LENGTH = 333
-
-    def __init__(self, Hk=2, G=1, D=16, S=16, window=0, softcap=0.0, dtype=torch.float32, ops=None):
-        generator = torch.Generator().manual_seed(G * D)
-        count = -(-self.LENGTH // S)
-        self.pool = KVBlockPool(count, S, 1, Hk, D, DEVICE, dtype)
-        numbers = torch.randn(self.pool.kv.shape, generator=generator)
-        self.pool.kv.copy_(numbers)
-        self.pool.kv[:, :, count] = torch.nan  # the sink
-        self.table = torch.randperm(count, generator=generator).tolist()
-        self.q = 3 * torch.randn(self.LENGTH, G * Hk, D, generator=generator).to(DEVICE, dtype)
-        windows = {"n_layer": 1, "n_head": G * Hk, "windows": (window,)}
-        self.model = SimpleNamespace(config=GPTConfig(n_embd=G * Hk, **windows))
-        self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
-        self.ops = ops or choose_ops("triton", DEVICE)[0]
-
-    def attend(self, decodes=(), chunks=(), groups=(), layers=1) -> list[Tensor]:
-        """
-        Of one step, which decodes with so many tokens before and with it, and has chunks (new
-        tokens, tokens after them): the outputs [n, H, D] of each, in the last of several layers.
-        Groups (first, end, tokens) of decodes share a prefix. All but the first find NaN there.
-        """
-        plan = Plan()
-        pieces = [(1, context) for context in decodes] + list(chunks)
-        for i, (n, context) in enumerate(pieces):
-            request = Request(i, [0] * context, 1, block_table=self.table)
-            request.num_filled_slots = context - n
-            if i < len(decodes):
-                plan.decodes.append(request)
-            else:
-                plan.chunks.append((request, n))
-        batch = flat_batch(plan, self.model, self.pool)
-        H, kv = self.q.shape[1], self.pool.kv[0]
-        window, S = self.attn.window, kv.shape[3]
-        if groups:
-            shared = torch.zeros(len(decodes), dtype=torch.int64)
-            for first, end, tokens in groups:
-                shared[first:end] = tokens
-                if not window:
-                    batch.block_tables[first + 1 : end, : tokens // S] = len(self.table)
-            firsts, ends, _ = torch.tensor([*groups, (0, 0, 0)]).T.contiguous()  # one is padding
-            batch.groups = tuple(x.to(DEVICE) for x in (shared, firsts, ends))
-        batch.prepared = {window: self.ops.prepare(batch, H, kv, window)}
-        q = torch.cat([self.q[context - n : context] for n, context in pieces])
-        for _ in range(layers):
-            out = self.ops.attend(q, kv, self.attn, batch)
-        return out.split([n for n, _ in pieces])
-
-    def differences(self) -> int:
-        """Tokens with other bits than in a whole prompt, in steps of every kind."""
-        (whole,) = self.attend(chunks=[(self.LENGTH, self.LENGTH)])
-        assert whole.isfinite().all()
-        count = 0
-        for decodes, *others in STEPS:
-            ends = [*decodes, *(end for chunks in others[:1] for _, end in chunks)]
-            for out, end in zip(self.attend(decodes, *others), ends, strict=True):
-                same = bits(out) == bits(whole[end - len(out) : end])
-                count += int((~same.flatten(1).all(1)).sum())
-        return count
-
-
-# around the ends of splits, which are tiles of 64 keys
-EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 333]
-CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 256), (77, 333)], [(333, 333)]]
-CUTS += [[(5, 192), (2, 194), (139, 333)], [(1, n) for n in EDGES]]
-# decodes, chunks beside them, groups of decodes
-STEPS = [(EDGES,), (EDGES[-1:],), (EDGES[::-5],), *(([193, 17], chunks) for chunks in CUTS)]
-STEPS += [(EDGES, [], [(4, 7, 64), (7, 16, 128)]), ([333, 333, 321], [], [(0, 3, 320)])]
-KINDS = [{}, {"G": 3, "Hk": 1, "S": 24}, {"D": 40, "softcap": 5.0}, {"window": 70}]
-KINDS += [{"window": 64, "G": 2}, {"window": 5, "softcap": 2.0}, {"window": 200, "G": 4, "Hk": 1}]
-KINDS += [{"dtype": DTYPES[1]}, {"dtype": DTYPES[1], "D": 64, "G": 2, "window": 130}]
-
-
-@pytest.mark.parametrize("at_once", [1, 1000], ids=["whole", "splits"])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@quick_on_a_cpu("{'window': 70}-splits", "{'G': 3, *-whole", "{'G': 3, *-splits")
-def test_a_token_gets_the_same_bits_from_decodes_chunks_and_groups(kind, at_once, monkeypatch):
-    """
-    Would catch: splits that follow the number of requests, or begin where a window, a chunk or a
-    group's rest does; a masked key that rescales a sum; splits merged in the order in which
-    programs finish; a row of a group that gets its neighbour's state.
-    """
-    monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
-    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", 128)  # two or more states: soon interpreted
-    assert Text(**kind).differences() == 0
-
-
-@pytest.mark.parametrize("groups", [[], [(1, 3, 128)]])
-def test_each_layer_finds_what_the_first_one_found(groups):
-    """Would catch: counters that a layer leaves behind, so that the next merges no splits."""
-    text = Text(G=2)
-    steps = {"decodes": [1, 130, 333], "chunks": [] if groups else [(40, 300)], "groups": groups}
-    outputs = zip(text.attend(**steps), text.attend(**steps, layers=3), strict=True)
-    assert all(torch.equal(first, last) for first, last in outputs)
-
-
-def test_these_comparisons_can_fail():
-    """Torch's attention adds up in the order of its batch."""
-    assert Text(ops=TORCH).differences() > 3
 
 
 # --------------------------------------------------------------------------------------------------

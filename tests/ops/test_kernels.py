@@ -91,7 +91,7 @@ class Texts:
         prefix, but for the first of its group.
         """
         window = self.attn.window
-        _, blocks, Hk, S, _ = self.kv.shape
+        _, blocks, _, S, _ = self.kv.shape
         plan = Plan()
         spans = []
         for i, (n, context) in enumerate([(1, context) for context in decodes] + list(chunks)):
@@ -216,9 +216,7 @@ def cases() -> list[tuple[str, dict]]:
 
 
 @pytest.mark.parametrize(("way", "kind"), cases(), ids=str)
-@quick_on_a_cpu(
-    "torch-*", "splits-{'window': 70}", "*-{'G': 3, *", "whole-{'dtype': torch.float16*"
-)
+@quick_on_a_cpu("torch-*", "splits-{'window': 70}", "*-{'G': 3, *", "whole-{'dtype': *16, *")
 def test_attention_is_right_and_the_same_whatever_is_beside_a_token(way, kind, monkeypatch):
     """
     Would catch: a mask that is flipped or off by one; wrong blocks, heads, requests; a stale slot
@@ -235,13 +233,11 @@ def test_attention_is_right_and_the_same_whatever_is_beside_a_token(way, kind, m
     whole = texts.whole()
     exact, allowed = texts.reference()
     assert (whole - exact).abs().max() <= allowed  # NaN fails
-    differ = 0
     for step in STEPS if backend == "triton" else STEPS[:-2]:
         batch, spans = texts.step(*step)
         for out, span in zip(texts.attend(batch, spans), spans, strict=True):
             assert (out - exact[span]).abs().max() <= allowed
-            differ += not torch.equal(bits(out), bits(whole[span]))
-    assert (differ > 3) == (backend == "torch"), f"{differ} have other bits than in a whole prompt"
+            assert backend == "torch" or torch.equal(bits(out), bits(whole[span]))
 
 
 SMALL = st.fixed_dictionaries({
@@ -372,7 +368,7 @@ def attend_beyond_2_to_the_31(backend: str):
     S = near.shape[3]
     far = 2**31 // S
     texts.kv = near.new_empty(2, far + near.shape[1], *near.shape[2:])
-    batch, spans = texts.step(chunks=[(20, 20)] * 2)
+    batch, _ = texts.step(chunks=[(20, 20)] * 2)
     batch.block_tables += far
     batch.slot_mapping += far * S
     batch.prepared = {0: texts.ops.prepare(batch, 2, texts.kv)}
