@@ -229,7 +229,7 @@ def load_state(split_acc, split_sums, at, real, WIDTH: constexpr):
 def finishes_last(finished, programs):
     """
     Count this program in `finished`, zero at first; true for the last of `programs` to do so. That
-    one may then combine what all of them have stored, if it loads past L1, which may be stale:
+    one may then merge what all of them have stored, if it loads past L1, which may be stale:
     cache_modifier=".cg".
     """
     tl.debug_barrier()  # all threads have stored before one of them counts
@@ -318,6 +318,10 @@ def attention_kernel(
     if is_group:
         first, end = 0, tl.where(begin < stop, in_prefix, 0)
         full = end
+        # Padding. The first group waits in any case: the decodes, which wait for this kernel, read
+        # what its predecessor wrote.
+        if (end == 0) & (tile > 0):
+            return
     to_merge = first - tl.minimum(in_prefix, 1)  # where the states that make up the answer begin
     used = tl.maximum(end - first, 1)
     if program >= used:
@@ -530,15 +534,16 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     out = queries.new_empty(q.shape)
     shared, first, end = batch.groups if plan.group_rows else (None, None, None)
     tables = batch.block_tables
-    tensors = queries, kv, out, plan.split_acc, plan.split_sums, plan.finished
-    tensors += tables, batch.context_lens, batch.query_start, shared
-    numbers = *factors(attn), queries.stride(0), kv.stride(0), tables.stride(0), plan.splits
     merged = triton.next_power_of_2(G)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width, "TILE": TILE, "WINDOW": plan.window}
-    shape |= {"MERGED": merged, "AT_ONCE": max(1, MERGED_AT_ONCE // (merged * width))}
 
     def launch(grid, *tiles, **options):
-        attention_kernel[grid](*tensors, *tiles, *numbers, **shape, **options)
+        attention_kernel[grid](
+            queries, kv, out, plan.split_acc, plan.split_sums, plan.finished, tables,
+            batch.context_lens, batch.query_start, shared, *tiles, *factors(attn),
+            queries.stride(0), kv.stride(0), tables.stride(0), plan.splits,
+            H=H, Hk=Hk, D=D, S=S, WINDOW=plan.window, TILE=TILE, WIDTH=width, MERGED=merged,
+            AT_ONCE=max(1, MERGED_AT_ONCE // (merged * width)), **options,
+        )  # fmt: skip
 
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
@@ -549,14 +554,16 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
                 HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1, PDL=False,
                 num_warps=4 if width <= 128 else 8, num_stages=stages_that_fit(kv),
             )  # fmt: skip
-    options = {"HEADS": G, "num_stages": plan.num_stages, **pdl_options(q)}
+    options = {"HEADS": G, **pdl_options(q)}
     if plan.group_rows:
-        grid = Hk, PREFILL_ROWS // plan.group_rows, len(first)
-        launch(grid, first, None, end, ROWS=plan.group_rows, PROGRAMS=1, num_warps=4, **options)
+        launch(
+            (Hk, PREFILL_ROWS // plan.group_rows, len(first)), first, None, end, PROGRAMS=1,
+            ROWS=plan.group_rows, num_warps=4, num_stages=stages_that_fit(kv), **options,
+        )  # fmt: skip
     if B := batch.num_decodes:
         launch(
             (Hk, plan.programs, B), plan.order, None, None, ROWS=padded(G), PROGRAMS=plan.programs,
-            num_warps=2 if width <= 64 else 4, **options,
+            num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages, **options,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
