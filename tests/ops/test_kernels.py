@@ -73,9 +73,9 @@ class Texts:
         pool = KVBlockPool(2 * count + 4, S, 1, Hk, D, DEVICE, pool_dtype or dtype)
         self.pool = pool
         self.kv = pool.kv[0].fill_(torch.nan)
-        heads = torch.randn(2, length, G * Hk + 2 * Hk, D).to(DEVICE, dtype)
+        self.heads = torch.randn(2, length, G * Hk + 2 * Hk, D).to(DEVICE, dtype)
         # views, as the model has them
-        self.q, self.k, self.v = heads.split((G * Hk, Hk, Hk), dim=2)
+        self.q, self.k, self.v = self.heads.split((G * Hk, Hk, Hk), dim=2)
         self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
         self.ops = choose_ops(backend, DEVICE)[0]
         self.length = length
@@ -124,7 +124,7 @@ class Texts:
 
     def attend(self, batch, spans) -> list[Tensor]:
         """The outputs [n, H, D] of each piece. The pool is only read, and counters are as before"""
-        q = torch.cat([self.q[span] for span in spans])
+        q = torch.cat([self.heads[span] for span in spans])[:, : self.q.shape[2]]
         before = self.kv.clone()
         out = self.ops.attend(q, self.kv, self.attn, batch)
         assert torch.equal(bits(self.kv), bits(before))
