@@ -104,7 +104,7 @@ def jit(function):
     the width of the block tables, B and R, the number of rows, change from step to step and must
     not make the kernels compile again.
     """
-    return triton.jit(function, do_not_specialize=["M", "B", "R", "SPLITS"]) if triton else function
+    return triton.jit(function, do_not_specialize=["M", "B", "R", "PLACES"]) if triton else function
 
 
 @jit
@@ -256,7 +256,7 @@ def order_kernel(
 @jit
 def attention_kernel(
     q, kv, out, split_acc, split_sums, finished, block_tables, context_lens, query_start, shared,
-    tile_request, tile_start, group_end, scale, squeeze, q_stride, k_to_v, M, SPLITS,
+    tile_request, tile_start, group_end, scale, squeeze, q_stride, k_to_v, M, PLACES,
     H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
     HEADS: constexpr, ROWS: constexpr, TILE: constexpr, WIDTH: constexpr,
     PROGRAMS: constexpr, MERGED: constexpr, AT_ONCE: constexpr, PDL: constexpr,
@@ -285,7 +285,7 @@ def attention_kernel(
     shared; then each of its decodes adds s2, s3, .. of its own.
 
     q is [T, H, D], q_stride numbers from token to token, and out [T, H, D]; kv is one layer's pool,
-    V k_to_v numbers after K. split_acc is [B, H, SPLITS, WIDTH]; split_sums [B, H, SPLITS, 2] has
+    V k_to_v numbers after K. split_acc is [B, H, PLACES, WIDTH]; split_sums [B, H, PLACES, 2] has
     totals and tops. `finished` [B, Hk] counts programs, from zero to zero. For WINDOW see
     TritonPlan. The grid depends on B and T alone, so the host needs no length to launch it.
     """
@@ -340,7 +340,7 @@ def attention_kernel(
     at = (token.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
     queries = tl.load(q + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
     state = empty_state(ROWS, WIDTH)
-    place = (token * H + head).to(tl.int64) * SPLITS  # of a row's first split in split_acc
+    place = (token * H + head).to(tl.int64) * PLACES  # of a row's first split in split_acc
     if shared is not None and PROGRAMS == 1 and not is_group:
         begun = token < tl.where(in_prefix > 0, stop, 0)
         state = load_state(split_acc, split_sums, place, begun, WIDTH)
@@ -370,7 +370,7 @@ def attention_kernel(
     if PDL:
         gdc_launch_dependents()
     if is_group:
-        to = place + (in_prefix - 1) % SPLITS  # if SPLITS is 1, its decodes keep no other state
+        to = place + (in_prefix - 1) % PLACES  # if PLACES is 1, its decodes keep no other state
         store_state(state, split_acc, split_sums, to, real, WIDTH)
         return
 
@@ -381,7 +381,7 @@ def attention_kernel(
         tl.store(counter, 0)
         row = tl.arange(0, MERGED)  # without the padding of a tensor core's tile
         token, head, real = request, tl.program_id(0) * HEADS + row, row < HEADS
-        place = (token * H + head).to(tl.int64) * SPLITS
+        place = (token * H + head).to(tl.int64) * PLACES
         state = empty_state(MERGED, WIDTH)
         for several in range(to_merge, end, AT_ONCE):
             for i in tl.static_range(AT_ONCE):
