@@ -656,7 +656,7 @@ def bench_choices(model="gpt2-124M") -> dict:
 
 
 KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
-    "attention": "(decode|prefill|prefix|attention)_kernel",
+    "attention": "attention_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
     "sampling": "(threshold|gumbel_max)_kernel",

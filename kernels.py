@@ -1,6 +1,6 @@
 """
-What a step carries (`Batch`), and the two operations on the KV pool: store K, V and attend through
-block tables.
+What a step carries (`Batch`), and the two operations on the KV pool: store K, V (`store_kv_kernel`)
+and attend through block tables (`attention_kernel`).
 
 A step lays its requests out on one flat token axis, without padding: first one token of each
 decoding request, then the prefill chunks. So decodes and chunks share one forward pass:
@@ -89,7 +89,7 @@ class Batch:
     prepared: dict | None = None
     rotations: dict | None = None  # window -> rotary positions, see model.GPT.hidden
     # (shared [B], first [groups], end [groups]) int64: tokens of the prefix that a request has in
-    # common with its group, the group's first request, and the one behind it (prefix.py)
+    # common with its group, the group's first request, and the one behind it (ops/prefix.py)
     groups: tuple | None = None
     dropout: float = 0.0  # training alone drops, see model.WholeTexts
 
@@ -104,7 +104,7 @@ def jit(function):
     the width of the block tables, B and R, the number of rows, change from step to step and must
     not make the kernels compile again.
     """
-    return triton.jit(function, do_not_specialize=["M", "B", "R"]) if triton else function
+    return triton.jit(function, do_not_specialize=["M", "B", "R", "PLACES"]) if triton else function
 
 
 @jit
@@ -142,99 +142,98 @@ def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Attention: no gather, K and V are read where they are
+# Attention: no gather, K and V are read where they are, a split of TILE keys at a time
 
 INF = constexpr(math.inf)
+# Weights, 0 to 1, are summed as whole numbers of UNIT, because the order of a sum of floats would
+# depend on the layout of the tile. The bits of 1 + weight, less ONE, the bits of 1, are that number
+UNIT = constexpr(2.0**-23)
+ONE = constexpr(0x3F800000)
 
 
 @jit
 def capped(score, squeeze):
     """
     Gemma 2's soft cap is cap * tanh(score / cap). This is the tanh, as 2 sigmoid(2 u) - 1;
-    online_softmax multiplies by the cap through `scale`. None: no cap.
+    `attend_to_split` multiplies by the cap through `scale`. None: no cap.
     """
     return score if squeeze is None else 2.0 * tl.sigmoid(2.0 * squeeze * score) - 1.0
 
 
 @jit
-def read_tile(
-    kv, block, t, head, seen, k_to_v, Hk: constexpr, S: constexpr, D: constexpr, WIDTH: constexpr
-):
+def empty_state(ROWS: constexpr, WIDTH: constexpr):
     """
-    K and V [TILE, WIDTH] of tokens t [TILE], which are in these blocks, of one KV head; zeros where
-    not `seen` [TILE] (None: all are, and a load without a mask is faster).
+    Return the state of rows that have attended to no key: acc [ROWS, WIDTH], the weighted sum of V;
+    total [ROWS], the sum of weights; top [ROWS], the largest score so far. A score is an exponent
+    of two, and a weight is 2 ** (score - top).
     """
-    d = tl.arange(0, WIDTH)[None, :]
-    keys = kv + pool_offset(block, t % S, head, Hk, S, D)[:, None] + d
-    mask, zero = None, None
-    if seen is not None:
-        mask, zero = seen[:, None] & (d < D), 0.0
-    elif WIDTH > D:
-        mask, zero = d < D, 0.0
-    return tl.load(keys, mask, zero), tl.load(keys + k_to_v, mask, zero)
+    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
+    return acc, total, tl.full([ROWS], -INF, tl.float32)
 
 
 @jit
-def online_softmax(queries, k, v, visible, scale, squeeze, acc, top, total):
+def attend_to_split(queries, keys, k_to_v, real, visible, scale, squeeze):
     """
-    Online softmax (Milakov and Gimelshein 2018), one more tile of keys, k and v [TILE, WIDTH], of
-    which queries [ROWS, WIDTH] see what is `visible` [ROWS, TILE] or [1, TILE] (None: all). score *
-    scale is an exponent of two. State of each row so far: acc [ROWS, WIDTH], the weighted sum of v;
-    top [ROWS], the largest exponent; total [ROWS], the sum of weights.
+    Return the state of queries [ROWS, WIDTH] that have attended to the keys of one split, and no
+    others. `keys` [TILE, WIDTH] points to K; `real` says which numbers are there, `visible` [ROWS,
+    TILE] which keys a row may see. None: all, and a load without a mask is faster.
     """
+    zero = None if real is None else 0.0
+    k, v = tl.load(keys, real, zero), tl.load(keys + k_to_v, real, zero)
     score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
     if visible is not None:
         score = tl.where(visible, score, -INF)
-    new_top = tl.maximum(top, tl.max(score, axis=1) * scale)
-    reference = tl.where(new_top == -INF, 0.0, new_top)  # -inf: a row that has seen no key yet
-    weight, shrink = tl.exp2(score * scale - reference[:, None]), tl.exp2(top - reference)
-    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return acc, new_top, total * shrink + tl.sum(weight, axis=1)
+    top = tl.max(score, axis=1) * scale
+    reference = tl.where(top == -INF, 0.0, top)  # -inf: the row sees none of these keys
+    weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
+    units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
+    return tl.dot(weight.to(v.dtype), v, input_precision="ieee"), units.to(tl.float32) * UNIT, top
+
+
+@jit
+def merge(state, more):
+    """
+    Merge a split's state into that of the splits before (online softmax, Milakov and Gimelshein
+    2018): both are brought to the higher top, then added. A split of which a row sees nothing
+    changes no bit of it. The additions are spelled out as fma: otherwise the compiler chooses which
+    of the two products is rounded, and may choose differently in two places.
+    """
+    acc, total, top = state
+    more_acc, more_total, more_top = more
+    highest = tl.maximum(top, more_top)
+    reference = tl.where(highest == -INF, 0.0, highest)
+    shrink, weight = tl.exp2(top - reference), tl.exp2(more_top - reference)
+    acc = tl.fma(more_acc, tl.broadcast_to(weight[:, None], acc.shape), acc * shrink[:, None])
+    return acc, tl.fma(more_total, weight, total * shrink), highest
+
+
+@jit
+def store_state(state, split_acc, split_sums, at, real, WIDTH: constexpr):
+    """Store a state at `at` [ROWS], where `real` [ROWS], for another program."""
+    acc, total, top = state
+    tl.store(split_acc + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :], acc, real[:, None])
+    tl.store(split_sums + 2 * at, total, real)
+    tl.store(split_sums + 2 * at + 1, top, real)
+
+
+@jit
+def load_state(split_acc, split_sums, at, real, WIDTH: constexpr):
+    """Load a state that another program has stored; of other rows than `real`, an empty one."""
+    parts = split_acc + at[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    acc = tl.load(parts, real[:, None], 0.0, cache_modifier=".cg")
+    total = tl.load(split_sums + 2 * at, real, 0.0, cache_modifier=".cg")
+    return acc, total, tl.load(split_sums + 2 * at + 1, real, -INF, cache_modifier=".cg")
 
 
 @jit
 def finishes_last(finished, programs):
     """
     Count this program in `finished`, zero at first; true for the last of `programs` to do so. That
-    one may then combine what all of them have stored, if it loads past L1, which may be stale:
+    one may then merge what all of them have stored, if it loads past L1, which may be stale:
     cache_modifier=".cg".
     """
     tl.debug_barrier()  # all threads have stored before one of them counts
     return tl.atomic_add(finished, 1, sem="acq_rel") == programs - 1
-
-
-@jit
-def sum_of_parts(partial_out, partial_lse, at, real, WIDTH: constexpr):
-    """
-    Of partial results `at` [n, parts], where `real`, each weighted by its share of the softmax,
-    which its log-sum-exp gives: the sum [n, WIDTH], and its log-sum-exp [n].
-    """
-    lse = tl.load(partial_lse + at, mask=real, other=-1e30, cache_modifier=".cg")
-    parts = partial_out + at.to(tl.int64)[:, :, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-    parts = tl.load(parts, mask=real[:, :, None], other=0.0, cache_modifier=".cg")
-    top = tl.max(lse, axis=1)
-    weight = tl.exp2(lse - top[:, None])
-    total = tl.sum(weight, axis=1)
-    share = weight / total[:, None]
-    return tl.sum(parts * share[:, :, None], axis=1), top + tl.log2(total)
-
-
-@jit
-def combine_splits(
-    partial_out, partial_lse, out, first_head, used,
-    heads: constexpr, D: constexpr, SPLITS: constexpr, WIDTH: constexpr,
-    AT_ONCE: constexpr,
-):  # fmt: skip
-    """
-    Second half of split-KV: add up the first `used` of SPLITS partial results of AT_ONCE query
-    heads. Of these, the first at `out`, `heads` are there; the others are padding.
-    """
-    h, s, d = tl.arange(0, AT_ONCE), tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    real = (h < heads)[:, None] & (s < used)[None, :]
-    at = ((first_head + h)[:, None] * SPLITS).to(tl.int64) + s[None, :]  # [AT_ONCE, SPLITS]
-    whole, _ = sum_of_parts(partial_out, partial_lse, at, real, WIDTH)
-    mask = (h < heads)[:, None] & (d < D)[None, :]
-    tl.store(out + h[:, None] * D + d[None, :], whole.to(out.dtype.element_ty), mask=mask)
 
 
 @jit
@@ -244,7 +243,7 @@ def order_kernel(
 ):  # fmt: skip
     """
     Grid (B,): a program finds the place of its request in `order`, the longest context first, and
-    sets its counters [B, Hk] in `finished` to zero, both for decode_kernel.
+    sets its counters [B, Hk] in `finished` to zero, both for attention_kernel.
     """
     pdl_wait(PDL)
     i, other, head = tl.program_id(0), tl.arange(0, WIDTH), tl.arange(0, HEADS)
@@ -255,154 +254,144 @@ def order_kernel(
 
 
 @jit
-def decode_kernel(
-    q, kv, out, partial_out, partial_lse, finished, block_tables, context_lens, order,
-    scale, squeeze, q_stride, out_stride, k_to_v, M,
+def attention_kernel(
+    q, kv, out, split_acc, split_sums, finished, block_tables, context_lens, query_start, shared,
+    tile_request, tile_start, group_end, scale, squeeze, q_stride, k_to_v, M, PLACES,
     H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
-    SPLITS: constexpr, TILE: constexpr, ROWS: constexpr, WIDTH: constexpr,
-    AT_ONCE: constexpr, ORDERED: constexpr, PDL: constexpr,
-    shared=None, prefix_out=None, prefix_lse=None, PARTS: constexpr = 0,
+    HEADS: constexpr, ROWS: constexpr, TILE: constexpr, WIDTH: constexpr,
+    PROGRAMS: constexpr, MERGED: constexpr, AT_ONCE: constexpr, PDL: constexpr,
 ):  # fmt: skip
     """
-    Split-KV decoding (flash-decoding). Grid (Hk, SPLITS, B): a program attends from the G = H / Hk
-    query heads of one KV head, padded to ROWS, to every SPLITS-th tile of one request's context, so
-    K and V are read once. The grid depends on B alone and each program works out how many splits
-    the context uses, so the host needs no length to launch it. ORDERED takes the requests as
-    `order` has them, longest first: a long one that started last would run alone at the end. The
-    last split of a request and KV head to finish combines all of them, without a second launch.
-    `finished` [B, Hk] counts them, from zero, and is zero again afterwards. q and out are [T, H,
-    D], their strides numbers from token to token; kv is one layer's pool, V `k_to_v` numbers after
-    K; for WINDOW see TritonPlan. 300 keys of one request and KV head, by SPLITS = 2 programs:
+    Grid (H / HEADS, PROGRAMS, tiles): a program attends from ROWS rows of queries to keys of one
+    request and KV head. The rows of a tile are one of three:
 
-        keys     0 ..  63   64 .. 127  128 .. 191  192 .. 255  256 .. 299        TILE = 64
-        split 0  ████████              ██████████              ████████  -> partial_out, partial_lse
-        split 1             █████████              ██████████            -> partial_out, partial_lse
-                 the last of the two to finish weighs both by 2 ** lse (combine_splits)  -> out
+        a decode    the G = H / Hk query heads that share a KV head, so K and V are read once.
+                    tile_request may say whose turn it is: the longest first, see order_kernel
+        a chunk     one head of consecutive tokens of tile_request, from tile_start on
+        a group     the G heads of each decode from tile_request to group_end. These begin with
+                    the same `shared` tokens, and the group attends to no others
 
-    One request with 4 KV heads is 4 programs without splits, of 132 processors; with 32, 128.
+    Keys are summed a split of TILE at a time, counted from the beginning of the text, and splits
+    are merged first to last. So the sums are the same to the last bit whatever is beside a request.
+    One program keeps its state in registers. Of several (split-KV, flash-decoding) each takes every
+    PROGRAMS-th split, and the last to finish merges them all. 300 keys of a decode, two programs:
 
-    With `shared` [B], prefix.prefix_kernel has attended to the first shared[request] tokens, and
-    left PARTS partial results: split 0 begins with these.
+        keys       0 ..  63   64 .. 127  128 .. 191  192 .. 255  256 .. 299        TILE = 64
+        program 0  s0                    s2                      s4     -> split_acc, split_sums
+        program 1             s1                     s3                 -> split_acc, split_sums
+                   the last of the two to finish: s0 + s1 + s2 + s3 + s4             -> out
+
+    A group leaves its state where that of the last shared split would be, s0 + s1 if 128 tokens are
+    shared; then each of its decodes adds s2, s3, .. of its own.
+
+    q is [T, H, D], q_stride numbers from token to token, and out [T, H, D]; kv is one layer's pool,
+    V k_to_v numbers after K. split_acc is [B, H, PLACES, WIDTH]; split_sums [B, H, PLACES, 2] has
+    totals and tops. `finished` [B, Hk] counts programs, from zero to zero. For WINDOW see
+    TritonPlan. The grid depends on B and T alone, so the host needs no length to launch it.
     """
-    head, split, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if ORDERED:
-        request = tl.load(order + request)
-    G: constexpr = H // Hk
-    row, d = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    query = request * H + head * G + row
+    is_chunk: constexpr = tile_start is not None
+    is_group: constexpr = group_end is not None
+    tile, program = tl.program_id(2), tl.program_id(1)
+    if is_chunk:  # the last tiles see most keys: one that started last would run alone at the end
+        tile = tl.num_programs(2) - 1 - tile
+    request = tile
+    if tile_request is not None:
+        request = tl.load(tile_request + tile).to(tl.int32)
+        if request < 0:
+            return
+    begin, stop, row, d = request, request + 1, tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    if is_chunk:
+        begin = tl.load(query_start + request) + tl.load(tile_start + tile)
+        stop = tl.load(query_start + request + 1)
+    if is_group:  # its programs divide up rows, not keys
+        stop = tl.load(group_end + tile).to(tl.int32)
+        row, program = row + program * ROWS, 0
     context = tl.load(context_lens + request)
-    first = tl.maximum(context - WINDOW, 0) if WINDOW else 0
-    begin = first // TILE * TILE
+    lowest = context - (stop - begin)  # position of the first row
+    first = tl.maximum(lowest - WINDOW + 1, 0) // TILE if WINDOW else 0
+    end = tl.cdiv(tl.minimum(lowest + ROWS, context), TILE)  # of the splits that any row sees
+    full = (lowest + 1) // TILE  # of those that all rows see whole, in a chunk
+    in_prefix = 0
     if shared is not None:
-        begin = tl.load(shared + request).to(tl.int32)
-    t = begin + split * TILE + tl.arange(0, TILE)
+        in_prefix = tl.load(shared + request).to(tl.int32) // TILE
+        first = in_prefix
+    if is_group:
+        first, end = 0, tl.where(begin < stop, in_prefix, 0)
+        full = end
+        # Padding. The first group waits in any case: the decodes, which wait for this kernel, read
+        # what its predecessor wrote.
+        if (end == 0) & (tile > 0):
+            return
+    to_merge = first - tl.minimum(in_prefix, 1)  # where the states that make up the answer begin
+    used = tl.maximum(end - first, 1)
+    if program >= used:
+        return
     table = block_tables + request.to(tl.int64) * M
+    t = (first + program) * TILE + tl.arange(0, TILE)
     # masked by M: does not depend on `context`, if there is no window, so need not wait for it
     block = tl.load(table + t // S, mask=t // S < M, other=0)
-    real = (row < G)[:, None] & (d < D)[None, :]
-    at = (head * G + row)[:, None] * D + d[None, :]
-    used = tl.minimum(tl.maximum(tl.cdiv(context - begin, TILE), 1), SPLITS)
-    if split >= used:
-        return
 
     # Everything read above was written before embed_kernel, which no kernel overtakes. From here on
     # the predecessor's output is read.
     if PDL:
         gdc_wait()
-    queries = tl.load(q + request * q_stride + at, mask=real, other=0.0)  # [ROWS, WIDTH]
-    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -INF, tl.float32)
-    if shared is not None:
-        # true for the G heads of split 0, if there is a prefix: then it has more than G tokens
-        begins = row < tl.minimum(begin, G) - split * G
-        parts = query[:, None] * PARTS + tl.arange(0, PARTS)[None, :]
-        acc, top = sum_of_parts(prefix_out, prefix_lse, parts, begins[:, None], WIDTH)
-        total += 1.0  # elsewhere `top` is close to -inf, so the first key shrinks this to zero
-    for _ in range(begin + split * TILE, context, SPLITS * TILE):
-        visible = (t < context) & (t >= first)
-        k, v = read_tile(kv, block, t, head, visible, k_to_v, Hk, S, D, WIDTH)
-        t += SPLITS * TILE
-        block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
-        acc, top, total = online_softmax(
-            queries, k, v, visible[None, :], scale, squeeze, acc, top, total
-        )
+    token, head = begin + row // HEADS, tl.program_id(0) * HEADS + row % HEADS
+    real, kv_head = token < stop, tl.program_id(0) * HEADS // (H // Hk)
+    at = (token.to(tl.int64) * q_stride + head * D)[:, None] + d[None, :]
+    queries = tl.load(q + at, mask=real[:, None] & (d < D)[None, :], other=0.0)
+    state = empty_state(ROWS, WIDTH)
+    place = (token * H + head).to(tl.int64) * PLACES  # of a row's first split in split_acc
+    if shared is not None and PROGRAMS == 1 and not is_group:
+        begun = token < tl.where(in_prefix > 0, stop, 0)
+        state = load_state(split_acc, split_sums, place, begun, WIDTH)
+    unmasked: constexpr = is_group or (is_chunk and WINDOW == 0)
+    for masked in tl.static_range(0 if unmasked else 1, 1 if is_group else 2):
+        last = end if masked else full
+        for split in range(first + program, last, PROGRAMS):
+            keys = kv + pool_offset(block, t % S, kv_head, Hk, S, D)[:, None] + d[None, :]
+            there, visible = None, None
+            if masked:
+                in_context, visible = t < context, t[None, :] <= lowest + row[:, None] // HEADS
+                if WINDOW:
+                    in_context &= t > lowest - WINDOW
+                    visible &= t[None, :] > lowest - WINDOW + row[:, None] // HEADS
+                there = in_context[:, None] & (d < D)[None, :]
+            elif WIDTH > D:
+                there = (d < D)[None, :]
+            t += PROGRAMS * TILE
+            block = tl.load(table + t // S, mask=t // S < M, other=0)  # for the next round, in time
+            more = attend_to_split(queries, keys, k_to_v, there, visible, scale, squeeze)
+            if PROGRAMS == 1:
+                state = merge(state, more)
+            else:
+                store_state(more, split_acc, split_sums, place + split, real, WIDTH)
+        first = last
     # only now: programs of the next kernel that merely wait would occupy shared memory
     if PDL:
         gdc_launch_dependents()
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    if used == 1:
-        tl.store(out + request * out_stride + at, acc.to(out.dtype.element_ty), mask=real)
+    if is_group:
+        to = place + (in_prefix - 1) % PLACES  # if PLACES is 1, its decodes keep no other state
+        store_state(state, split_acc, split_sums, to, real, WIDTH)
         return
 
-    mine = (query * SPLITS + split).to(tl.int64)
-    tl.store(partial_out + mine[:, None] * WIDTH + d[None, :], acc, mask=(row < G)[:, None])
-    tl.store(partial_lse + mine, top + tl.log2(total), mask=row < G)
-    counter = finished + request * Hk + head
-    if finishes_last(counter, used):
+    if PROGRAMS > 1:
+        counter = finished + request * Hk + kv_head
+        if not finishes_last(counter, tl.minimum(used, PROGRAMS)):
+            return
         tl.store(counter, 0)
-        for g in tl.static_range(0, G, AT_ONCE):  # as many query heads at once as registers hold
-            first_head = request * H + head * G + g
-            to = out + request * out_stride + (head * G + g) * D
-            combine_splits(
-                partial_out, partial_lse, to, first_head, used, G - g, D, SPLITS, WIDTH, AT_ONCE
-            )
-
-
-@jit
-def prefill_kernel(
-    q, kv, out, block_tables, context_lens, query_start, tile_request, tile_start,
-    scale, squeeze, q_stride, out_stride, k_to_v, M,
-    H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
-    ROWS: constexpr, TILE: constexpr, WIDTH: constexpr,
-):  # fmt: skip
-    """
-    Grid (H, tiles): a program attends from ROWS consecutive tokens of one prefill chunk, one query
-    head, to all keys they may see. `tile_request` is the request of each tile, or NO_REQUEST,
-    `tile_start` where in its chunk the tile begins. The last tiles, which see most keys, come
-    first, all heads of them: a long one that started last would run alone at the end. Otherwise as
-    decode_kernel.
-    """
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
-    head, request = tl.program_id(0), tl.load(tile_request + tile)
-    if request < 0:
-        return
-    kv_head = head // (H // Hk)
-    begin, stop = tl.load(query_start + request), tl.load(query_start + request + 1)
-    context, offset = tl.load(context_lens + request), tl.load(tile_start + tile)
-    row, d = offset + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    lowest = context - (stop - begin) + offset  # position of the first row
-    position = lowest + tl.arange(0, ROWS)
-    real = (begin + row < stop)[:, None] & (d < D)[None, :]
-    token, at = (begin + row).to(tl.int64), head * D + d
-    queries = tl.load(q + token[:, None] * q_stride + at[None, :], mask=real, other=0.0)
-    acc, total = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS], tl.float32)
-    top = tl.full([ROWS], -INF, tl.float32)
-    table = block_tables + request.to(tl.int64) * M
-    first = tl.maximum(lowest - WINDOW + 1, 0) // TILE * TILE if WINDOW else 0
-    end = tl.minimum(lowest + ROWS, context)  # one past the last key that any row may see
-    # up to here every row sees every key
-    unmasked = first if WINDOW else (lowest + 1) // TILE * TILE
-    t = first + tl.arange(0, TILE)
-    block = tl.load(table + t // S, mask=t < end, other=0)
-    for _ in range(first, unmasked, TILE):
-        k, v = read_tile(kv, block, t, kv_head, None, k_to_v, Hk, S, D, WIDTH)
-        t += TILE
-        block = tl.load(table + t // S, mask=t < end, other=0)  # for the next round, in time
-        acc, top, total = online_softmax(queries, k, v, None, scale, squeeze, acc, top, total)
-    for n in range(unmasked, end, TILE):
-        t = n + tl.arange(0, TILE)
-        in_context = t < end
-        if WINDOW:
-            in_context &= t > lowest - WINDOW
-        block = tl.load(table + t // S, mask=in_context, other=0)
-        k, v = read_tile(kv, block, t, kv_head, in_context, k_to_v, Hk, S, D, WIDTH)
-        visible = t[None, :] <= position[:, None]
-        if WINDOW:
-            visible &= t[None, :] > position[:, None] - WINDOW
-        acc, top, total = online_softmax(queries, k, v, visible, scale, squeeze, acc, top, total)
+        row = tl.arange(0, MERGED)  # without the padding of a tensor core's tile
+        token, head, real = request, tl.program_id(0) * HEADS + row, row < HEADS
+        place = (token * H + head).to(tl.int64) * PLACES
+        state = empty_state(MERGED, WIDTH)
+        for several in range(to_merge, end, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                each = place + several + i
+                is_stored = real & (each < place + end)
+                state = merge(state, load_state(split_acc, split_sums, each, is_stored, WIDTH))
+    acc, total, _ = state
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    to = out + token[:, None] * out_stride + at[None, :]
-    tl.store(to, acc.to(out.dtype.element_ty), mask=real)
+    to = out + ((token * H + head).to(tl.int64) * D)[:, None] + d[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=real[:, None] & (d < D)[None, :])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -413,23 +402,23 @@ NO_REQUEST = -1  # of a tile that is padding
 
 class TritonPlan(NamedTuple):
     """
-    What `prepare_triton` leaves in batch.prepared, for a window: how the step's decodes are cut,
-    scratch of the decode kernel, and the tile map of the prefill kernel.
+    What `prepare_triton` leaves in batch.prepared, for a window: how the step's attention is cut
+    into programs, and what attention_kernel is given for it.
     """
 
     window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all
-    splits: int
-    num_stages: int  # of the decode kernel: tiles of K and V under way
-    order: Tensor  # [B] int32, see order_kernel
-    ordered: bool  # whether the decode kernel takes requests in that order
-    partial_out: Tensor  # [B * H * splits * WIDTH] fp32
-    partial_lse: Tensor  # [B * H * splits] fp32
+    programs: int  # for each decode and KV head
+    num_stages: int  # for decodes: tiles of K and V under way
+    order: Tensor | None  # [B] int32, see order_kernel; None: as they are
+    splits: int  # of each decode and head in scratch
+    split_acc: Tensor  # [B * H * splits * WIDTH] fp32
+    split_sums: Tensor  # [B * H * splits * 2] fp32
     finished: Tensor  # [B * Hk] int32 zeros, see finishes_last
+    group_rows: int  # of a program for requests that share a prefix; 0: none do
     tile_request: Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: Tensor | None  # [tiles] int32
     # beside decodes, which wait for memory, chunks compute on a stream of their own
     side: torch.cuda.Stream | None
-    prefix: dict  # the last arguments of decode_kernel, where requests share a prefix
 
 
 def padded(n: int) -> int:
@@ -440,26 +429,33 @@ def padded(n: int) -> int:
 def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
     Allocate scratch, sort the decodes and map tiles to chunks, on the device, without waiting for
-    it.
+    it. Layers with a window share no prefixes.
     """
-    _, _, Hk, _, D = kv.shape
+    _, _, Hk, S, D = kv.shape
     B = batch.num_decodes
     assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
     processors = num_processors(kv.device)
     at_once = processors * programs_at_once(D)
 
-    # Fastest: as many splits as the chip runs at once, less a quarter.
-    splits = 1
-    while splits < MAX_SPLITS and 2 * splits * B * Hk <= at_once * 3 // 4:
-        splits *= 2
+    # Fastest: as many as the chip runs at once, less a quarter.
+    programs = 1
+    while programs < MAX_PROGRAMS and 2 * programs * B * Hk <= at_once * 3 // 4:
+        programs *= 2
     # 3 stages are too many for a tile or two, and two programs more run at once with 2.
-    programs = B * Hk * splits
+    launched = B * Hk * programs
     few = at_once if padded(D) <= 64 else at_once // 2
     num_stages = stages_that_fit(kv)
-    if splits > 8 or few < programs <= few + 2 * processors:
+    if programs > 8 or few < launched <= few + 2 * processors:
         num_stages = 2
+    splits = triton.cdiv(batch.block_tables.shape[1] * S, TILE) if programs > 1 else 0
+    group_rows = 0
+    if batch.groups and not window:
+        num_stages = 2  # most decodes have a tile or two of their own
+        splits = max(splits, 1)
+        group_rows = PREFILL_ROWS
+        while group_rows > 16 and processors * group_rows > B * H:
+            group_rows //= 2
 
-    ordered = programs > at_once  # else all start at once, and need not wait for the order
     order = batch.block_tables.new_empty(B)
     finished = order.new_empty(B * Hk)
     if B:
@@ -468,14 +464,16 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
             WIDTH=triton.next_power_of_2(B), Hk=Hk, HEADS=triton.next_power_of_2(Hk), num_warps=1,
             **pdl_options(order),
         )  # fmt: skip
-    partial_lse = torch.empty(B * H * splits, device=kv.device)
-    partial_out = partial_lse.new_empty(len(partial_lse) * padded(D))
+    if launched <= at_once:  # all start at once, and need not wait for the order
+        order = None
+    split_sums = torch.empty(B * H * splits * 2, device=kv.device)
+    split_acc = split_sums.new_empty(B * H * splits * padded(D))
     side = None
     if kv.is_cuda and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(kv.device)
     return TritonPlan(
-        window, splits, num_stages, order, ordered, partial_out, partial_lse, finished,
-        *prefill_tiles(batch), side, {}
+        window, programs, num_stages, order, splits, split_acc, split_sums, finished, group_rows,
+        *prefill_tiles(batch), side
     )  # fmt: skip
 
 
@@ -524,37 +522,48 @@ def factors(attn: Attention) -> tuple[float, float | None]:
 def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
     As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
-    chunks.
+    chunks; or for the prefixes that decodes share, then for the decodes.
     """
     check_layout(q, kv, batch)
     plan = batch.prepared[attn.window]
     _, H, D = q.shape
     Hk, S = kv.shape[2:4]
+    G = H // Hk
     width = padded(D)
     queries = q.to(kv.dtype)
     out = queries.new_empty(q.shape)
+    shared, first, end = batch.groups if plan.group_rows else (None, None, None)
     tables = batch.block_tables
-    lengths = tables, batch.context_lens
-    numbers = *factors(attn), queries.stride(0), out.stride(0), kv.stride(0), tables.stride(0)
-    shape = {"H": H, "Hk": Hk, "D": D, "S": S, "WIDTH": width, "TILE": TILE, "WINDOW": plan.window}
+    merged = triton.next_power_of_2(G)
+
+    def launch(grid, *tiles, **options):
+        attention_kernel[grid](
+            queries, kv, out, plan.split_acc, plan.split_sums, plan.finished, tables,
+            batch.context_lens, batch.query_start, shared, *tiles, *factors(attn),
+            queries.stride(0), kv.stride(0), tables.stride(0), plan.splits,
+            H=H, Hk=Hk, D=D, S=S, WINDOW=plan.window, TILE=TILE, WIDTH=width, MERGED=merged,
+            AT_ONCE=max(1, MERGED_AT_ONCE // (merged * width)), **options,
+        )  # fmt: skip
+
     if plan.side:
         plan.side.wait_stream(torch.cuda.current_stream())
     if plan.tile_request is not None:
-        tiles = plan.tile_request, plan.tile_start
         with torch.cuda.stream(plan.side):
-            prefill_kernel[(H, len(plan.tile_request))](
-                queries, kv, out, *lengths, batch.query_start, *tiles, *numbers,
-                **shape, ROWS=PREFILL_ROWS, num_warps=PREFILL_WARPS, num_stages=stages_that_fit(kv),
+            launch(
+                (H, 1, len(plan.tile_request)), plan.tile_request, plan.tile_start, None,
+                HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1, PDL=False,
+                num_warps=4 if width <= 128 else 8, num_stages=stages_that_fit(kv),
             )  # fmt: skip
+    options = {"HEADS": G, **pdl_options(q)}
+    if plan.group_rows:
+        launch(
+            (Hk, PREFILL_ROWS // plan.group_rows, len(first)), first, None, end, PROGRAMS=1,
+            ROWS=plan.group_rows, num_warps=4, num_stages=stages_that_fit(kv), **options,
+        )  # fmt: skip
     if B := batch.num_decodes:
-        group = triton.next_power_of_2(H // Hk)
-        heads_at_once = max(1, min(group, COMBINED_AT_ONCE // (plan.splits * width)))
-        scratch = plan.partial_out, plan.partial_lse, plan.finished
-        decode_kernel[(Hk, plan.splits, B)](
-            queries, kv, out, *scratch, *lengths, plan.order, *numbers,
-            **shape, SPLITS=plan.splits, ROWS=padded(H // Hk), AT_ONCE=heads_at_once,
-            ORDERED=plan.ordered, **plan.prefix, **pdl_options(q),
-            num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages,
+        launch(
+            (Hk, plan.programs, B), plan.order, None, None, ROWS=padded(G), PROGRAMS=plan.programs,
+            num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages, **options,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)
@@ -568,14 +577,13 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 # Llama-3.2-1B: 1 to 256 requests, contexts of 640 and 860 tokens.
 TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
-PREFILL_WARPS = 4
-MAX_SPLITS = 32
-COMBINED_AT_ONCE = 8192  # numbers of partial results that a program combines at a time
+MAX_PROGRAMS = 32  # for one decode and KV head
+MERGED_AT_ONCE = 1024  # numbers of stored states that a program has under way
 STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
 
 
 def programs_at_once(D: int) -> int:
-    """Programs of the decode kernel that one multiprocessor runs at once."""
+    """Programs for decodes that one multiprocessor runs at once."""
     return 6 if padded(D) <= 64 else 4
 
 

@@ -260,7 +260,7 @@ def online(engine):
     e^(score - maximum), and the total of the values, so weighted. When a block has a new maximum,
     sum and total are first multiplied by e^(old - new). At the end total / sum is the answer. (So
     two parts merge, too: bring both to the higher maximum, then add.) Blocks are read in place.
-    Now read kernels.py: online_softmax. What if two parts were merged without factors e^(..)?"""
+    Now read kernels.py: merge. What if two parts were merged without factors e^(..)?"""
 
     def attend(q, kv, attn, batch):
         out = torch.empty_like(q)
@@ -327,7 +327,7 @@ def kernel(engine):
     head of one request: it reads the block table, then K and V where they are. So attention of a
     layer is one launch, and copies nothing. (On a CPU Triton interprets it: that shows that it is
     right, not how fast.) But an H200 has 132 processors, and one request gives 4 of them work.
-    Now read kernels.py: decode_kernel. Why are the query heads of one KV head in one program?"""
+    Now read kernels.py: attention_kernel. Why are a KV head's query heads in one program?"""
     print(f"{H} KV heads * 8 requests = {H * 8} programs; {H} for a request alone")
     return next_step(engine, attend=partial(launch, splits=1))[1]
 
@@ -338,7 +338,7 @@ def splits(engine):
     4, 8, .., the second 1, 5, 9, .. Each leaves its own mixture, total / sum, and its log-sum-exp,
     maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
     e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.
-    Now read kernels.py: combine_splits. What is the share of a split that has no tile?"""
+    Now read kernels.py: load_state. Why are splits merged in order, not as they come?"""
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
     print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
     return next_step(engine, attend=partial(launch, splits=4))[1]

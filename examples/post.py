@@ -80,7 +80,7 @@ def assemble_paged_cache(requests, pool, block_size):
     Gather what the pool has of each request, padded on the left to the longest. Returns
     past_kvs[layer][head], K and V [B, P, D] each; a mask [B, 1, P], True where that is no padding;
     and how much of it is, for each request. In this repo: nothing; attention reads the pool through
-    the block tables (kernels.py, `decode_kernel`).
+    the block tables (kernels.py, `attention_kernel`).
     """
     lengths = [request.num_filled_slots for request in requests]
     past_kvs = [[] for _ in pool.kv]

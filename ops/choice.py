@@ -58,17 +58,14 @@ TRITON = TORCH._replace(
     decode_inputs=fused.decode_inputs,
     sample=sampling_kernels.sample_triton,
     fixed_shapes=True,
+    group_finder=prefix.GroupFinder,  # without this line, and ops/prefix.py, none are shared
 )
-TRITON = prefix.sharing(TRITON)  # without this line, and ops/prefix.py, none are shared
 DETERMINISTIC = TRITON._replace(
     add_norm=linear.norm_now,
     project_qkv=deterministic.project_qkv,
-    attend=deterministic.attend,
     linear=deterministic.linear,
     head=deterministic.head,
-    prepare=deterministic.prepare,
     is_deterministic=True,
-    group_finder=None,
 )
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",

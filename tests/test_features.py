@@ -33,7 +33,7 @@ LISTED = {
     "scores": (["engine/scores.py"], "engine/stages.py", ['    "scores": "engine.']),
     "windows": (["engine/window.py"], "engine/stages.py", ['    "windows": "engine.']),
     "record": (["engine/events.py"], "engine/stages.py", ['    "record": "engine.']),
-    "prefixes": (["ops/prefix.py"], "ops/choice.py", ["    prefix,", "TRITON = prefix."]),
+    "prefixes": (["ops/prefix.py"], "ops/choice.py", ["    prefix,", "    group_finder=prefix."]),
 }
 FLAGS = {"drafts": ["--speculate"], "record": ["--record", "r.jsonl"]}
 FIELDS = {

@@ -306,8 +306,10 @@ def test_choices_that_share_their_prompt_are_the_dense_models(ready, monkeypatch
     Prefixes of one tile, here of 16 tokens, are shared by twos or more, but not by the other
     request, nor while it is prefilled.
     """
-    for name, value in {"TILE": 16, "LEAST_REQUESTS": 2, "LEAST_SPARED": 16}.items():
-        monkeypatch.setattr(prefix, name, value)
+    for name, value in {"TILE": 16, "MERGED_AT_ONCE": 1}.items():  # so it is interpreted sooner
+        monkeypatch.setattr(kernels, name, value)
+    monkeypatch.setattr(prefix, "LEAST_REQUESTS", 2)
+    monkeypatch.setattr(prefix, "LEAST_SPARED", 16)
     model = trained_model()
     sizes = {"num_blocks": 90, "max_num_seqs": 5, "token_budget": 30}
     engine = new_engine(model, attention="triton", **sizes)

@@ -1,9 +1,10 @@
 """
 The operators of --deterministic, each by itself: a row's bits, whatever the other rows of a step
-are. (Whether they are right, test_kernels.py asks; whole answers are compared in test_bits.py.)
+are. (Whether they are right, test_kernels.py asks, also for attention's bits; whole answers are
+compared in test_bits.py.)
 
-On a CPU they run in Triton's interpreter, with `multiply_in_order`. So here it is seen that masks,
-splits and tiles change no bit; that a GPU's products and reductions do not, only a GPU shows.
+On a CPU they run in Triton's interpreter, with `multiply_in_order`. So here it is seen that tiles
+change no bit; that a GPU's products and reductions do not, only a GPU shows.
 """
 
 from types import SimpleNamespace
@@ -16,11 +17,9 @@ from torch import Tensor, nn
 
 import kernels
 import model as model_module
-from engine.engine import flat_batch
 from model import GPTConfig
 from ops import deterministic, linear, sampling
-from ops.choice import TRITON, choose_ops
-from paged import KVBlockPool, Plan, Request
+from ops.choice import choose_ops
 
 pytestmark = pytest.mark.skipif(not kernels.triton, reason="needs triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,123 +39,6 @@ def bits(x: Tensor) -> Tensor:
 
 def ops():
     return choose_ops("triton", DEVICE, deterministic=True)[0]
-
-
-# --------------------------------------------------------------------------------------------------
-# Attention
-
-
-class Text:
-    """A text of LENGTH tokens in a pool, with a query at each; and steps that attend from some."""
-
-    LENGTH = 333
-    S = 16
-
-    def __init__(self, Hk=2, G=1, D=16, window=0, softcap=0.0, dtype=torch.float32, ops=None):
-        generator = torch.Generator().manual_seed(G * D)
-        count = -(-self.LENGTH // self.S)
-        self.pool = KVBlockPool(count, self.S, 1, Hk, D, DEVICE, dtype)
-        numbers = torch.randn(self.pool.kv.shape, generator=generator)
-        self.pool.kv.copy_(numbers)
-        self.table = torch.randperm(count, generator=generator).tolist()
-        self.q = 3 * torch.randn(self.LENGTH, G * Hk, D, generator=generator).to(DEVICE, dtype)
-        windows = {"n_layer": 1, "n_head": G * Hk, "windows": (window,)}
-        self.model = SimpleNamespace(config=GPTConfig(n_embd=G * Hk, **windows))
-        self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
-        self.ops = ops or choose_ops("triton", DEVICE, deterministic=True)[0]
-
-    def attend(
-        self, decodes: list[int], chunks: list[tuple[int, int]] = (), layers: int = 1
-    ) -> list[Tensor]:
-        """
-        Of one step, which decodes with so many tokens before and with it, and has chunks (new
-        tokens, tokens after them): the outputs [n, H, D] of each, in the last of several layers.
-        """
-        plan = Plan()
-        pieces = [(1, context) for context in decodes] + list(chunks)
-        for i, (n, context) in enumerate(pieces):
-            request = Request(i, [0] * context, 1, block_table=self.table)
-            request.num_filled_slots = context - n
-            if i < len(decodes):
-                plan.decodes.append(request)
-            else:
-                plan.chunks.append((request, n))
-        batch = flat_batch(plan, self.model, self.pool)
-        H, kv = self.q.shape[1], self.pool.kv[0]
-        batch.prepared = {self.attn.window: self.ops.prepare(batch, H, kv, self.attn.window)}
-        q = torch.cat([self.q[context - n : context] for n, context in pieces])
-        for _ in range(layers):
-            out = self.ops.attend(q, kv, self.attn, batch)
-        return out.split([n for n, _ in pieces])
-
-    def whole(self) -> Tensor:
-        """All of it as one prompt, [LENGTH, H, D]."""
-        (out,) = self.attend([], [(self.LENGTH, self.LENGTH)])
-        assert out.isfinite().all()
-        return out
-
-
-# around the ends of tiles and splits, which are one or two tiles here
-EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 333]
-CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 256), (77, 333)], [(333, 333)]]
-CUTS += [[(5, 192), (2, 194), (139, 333)], [(1, n) for n in EDGES]]
-KINDS = [{}, {"G": 3, "Hk": 1}, {"D": 40, "softcap": 5.0}, {"window": 70}, {"window": 64, "G": 2}]
-KINDS += [{"window": 5, "softcap": 2.0}, {"window": 200, "G": 4, "Hk": 1}, {"dtype": DTYPES[1]}]
-KINDS += [{"dtype": DTYPES[1], "D": 64, "G": 2, "window": 130}]
-
-
-@pytest.fixture
-def short_splits(monkeypatch):
-    monkeypatch.setattr(deterministic, "SPLIT_KEYS", kernels.TILE)
-    monkeypatch.setattr(deterministic, "AT_ONCE", 4)
-
-
-def differences(text: Text) -> int:
-    """Tokens with other bits than in a whole prompt, in steps of every kind."""
-    whole = text.whole()
-    count = 0
-
-    def compare(out: Tensor, end: int):
-        same = bits(out) == bits(whole[end - len(out) : end])
-        return int((~same.flatten(1).all(1)).sum())
-
-    for decodes in [EDGES, EDGES[-1:], EDGES[::-5]]:
-        for out, end in zip(text.attend(decodes), decodes, strict=True):
-            count += compare(out, end)
-    for chunks in CUTS:
-        outputs = text.attend([193, 17], chunks)
-        for out, (_, end) in zip(outputs[2:], chunks, strict=True):
-            count += compare(out, end)
-        count += compare(outputs[0], 193) + compare(outputs[1], 17)
-    return count
-
-
-@pytest.mark.parametrize(("at_once", "tiles"), [(1, 1), (1000, 1), (1, 2), (1000, 2)])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@quick_on_a_cpu("{'window': 70}-1000-2", "{'G': 3, 'Hk': 1}-1-2")
-def test_a_token_gets_the_same_bits_from_decodes_and_chunks(
-    kind, at_once, tiles, short_splits, monkeypatch
-):
-    """
-    Would catch: splits that follow the number of requests, or begin where a window or a chunk does;
-    a masked key that rescales a sum; sums of splits in the order in which programs finish.
-    """
-    monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
-    monkeypatch.setattr(deterministic, "SPLIT_KEYS", tiles * kernels.TILE)
-    assert differences(Text(**kind)) == 0
-
-
-def test_each_layer_finds_what_the_first_one_found(short_splits):
-    """Would catch: counters that a layer leaves behind, so that the next adds up no splits."""
-    text = Text(G=2)
-    steps = {"decodes": [1, 130, 333], "chunks": [(40, 300)]}
-    outputs = zip(text.attend(**steps), text.attend(**steps, layers=3), strict=True)
-    assert all(torch.equal(first, last) for first, last in outputs)
-
-
-def test_these_comparisons_can_fail(short_splits):
-    """Without --deterministic the number of requests decides which keys are a split."""
-    assert differences(Text(ops=TRITON)) > 3
 
 
 # --------------------------------------------------------------------------------------------------

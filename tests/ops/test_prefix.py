@@ -1,28 +1,16 @@
 """
-Decodes that begin with the same blocks: what the host finds, and what the kernels make of it,
-judged as in test_kernels.py. Blocks that only the first of a group may be read through are NaN for
-the others.
+Decodes that begin with the same blocks: what the host finds. What the kernel makes of it, see
+test_deterministic.py and test_runner.py.
 """
 
 import doctest
-from dataclasses import replace
-from types import SimpleNamespace
 
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from interpreting import quick_on_a_cpu
-from test_kernels import DEVICE, KERNEL_FLOATS, Shape, Step, needs_triton
 
-import kernels
-from ops import deterministic, prefix
-from ops.choice import DETERMINISTIC, TRITON, tables_for
+from ops import prefix
 from ops.inputs import StepShape, pack, sizes
 from paged import Plan, Request
-
-# --------------------------------------------------------------------------------------------------
-# The host
 
 
 def test_examples_in_docstrings_are_true():
@@ -142,114 +130,3 @@ def test_the_groups_of_a_step_are_among_its_inputs():
     assert packed == [0, 1, 2, 9, 2, 3, 5, 64, *nothing_given, 16, 16, 0, 0, 0, 0, 2, 0]
     assert sum(sizes(shape)) == len(packed)
     assert sum(sizes(StepShape(4, 0, 0))) == 16
-
-
-def test_only_the_table_of_a_gpu_shares():
-    """--deterministic has one order of additions, so it shares nothing."""
-    tables = [*tables_for(on_gpu=True).values(), *tables_for(on_gpu=False).values()]
-    for ops in (*tables, DETERMINISTIC):
-        assert bool(ops.group_finder) == (ops.attend is prefix.attend)
-    assert TRITON.group_finder
-    assert DETERMINISTIC.attend is deterministic.attend
-
-
-# --------------------------------------------------------------------------------------------------
-# The device
-
-
-def shared_prefixes(shape: Shape, groups: list[tuple[range, int]]) -> Step:
-    """
-    A step of decodes, in which such requests share so many tokens. Through a table that is not the
-    first's there is nothing to be read of them.
-    """
-    step = Step(shape, "triton")
-    step.store()
-    garbage = step.kv.shape[1] - 1
-    assert step.kv[:, garbage].isnan().all()
-    shared = [0] * len(shape.decodes)
-    for members, tokens in groups:
-        blocks = -(-tokens // shape.S)
-        for i in members:
-            shared[i] = tokens
-            step.tables[i][:blocks] = step.tables[members[0]][:blocks]
-            step.batch.block_tables[i, :blocks] = step.batch.block_tables[members[0], :blocks]
-            if i > members[0]:
-                step.batch.block_tables[i, : tokens // shape.S] = garbage
-    firsts = [members[0] for members, _ in groups]
-    ends = [members[-1] + 1 for members, _ in groups]
-    lists = (shared, [*firsts, 0, 0], [*ends, 0, 0])  # two groups are padding
-    step.batch.groups = [torch.tensor(values, device=DEVICE) for values in lists]
-    step.prepare()
-    return step
-
-
-SHARING = [
-    (Shape([200] * 16, Hk=2), [(range(16), 192)]),
-    # some in no group; groups of other lengths; the newest token is the first behind the prefix
-    (Shape([65, 129, 70, 300, 66, 65, 5, 1], Hk=1), [(range(1, 3), 64), (range(4, 6), 64)]),
-    (Shape([130, 150, 140, 400, 399], Hk=2, G=3, D=80), [(range(3), 128), (range(3, 5), 320)]),
-    (Shape([330] * 23, Hk=1, G=3, D=16, dtype=torch.float16), [(range(21), 320)]),
-    (Shape([150] * 9, Hk=1, G=8, S=1), [(range(8), 128)]),
-    (Shape([150, 170] * 2, Hk=1, G=16, S=24), [(range(4), 128)]),
-    (Shape([150] * 5, Hk=1, G=5, S=100), [(range(5), 64)]),
-    (Shape([700] * 65, Hk=1, D=16), [(range(64), 640)]),
-    (replace(Shape([200] * 6, Hk=2), dtype=KERNEL_FLOATS[-1]), [(range(6), 192)]),
-]
-
-
-@needs_triton
-@pytest.mark.parametrize("at_once", [1, 20], ids=["whole", "splits"])
-@pytest.mark.parametrize(("shape", "groups"), SHARING, ids=str)
-@quick_on_a_cpu("[45689]+0-*", "23+0-*-splits")
-def test_a_prefix_is_attended_to_once_for_a_group(shape, groups, at_once, monkeypatch):
-    """
-    A key that is attended to twice or by nobody, a row that gets its neighbour's result, a split
-    too many that begins with the prefix; counters that are not zero for the next layer.
-    """
-    monkeypatch.setattr(kernels, "programs_at_once", lambda D: at_once)
-    step = shared_prefixes(shape, groups)
-    plan = step.batch.prepared[0]
-    assert plan.prefix
-    reference, allowed = step.reference()
-    allowed = max(allowed, 2 * (step.plain_torch() - reference).abs().max())
-    out = step.attend()
-    assert (out - reference).abs().max() <= allowed
-    assert not plan.finished.any()
-    assert torch.equal(step.attend(), out)
-
-
-@needs_triton
-def test_what_else_a_step_that_shares_may_have(monkeypatch):
-    """A soft cap, the padding of a CUDA graph, and layers with a window, which read all of it."""
-    step = shared_prefixes(Shape([150] * 6, Hk=1), [(range(5), 128)])
-    step.attn.softcap = 2.0
-    step.batch.context_lens[-1] = 0
-    out = step.attend()
-    whole = Step(Shape([150] * 6, Hk=1), "triton")
-    whole.store()
-    whole.attn.softcap = 2.0
-    for i, table in enumerate(step.tables):
-        whole.batch.block_tables[i, : len(table)] = torch.tensor(table, device=DEVICE)
-    assert (out[:5] - whole.attend()[:5]).abs().max() < 1e-6
-    assert not out[5].any()
-    step = Step(Shape([150] * 6, Hk=1, window=40), "triton")
-    step.batch.groups = [torch.tensor(values, device=DEVICE) for values in ([64] * 6, [0], [6])]
-    step.prepare()
-    assert not step.batch.prepared[40].prefix
-    step.store()
-    reference, allowed = step.reference()
-    assert (step.attend() - reference).abs().max() <= allowed
-
-
-@needs_triton
-@pytest.mark.parametrize(("Hk", "G", "parts"), [(1, 1, 4), (3, 1, 4), (4, 1, 2), (8, 1, 1)])
-def test_as_many_parts_as_processors_want(Hk, G, parts):
-    """The interpreter has 8 processors; these decodes are one group, or two."""
-    if DEVICE == "cuda":
-        pytest.skip("needs Triton's interpreter: a GPU has its own number of processors")
-    kv = torch.zeros(2, 1, Hk, 16, 16)
-    fields = {"num_decodes": 64, "block_tables": torch.zeros(64, 1, dtype=torch.int32)}
-    fields |= {"context_lens": torch.zeros(64, dtype=torch.int32), "query_lens_host": [1] * 64}
-    fields |= {"query_start": torch.arange(65), "groups": ([], [], [])}
-    plan = prefix.prepare(SimpleNamespace(**fields), Hk * G, kv)
-    assert plan.prefix["PARTS"] == parts
