@@ -26,6 +26,7 @@ if __name__ == "__main__":
 
 import torch
 
+from engine.device import Device, PackedPlan
 from engine.engine import Engine, interleaved_generate
 from engine.runner import Runner
 from engine.step import Answer
@@ -198,11 +199,11 @@ def assert_equals_dense(
     compared["tokens"] += len(answer)
 
 
-def poison(runner: Runner, scheduler: Scheduler):
+def poison(device: Device, scheduler: Scheduler):
     """
     NaN in every slot, and free blocks in no order: block 0 is not where the first request lives.
     """
-    runner.pool.kv.fill_(torch.nan)
+    device.pool.kv.fill_(torch.nan)
     random.Random(3).shuffle(scheduler.block_allocator.free)
 
 
@@ -210,7 +211,7 @@ def new_engine(model: GPT, **settings) -> Engine:
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64}
     engine = Engine(model, Settings(**({"check": True} | sizes | settings)))
     engine.reference = model  # what its answers are compared with
-    poison(engine.runner, engine.scheduler)
+    poison(engine.device, engine.scheduler)
     return engine
 
 
@@ -681,14 +682,14 @@ def test_any_number_of_kv_heads():
 def count_computed(engine: Engine) -> list[int]:
     """A list that grows by the number of tokens that the model really computes in each step."""
     computed = []
-    run = engine.runner.run
+    run = engine.device.run
 
-    def counting(plan: Plan):
-        launched = run(plan)
+    def counting(packed: PackedPlan):
+        launched = run(packed)
         computed.append(len(launched.hidden))
         return launched
 
-    engine.runner.run = counting
+    engine.device.run = counting
     return computed
 
 
@@ -768,10 +769,10 @@ def test_forked():
     text = prompt(11, 13)
     for steps in range(1, 6):  # the fork happens at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
-        runner = Runner(
-            model, Settings(num_blocks=64, block_size=4, max_num_seqs=256, token_budget=256)
-        )
-        poison(runner, scheduler)
+        settings = Settings(num_blocks=64, block_size=4, max_num_seqs=256, token_budget=256)
+        device = Device(model, settings)
+        runner = Runner(device, settings)
+        poison(device, scheduler)
         parent = Request("parent", text, 16)
         scheduler.add_request(parent)
         family = [parent]
@@ -780,7 +781,7 @@ def test_forked():
             plan = scheduler.plan()
             scheduler.check(plan)
             launched = runner.launch(plan)
-            runner.send(launched)
+            device.send(launched)
             scheduler.advance(plan)
             scheduler.resolve(plan, runner.wait_for(launched))
             # two forks, the second also of what the first shares
@@ -788,7 +789,7 @@ def test_forked():
                 child = scheduler.fork(parent, f"child {len(family)}")
                 other = child.generated_tokens[-1] + len(family)  # it goes on with another token
                 child.generated_tokens[-1] = other % VOCABULARY
-                runner.fill_rows(child)
+                device.fill_rows(child)
                 family.append(child)
                 forked_at[child.id] = child.num_generated
         assert len(family) == 3

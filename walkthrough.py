@@ -52,7 +52,7 @@ def prefilled(kind: str) -> Engine:
         weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
     engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
     engine.scheduler.block_allocator.free = torch.randperm(80).tolist()
-    engine.runner.pool.kv.fill_(1e3)  # so that reading an unwritten slot is noticed
+    engine.device.pool.kv.fill_(1e3)  # so that reading an unwritten slot is noticed
     for n in LENGTHS:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()
@@ -66,18 +66,17 @@ def next_step(engine, kv=None, **own):
     pool, or on `kv`, which has something for each layer. The engine itself does not move.
     """
     plan = engine.scheduler.plan()
-    runner = engine.runner
-    runner.fill_rows(*plan.admitted or plan.decodes)
-    shape = runner.padded_shape(plan)
-    packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-    packed = inputs.upload(packed, runner.device)
-    batch, _ = inputs.lay_out(packed, shape, plan, runner.known, TORCH._replace(**own))
-    pool = runner.pool.kv
+    device = engine.device
+    device.fill_rows(*plan.admitted or plan.decodes)
+    packed = engine.runner.pack(plan)
+    uploaded = inputs.upload(packed.inputs, DEVICE)
+    batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH._replace(**own))
+    pool = device.pool.kv
     batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
 
     def compute():
-        x = runner.model.hidden(batch, pool if kv is None else kv)
-        return runner.model.logits(x[batch.logits_index], batch.ops)[:8]
+        x = device.model.hidden(batch, pool if kv is None else kv)
+        return device.model.logits(x[batch.logits_index], batch.ops)[:8]
 
     return batch, compute
 
@@ -100,7 +99,7 @@ def no_cache(engine):
     earlier tokens never change. Without a cache a step computes them all again: 1,018 for 8 new.
     Now read model.py: GPT.generate. Of all tokens that one call computes, whose logits are used?"""
     texts = [torch.tensor([r.tokens_so_far], device=DEVICE) for r in engine.scheduler.active]
-    whole = [partial(engine.runner.model, text) for text in texts]
+    whole = [partial(engine.device.model, text) for text in texts]
     row("prompt, tokens", LENGTHS)
     row("ms", [f"{1e3 * median_seconds(compute, 3):.1f}" for compute in whole])
     return lambda: torch.cat([compute()[0][:, -1] for compute in whole])
@@ -108,8 +107,8 @@ def no_cache(engine):
 
 def unpaged(engine):
     """All K, V out of their blocks, in the order of the texts: [L, 2, 8, 512, H, D]."""
-    tables = engine.runner.known.block_tables[:8].long()
-    return engine.runner.pool.kv[:, :, tables].transpose(4, 5).flatten(3, 4)
+    tables = engine.device.known.block_tables[:8].long()
+    return engine.device.pool.kv[:, :, tables].transpose(4, 5).flatten(3, 4)
 
 
 def attend_each(q, caches, attn, batch):
@@ -166,7 +165,7 @@ def post(engine):
     they are gathered from the blocks and padded on the left to the longest, so that all requests
     are one batch. Memory is well used, but K and V are copied again, in many pieces, and padded.
     Now read paged.py: gather_kv_from_pool. In which slot are K and V of request 2's token 35?"""
-    layers = [block.attn for block in engine.runner.model.h]
+    layers = [block.attn for block in engine.device.model.h]
     longest = LENGTHS[-1] + 1
 
     def attend(q, kv, attn, batch):
@@ -176,7 +175,7 @@ def post(engine):
             n = r.num_tokens
             mask[i, ..., :-n] = -torch.inf
             for head in range(H):
-                where = engine.runner.pool, r.block_table, S, n, layers.index(attn), head
+                where = engine.device.pool, r.block_table, S, n, layers.index(attn), head
                 padded[:, i, head, -n:] = torch.cat(paged.gather_kv_from_pool(*where))
         return model.attention(q[:, :, None], *padded, mask, attn.scale)[:, :, 0]
 
@@ -195,7 +194,7 @@ def pool(engine):
     each head: row (block * H + head) * S + offset. In each layer one gather does for the 64 before.
     It still pads, now on the right, so most of what it copies is not real.
     Now read ops/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
-    kv = engine.runner.pool.kv[0]
+    kv = engine.device.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
     everything = gather.gather(batch, slice(8), slice(8), width, H, kv, 0)

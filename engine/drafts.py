@@ -135,7 +135,7 @@ class Drafts(Stage):
     def _room(self, decodes: list[Request]) -> int:
         """How many guesses there is room for beside these decodes."""
         engine = self.engine
-        return min(engine.runner.cheap_rows, engine.scheduler.token_budget) - len(decodes)
+        return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, room: int) -> list[int]:
         """Return the draft of a request, for so much room."""

@@ -4,10 +4,10 @@ Requests in, tokens out: plan -> launch -> resolve, a step at a time.
     engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) computes it on the
-device, and the `Engine` ties both to requests that come and go: continuous batching. Whatever else
-can happen to a step is done by stages (step.py). The server's loop is in process.py, the post's at
-the end of this file.
+The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) brings it to the
+`Device` (device.py), and the `Engine` ties them to requests that come and go: continuous batching.
+Whatever else can happen to a step is done by stages (step.py). The server's loop is in process.py,
+the post's at the end of this file.
 """
 
 import random
@@ -22,7 +22,8 @@ import torch
 from tqdm import tqdm
 
 from common import plural
-from engine.runner import Runner, kv_dtype, sampling_row
+from engine.device import Device, kv_dtype, sampling_row
+from engine.runner import Runner
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from engine.stages import build_stages
 from engine.step import Answer, Output, Step, by_moment, check_prompt_logprobs
@@ -47,7 +48,7 @@ class Engine:
         settings = with_step_size(settings or Settings(), on_gpu)
         if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
             with explain_lack_of_memory("the weights and a step"):
-                Runner(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
+                Device(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
         settings = with_pool_size(settings, model)
         self.settings = settings
         self.config = model.config
@@ -63,7 +64,8 @@ class Engine:
             dtype += f", quantize {settings.quantize}"
         self.weights = f"{size:,.0f} MiB of weights ({dtype})"
         with explain_lack_of_memory(f"{self.weights} and a KV pool of {self.blocks}"):
-            self.runner = Runner(model, settings)
+            self.device = Device(model, settings)
+        self.runner = Runner(self.device, settings)
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.stages = build_stages(self)
@@ -196,7 +198,7 @@ class Engine:
                     block_table=list(prompt_blocks),
                     admitted_time=None,
                 )
-                self.runner.fill_rows(answer)
+                self.device.fill_rows(answer)
             else:
                 scheduler.add_request(answer)
             self._announce(answer)
@@ -280,7 +282,7 @@ class Engine:
             step.launched = self.runner.launch(plan)
             for stage in acting["launched"]:
                 stage.launched(step)
-            self.runner.send(step.launched)
+            self.device.send(step.launched)
         except BaseException as error:
             return self._fail(step, error), None
         self.num_decode_tokens += len(plan.decodes)
@@ -357,7 +359,7 @@ class Engine:
         for stage in self.stages.values():
             stage.failed()
         if not isinstance(error, Exception):
-            self.runner.follow_turn()
+            self.device.follow_turn()
             raise error
         return failed
 
@@ -399,9 +401,9 @@ class Engine:
 
     def statement(self) -> str:
         """A line about memory, room, attention and graphs, printed before the engine serves."""
-        runner = self.runner
+        device = self.device
         S = self.scheduler.block_size
-        size = runner.pool.kv.nbytes / 2**20
+        size = device.pool.kv.nbytes / 2**20
         num_texts = self.num_blocks // self.scheduler.blocks_for(self.max_model_len)
         texts = f"{plural(num_texts, 'text')} of {self.max_model_len:,}"
         if self.max_model_len < self.config.context_length:
@@ -409,10 +411,10 @@ class Engine:
         parts = [
             self.weights,
             f"KV pool of {size:,.0f} MiB: {self.blocks}, {self.num_blocks * S:,} tokens, {texts}",
-            f"attention: {runner.ops.name}, {runner.reason}",
+            f"attention: {device.ops.name}, {device.reason}",
         ]
-        if runner.graphs:
-            parts.append(runner.graph_statement)
+        if device.graphs:
+            parts.append(device.graph_statement)
         return "; ".join(parts)
 
     def counts(self) -> dict[str, int]:
@@ -457,7 +459,7 @@ class Engine:
 
 def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     """
-    A step on one flat token axis, from lists: what `Runner.compute` makes with arrays that stay on
+    A step on one flat token axis, from lists: what `Device.compute` makes with arrays that stay on
     the device. The logits wanted are those of `plan.sampled`, in that order.
     """
     _, _, _, _, S, _ = pool.kv.shape

@@ -455,7 +455,7 @@ class Constraints(Stage):
         for r in ready:
             scheduler.move(r, "active")
         if ready:
-            engine.runner.fill_rows(*ready)
+            engine.device.fill_rows(*ready)
 
     def _sitting_out(self) -> list[Request]:
         """Those that go on with the mask of a position whose tokens before are known."""
@@ -495,7 +495,7 @@ class Constraints(Stage):
 
     def _sample_masked(self, step: Step, requests: dict[Request, int]):
         masks = [self.grammars[r].mask for r in requests]
-        self.engine.runner.sample_masked(step.launched, requests, masks)
+        self.engine.device.sample_masked(step.launched, requests, masks)
 
     def settled(self, step: Step):
         """

@@ -35,9 +35,9 @@ class Scores(Stage):
         if not self.wanted:
             return
         prompts = []
-        runner = self.engine.runner
+        device = self.engine.device
         launched = step.launched
-        first = launched.first_of_chunks
+        first = launched.packed.shape.n
         for request, n in step.plan.chunks:
             count = num_scored(request, n)
             if count:
@@ -45,7 +45,7 @@ class Scores(Stage):
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
                 most = request.prompt_logprobs
-                tensors = runner.prompt_logprobs(launched, rows, targets, most)
+                tensors = device.prompt_logprobs(launched, rows, targets, most)
                 prompts.append((request, start, to_host(tensors)))
             first += n
         sampled = None  # without overlap not yet: a grammar may have tokens sampled again
@@ -63,7 +63,7 @@ class Scores(Stage):
             place_of = step.launched.place_of()
             places = [place_of[r] for r in scored]
             most = max(r.params.logprobs for r in scored)
-            tensors = self.engine.runner.sampled_logprobs(step.launched, places, most)
+            tensors = self.engine.device.sampled_logprobs(step.launched, places, most)
         return scored, tensors
 
     def settled(self, step: Step):

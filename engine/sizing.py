@@ -11,7 +11,7 @@ import torch
 
 from checkpoint import memory_of
 from common import plural
-from engine.runner import kv_dtype
+from engine.device import kv_dtype
 from model import GPT, GPTConfig
 from ops.choice import choose_ops
 from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings

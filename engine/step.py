@@ -58,7 +58,7 @@ class Step:
 
     number: int
     plan: Plan
-    launched: object = None  # the runner's: what the device computes (runner.Launched)
+    launched: object = None  # what the device computes (device.Launched)
     # once it is settled: the tokens that each request of plan.sampled got
     tokens: dict[Request, list[int]] = field(default_factory=dict)
     dropped: set[Request] = field(default_factory=set)  # for these the step does not count

@@ -46,7 +46,7 @@ def beam_search(
                 engine.scheduler.update(plan, [])
                 continue
             places = list(launched.place_of().values())
-            scores = rows_of(engine.runner.sampled_logprobs(launched, places, candidates))
+            scores = rows_of(engine.device.sampled_logprobs(launched, places, candidates))
             scores = dict(zip(plan.sampled, scores, strict=True))
             beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
@@ -119,6 +119,6 @@ def extend_beams(
             beam = engine.scheduler.fork(beam, f"beam-{engine.scheduler.num_forks}")
             beam.generated_tokens[-1] = token
             engine.requests[beam.id] = beam
-        engine.runner.fill_rows(beam)
+        engine.device.fill_rows(beam)
         extended[beam] = score
     return extended, answers

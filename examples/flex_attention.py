@@ -87,7 +87,7 @@ def answers(model, prompts, **operators):
     """Return the greedy answers of an engine in plain torch with these operators replaced."""
     settings = Settings(attention="torch", num_blocks=64, max_num_seqs=8, token_budget=32)
     engine = Engine(model, settings)
-    engine.runner.ops = engine.runner.ops._replace(**operators)
+    engine.device.ops = engine.device.ops._replace(**operators)
     return engine.generate(prompts, GREEDY)
 
 

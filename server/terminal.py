@@ -141,8 +141,8 @@ def run(args: Namespace, build_engine: Callable):
             message = f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
             raise ValueError(message) from None
     engine = build_engine(args)
-    if "there is no" in engine.runner.reason:  # what would make it faster
-        note(f"{engine.runner.ops.name}, {engine.runner.reason}")
+    if "there is no" in engine.device.reason:  # what would make it faster
+        note(f"{engine.device.ops.name}, {engine.device.reason}")
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may end first, as in `| head`
     if args.chat:
         sys.stdin.reconfigure(errors="replace")

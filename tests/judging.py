@@ -70,7 +70,7 @@ class Judge:
         self.hf_model = hf_model
         self.candidates = candidates
         self.engine = Engine(ours, Settings(check=True, **settings))
-        poison(self.engine.runner, self.engine.scheduler)
+        poison(self.engine.device, self.engine.scheduler)
         self.num_asked = 0
         self.asked = {}  # id: prompt, temperature, outputs
 

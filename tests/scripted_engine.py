@@ -10,13 +10,13 @@ import zlib
 from collections import Counter
 from unittest import mock
 
-from simulated_runner import HostTokens, NoModel
+from simulated_device import HostTokens, NoModel
 from virtual import Socket
 from wires import EOS, fake_score
 
 from engine import engine, process
+from engine.device import Launched, PackedPlan
 from engine.link import Link
-from engine.runner import Launched
 from params import NO_TOKEN, Settings
 
 
@@ -61,14 +61,14 @@ class Runner:
         for request in plan.sampled:
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             tokens[request] = [said[len(request.generated_tokens)]]
-        n = len(plan.decodes)
-        return Launched(plan, tokens, None, None, n, range(n, len(plan.sampled)))
+        places = range(len(plan.decodes), len(plan.sampled))
+        return Launched(PackedPlan(plan, None, places, None), tokens, None, None)
 
     def send(self, launched):
         pass
 
     def wait_for(self, launched):
-        plan = launched.plan
+        plan = launched.packed.plan
         self.fail("collect", plan)
         tokens = launched.tokens
         if self.fault == "logits" and tokens:
@@ -77,7 +77,8 @@ class Runner:
         return tokens
 
     def sampled_logprobs(self, launched, places, most):
-        chosen = [launched.tokens[launched.plan.sampled[i]][0] for i in places]
+        sampled = launched.packed.plan.sampled
+        chosen = [launched.tokens[sampled[i]][0] for i in places]
         scores = [fake_score(token, most, logprob_of(token)) for token in chosen]
         return [HostTokens(column) for column in zip(*scores, strict=True)]
 
@@ -102,7 +103,9 @@ class ScriptedEngine(engine.Engine):
         for name in ("num_blocks", "max_num_seqs", "token_budget", "overlap"):
             settings[name] = world.settings[name]
         self.num_delays = Counter()
-        with mock.patch.object(engine, "Runner", lambda *args: Runner(world)):
+        runner = Runner(world)  # and its device
+        both = {name: lambda *args: runner for name in ("Device", "Runner")}
+        with mock.patch.multiple(engine, **both):
             model = NoModel(257, 4 * settings["num_blocks"], (EOS,))
             super().__init__(model, Settings(**settings))
 

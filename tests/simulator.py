@@ -1,7 +1,7 @@
 """
 The real engine through a million faults: allocator, prefix cache, scheduler, engine and the loop
 that a server runs, with everything replaced that would make two runs differ. The clock is virtual,
-and the runner has no model (simulated_runner.py): it answers with a hash of the text that it finds
+and the runner has no model (simulated_device.py): it answers with a hash of the text that it finds
 through the block table, so the right answer is known beforehand, and one wrong table, slot, copy,
 commit, hit or stale row changes it.
 
@@ -37,14 +37,15 @@ from assets.records import Tallies
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
+from engine.runner import Runner
 from engine.stages import STAGES
 from paged import Plan, Request
 from params import Settings
 from tests.shrink import shrink
-from tests.simulated_runner import (
+from tests.simulated_device import (
     Clock,
     NoModel,
-    SimulatedRunner,
+    SimulatedDevice,
     answer,
     noise_key,
     score,
@@ -115,12 +116,25 @@ class Writer(NamedTuple):
         return self.salt, bytes((self.prompt + self.answer)[: (self.index + 1) * S])
 
 
-class FaultyRunner(SimulatedRunner):
-    """Raises and is late when its `world` says so."""
+class FaultyDevice(SimulatedDevice):
+    """Its logits are no numbers when its `world` says so."""
 
     def __init__(self, *args, world: "World"):
         super().__init__(*args, padded=world.settings["padded"])
         self.world = world
+
+    def breaks(self, request: Request):
+        text = self.world.live[request.id]
+        if text.broken_at is None:
+            text.broken_at = request.num_generated
+
+
+class FaultyRunner(Runner):
+    """Raises and is late when its `world` says so."""
+
+    def __init__(self, device: FaultyDevice, settings: Settings):
+        super().__init__(device, settings)
+        self.world = device.world
 
     def launch(self, plan: Plan):
         self.world.writes(plan)
@@ -138,15 +152,10 @@ class FaultyRunner(SimulatedRunner):
         world = self.world
         world.clock.now += world.armed.pop("late", 0.0)
         if world.armed.pop("collect", None):
-            world.must_fail(flight.plan)
+            world.must_fail(flight.packed.plan)
             raise FloatingPointError("simulated, when it was waited for")
-        world.truth["guessed"] += sum(map(len, flight.plan.guesses.values()))
+        world.truth["guessed"] += sum(map(len, flight.packed.plan.guesses.values()))
         return super().wait_for(flight)
-
-    def breaks(self, request: Request):
-        text = self.world.live[request.id]
-        if text.broken_at is None:
-            text.broken_at = request.num_generated
 
 
 class World:
@@ -193,7 +202,8 @@ class World:
         """Play all events. Returns how often what happened."""
         settings = self.settings
         guess = mock.patch.object(GrowingText, "guess", lambda *args: self.guess(*args))
-        with simulated(self.clock, partial(FaultyRunner, world=self)), guess:
+        runner = mock.patch.object(engine_module, "Runner", FaultyRunner)
+        with simulated(self.clock, partial(FaultyDevice, world=self)), runner, guess:
             while not self.is_over:
                 self.renew()
                 model = NoModel(self.V, settings["context"], tuple(self.eos), self.window)
@@ -401,7 +411,7 @@ class World:
         """The next logits of a request are not numbers."""
         text = self.find(event)
         if text:
-            self.engine.runner.broken_logits.add(self.engine.requests[text.id])
+            self.engine.device.broken_logits.add(self.engine.requests[text.id])
         return ()
 
     def jump(self, event: dict):
@@ -428,7 +438,7 @@ class World:
             prompt_logprobs=None,
         )
         engine._announce(child)
-        engine.runner.fill_rows(child)
+        engine.device.fill_rows(child)
         so_far = parent.tokens[: parent.num_sent]
         key = noise_key(child.params.seed, event["choice"])
         left = parent.params["max_tokens"] - parent.num_sent

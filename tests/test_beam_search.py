@@ -1,14 +1,14 @@
 """
 examples/beam_search.py against a textbook's, which computes every beam's whole text again, over
-random scores (simulated_runner.py).
+random scores (simulated_device.py).
 """
 
 import random
 
 from examples.beam_search import beam_search
 from test_paged import assert_idle, raises
-from tests.simulated_runner import VOCABULARY as V
-from tests.simulated_runner import greedy, score, simulated_engine
+from tests.simulated_device import VOCABULARY as V
+from tests.simulated_device import greedy, score, simulated_engine
 
 
 def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):

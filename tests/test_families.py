@@ -196,9 +196,9 @@ def test_served(family, attention):
 def test_served_by_flex_attention(family):
     """The example's operators: each layer's window and soft cap, and KV heads shared by others."""
     judge = Judge(*pair(family), **ENGINE, attention="torch")
-    runner = judge.engine.runner
-    runner.ops = runner.ops._replace(prepare=flex_attention.prepare, attend=flex_attention.attend)
-    runner.pool.kv.fill_(1e4)  # it computes with what it then masks, so no NaN
+    device = judge.engine.device
+    device.ops = device.ops._replace(prepare=flex_attention.prepare, attend=flex_attention.attend)
+    device.pool.kv.fill_(1e4)  # it computes with what it then masks, so no NaN
     serve_all_ways(judge)
 
 

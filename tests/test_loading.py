@@ -135,10 +135,10 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
     engines = [Engine(given, settings) for given in (plain, model)]
     answers = [engine.generate([[1, 2, 3]], params, progress=False) for engine in engines]
     assert answers[0] == answers[1]
-    expected, ours = (dense_state(engine.runner.model) for engine in engines)
+    expected, ours = (dense_state(engine.device.model) for engine in engines)
     assert same_state(ours, expected)
     assert engines[1].weights.endswith(f"({str(model.wte.weight.dtype)[6:]})")
-    served = engines[1].runner.model
+    served = engines[1].device.model
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and not weight.is_mkldnn and weight.dtype != torch.bfloat16:
             assert served.get_parameter(name).data_ptr() == weight.data_ptr()
@@ -292,7 +292,7 @@ def test_block_tables_are_as_long_as_texts_may_be():
     """
     settings = Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17)
     engine = Engine(random_model(**LLAMA), settings)
-    assert engine.runner.known.block_tables.shape == (3, 5)
+    assert engine.device.known.block_tables.shape == (3, 5)
 
 
 @pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # norms in bf16, as nobody has

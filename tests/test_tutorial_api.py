@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import paged
+from engine.device import Device
 from engine.engine import flat_batch, interleaved_generate
 from engine.runner import Runner
 from ops import inputs
@@ -195,20 +196,22 @@ def test_the_flat_batch_is_the_runners():
     """The one made of lists, to be read, and the one made on the device: decodes and chunks."""
     model = trained_model()
     scheduler = Scheduler(token_budget=12)
-    runner = Runner(model, Settings(max_num_seqs=256, num_blocks=64, block_size=4, token_budget=12))
+    sizes = {"max_num_seqs": 256, "num_blocks": 64, "block_size": 4, "token_budget": 12}
+    settings = Settings(**sizes, attention="torch")
+    device = Device(model, settings)
+    runner = Runner(device, settings)
     for i, length in enumerate((3, 6, 14)):
         scheduler.add_request(Request(i, prompt(i, length), 9))
     kinds = set()
     for step in range(5):
         plan = scheduler.plan(step)
         if plan.admitted:
-            runner.fill_rows(*plan.admitted)
+            device.fill_rows(*plan.admitted)
         kinds.add((bool(plan.decodes), bool(plan.chunks)))
-        ours = flat_batch(plan, model, runner.pool)
-        shape = runner.padded_shape(plan)
-        packed = inputs.pack(plan, shape, runner.padding_row, runner.pool.sink)
-        packed = inputs.upload(packed, runner.device)
-        batch, _ = inputs.lay_out(packed, shape, plan, runner.known, ours.ops)
+        ours = flat_batch(plan, model, device.pool)
+        packed = runner.pack(plan)
+        uploaded = inputs.upload(packed.inputs, "cpu")
+        batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, ours.ops)
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         batch.logits_index = batch.logits_index[sampled]
         M = batch.block_tables.shape[1]
@@ -223,6 +226,6 @@ def test_the_flat_batch_is_the_runners():
                 assert value == other, name
         tokens = list(range(len(plan.sampled)))
         for token, request in zip(tokens, plan.sampled, strict=True):
-            runner.known.last_token[request.row] = token
+            device.known.last_token[request.row] = token
         scheduler.update(plan, tokens)
     assert (True, True) in kinds

@@ -358,7 +358,7 @@ def with_threads(start) -> list[Service]:
     services = []
     for threads in (2, 3, 8):
         service = start(threads=threads, token_budget=40)
-        machine = service.engine.runner.ops.linear.__self__
+        machine = service.engine.device.ops.linear.__self__
         of_pool = ctypes.c_int.from_address(machine.pool)  # its first field
         assert of_pool.value == torch.get_num_threads() == threads
         service.run(*ASKS)
@@ -411,7 +411,7 @@ def without_graphs(start) -> list[Service]:
     services = [start(graphs=False), start(graphs=True)]
     for service in services:
         service.run(*ASKS)
-    assert [len(service.engine.runner.graphs) > 0 for service in services] == [False, True]
+    assert [len(service.engine.device.graphs) > 0 for service in services] == [False, True]
     return services
 
 

@@ -322,7 +322,7 @@ def test_arm_makes_the_same_of_each_step(name, kind, flags, tmp_path, monkeypatc
     settings = {"num_blocks": 20, "max_num_seqs": 2, "token_budget": 40, "prefix_cache": False}
     engine = new_engine(model_of(name), attention="cpu", quantize=kind, **settings)
     calls = tmp_path / "calls"
-    kernels = engine.runner.ops.linear.__self__
+    kernels = engine.device.ops.linear.__self__
     library = kernels.library
     with open(calls, "wb") as file:
         kernels.library = Recorder(library, file)

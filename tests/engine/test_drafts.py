@@ -10,14 +10,14 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from simulated_runner import SimulatedRunner, finish, greedy, simulated_engine, tokens_of
+from simulated_device import SimulatedDevice, finish, greedy, simulated_engine, tokens_of
 from test_bits import needs_compiler
 
 from engine import grammar as grammar_module
+from engine.device import CHEAP_ROWS
 from engine.drafts import LONGEST_PAUSE, Drafts, GrowingText, num_right
 from engine.engine import Engine
 from engine.grammar import Grammars
-from engine.runner import CHEAP_ROWS
 from engine.step import Answer, Step
 from model import GPTConfig
 from ops.inputs import StepShape, pack
@@ -129,7 +129,7 @@ def begin(num_blocks: int, watermark=0.0):
     engine = SimpleNamespace(
         settings=SimpleNamespace(speculate=True),
         scheduler=scheduler,
-        runner=SimpleNamespace(cheap_rows=CHEAP_ROWS),
+        device=SimpleNamespace(cheap_rows=CHEAP_ROWS),
     )
     return scheduler, Drafts(engine), r
 
@@ -245,7 +245,7 @@ def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
 
     def wait_for_broken(launched):
         tokens = wait_for(launched)
-        for request in launched.plan.guesses:
+        for request in launched.packed.plan.guesses:
             tokens[request][-1] = NO_TOKEN
         return tokens
 
@@ -286,7 +286,7 @@ def test_drafts_work_with_other_operators():
 
 def padded(window=0, **settings) -> Engine:
     """Its answers depend on their last `window` tokens, so sooner or later they go in circles."""
-    build = partial(SimulatedRunner, padded=True)
+    build = partial(SimulatedDevice, padded=True)
     sizes = {"context_length": 200, "num_blocks": 128}
     return simulated_engine(build=build, window=window, **sizes | settings)
 

@@ -1,6 +1,6 @@
 """
 Single rules of the engine: settings and sizes, refusals, messages, failures and interrupts. Most
-run without a model (simulated_runner.py). Right answers are proved in test_paged.py and
+run without a model (simulated_device.py). Right answers are proved in test_paged.py and
 test_runner.py; random lives, with the server's loop, are the simulator's.
 """
 
@@ -25,9 +25,9 @@ from paged import POLICIES, Plan
 from params import SamplingParams, Settings
 from test_paged import assert_idle, new_engine, prompt, raises, trained_model
 from test_paged import serve as serve_all
-from tests.simulated_runner import (
+from tests.simulated_device import (
     NoModel,
-    SimulatedRunner,
+    SimulatedDevice,
     finish,
     greedy,
     greedy_answer,
@@ -144,7 +144,7 @@ def test_the_defaults_on_a_gpu(monkeypatch):
     """
     built = []
 
-    class Noted(SimulatedRunner):
+    class Noted(SimulatedDevice):
         def __init__(self, model, settings):
             built.append(settings.num_blocks)
             super().__init__(model, settings)
@@ -157,7 +157,7 @@ def test_the_defaults_on_a_gpu(monkeypatch):
     weight = SimpleNamespace(is_cuda=True, device=SimpleNamespace(type="cuda"), nbytes=0)
     weight.dtype = torch.bfloat16
     model.wte = SimpleNamespace(weight=weight)
-    monkeypatch.setattr(engine_module, "Runner", Noted)
+    monkeypatch.setattr(engine_module, "Device", Noted)
     # a block: 2 (K, V) * 3 layers * 2 KV heads * 5 * 4 tokens * 2 bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (48_000, 480_000))
     engine = Engine(model, Settings(block_size=4))
@@ -185,12 +185,12 @@ def test_out_of_memory_says_what_to_change():
 
 def test_the_statement_says_how_many_texts_fit():
     engine = simulated_engine(num_blocks=2000, max_model_len=60, quantize="int8")
-    runner = engine.runner
-    runner.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=5 * 2**20))
-    runner.ops = SimpleNamespace(name="torch")
-    runner.reason = "because"
-    runner.graphs = {1: 2}
-    runner.graph_statement = "7 graphs"
+    device = engine.device
+    device.pool = SimpleNamespace(kv=SimpleNamespace(nbytes=5 * 2**20))
+    device.ops = SimpleNamespace(name="torch")
+    device.reason = "because"
+    device.graphs = {1: 2}
+    device.graph_statement = "7 graphs"
     pool = "KV pool of 5 MiB: 2,000 blocks of 4, 8,000 tokens, 133 texts of 60"
     pool += " (the model's context has 64)"
     weights = "0 MiB of weights (float32, quantize int8)"

@@ -20,7 +20,7 @@ from assets.records import RecordError, Tallies, open_record, replay
 from engine import events, process
 from engine.events import record_to
 from server import live
-from tests.simulated_runner import finish, greedy, simulated_engine
+from tests.simulated_device import finish, greedy, simulated_engine
 from tests.simulator import RecordedWorld
 from tests.swarm import a_life
 

@@ -39,9 +39,9 @@ from paged import Plan
 from params import SamplingParams
 from test_paged import assert_idle, new_engine
 from tests.engine.test_runner import capture
-from tests.simulated_runner import (
+from tests.simulated_device import (
     VOCABULARY,
-    SimulatedRunner,
+    SimulatedDevice,
     noise_key,
     seen,
     simulated_engine,
@@ -720,7 +720,7 @@ def test_simulated_lives(seed, monkeypatch):
     choose = random.Random(seed)
     overlap = seed % 2 == 0
     window = choose.choice([0, 0, 6])
-    build = partial(SimulatedRunner, padded=choose.random() < 0.5)
+    build = partial(SimulatedDevice, padded=choose.random() < 0.5)
     S = choose.choice([1, 4])
     sizes = {"block_size": S, "num_blocks": 48 // S, "max_num_seqs": 4}
     sizes |= {"overlap": overlap, "speculate": choose.random() < 0.7}

@@ -16,7 +16,7 @@ import pytest
 from engine.grammar import COMPILE_POLL
 from engine.link import Link, to_line
 from engine.process import serve_step
-from tests.simulated_runner import finish, greedy, simulated_engine, tokens_of
+from tests.simulated_device import finish, greedy, simulated_engine, tokens_of
 
 STATS = {"running": 0}
 

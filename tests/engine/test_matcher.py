@@ -22,7 +22,7 @@ import httpx
 import pytest
 from callers import save_caller
 from processes import Process, python, wait_until
-from simulated_runner import simulated_engine
+from simulated_device import simulated_engine
 from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 

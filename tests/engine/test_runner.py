@@ -22,9 +22,9 @@ import pytest
 import torch
 
 import kernels
-from engine import runner as runner_module
+from engine import device as device_module
+from engine.device import Device, PackedPlan, padded_shapes
 from engine.engine import Engine
-from engine.runner import Runner, padded_shapes
 from model import GPT, GPTConfig
 from ops import gather, prefix
 from ops.inputs import StepShape, upload
@@ -51,10 +51,10 @@ class Replay:
     In the place of a CUDA graph: the same step again, from the same inputs into the same outputs.
     """
 
-    def __init__(self, runner: Runner, shape: StepShape):
-        self.runner = runner
-        packed = upload(runner.padding(shape), runner.device, to=runner.static_inputs)
-        self.step = partial(runner.compute, packed, shape)
+    def __init__(self, device: Device, shape: StepShape):
+        self.device = device
+        packed = upload(device.padding(shape), device.device, to=device.static_inputs)
+        self.step = partial(device.compute, packed, shape)
         # the hidden states, which the kernels may give out as a `LazyNorm`, are for scored prompts
         self.outputs = [x.clone() if torch.is_tensor(x) else x for x in self.step()]
 
@@ -62,40 +62,38 @@ class Replay:
         for output, new in zip(self.outputs, self.step(), strict=True):
             if torch.is_tensor(output):
                 output.copy_(new)
-        self.runner.sent = iter([self.outputs[0].clone()])
+        self.device.sent = iter([self.outputs[0].clone()])
 
 
 def pad(engine: Engine):
     """Let the engine pad its steps as on a GPU."""
-    runner, scheduler = engine.runner, engine.scheduler
-    runner.ops = runner.ops._replace(fixed_shapes=True)
-    runner.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
-    if runner.finder:
-        runner.shapes_with_groups = runner.finder.shapes(scheduler.max_num_seqs)
-    runner.program = None
-    runner.run = runner.run_batch
+    device, scheduler = engine.device, engine.scheduler
+    device.ops = device.ops._replace(fixed_shapes=True)
+    device.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
+    if device.finder:
+        device.shapes_with_groups = device.finder.shapes(scheduler.max_num_seqs)
+    device.program = None
+    device.run = device.run_batch
 
 
 @torch.inference_mode()
 def capture(engine: Engine):
     """And replay them."""
     pad(engine)
-    runner = engine.runner
-    if runner.ops.name != "triton":
-        runner.ops = runner.ops._replace(prepare=prepare_from_device)
-    runner.static_inputs = torch.full((10_000,), runner.padding_row, device=runner.device)
-    for shape in runner.shapes + runner.shapes_with_groups:
-        graph = Replay(runner, shape)
-        runner.graphs[shape] = graph, *graph.outputs
-    runner.run = runner.replay
-    launch = runner.launch
+    device = engine.device
+    if device.ops.name != "triton":
+        device.ops = device.ops._replace(prepare=prepare_from_device)
+    device.static_inputs = torch.full((10_000,), device.padding_row, device=device.device)
+    for shape in device.shapes + device.shapes_with_groups:
+        graph = Replay(device, shape)
+        device.graphs[shape] = graph, *graph.outputs
 
-    def launch_and_copy(plan: Plan):
-        flight = launch(plan)
+    def replay_and_copy(packed: PackedPlan):
+        flight = device.replay(packed)
         flight.tokens = flight.tokens.clone()  # a GPU copies them before the next replay
         return flight
 
-    runner.launch = launch_and_copy
+    device.run = replay_and_copy
 
 
 # --------------------------------------------------------------------------------------------------
@@ -315,13 +313,13 @@ def test_choices_that_share_their_prompt_are_the_dense_models(ready, monkeypatch
     engine = new_engine(model, attention="triton", **sizes)
     if ready:
         ready(engine)
-    find_groups, steps = engine.runner.finder.find, []
+    find_groups, steps = engine.device.finder.find, []
 
     def noted(requests):
         steps.append(find_groups(requests))
         return steps[-1]
 
-    monkeypatch.setattr(engine.runner.finder, "find", noted)
+    monkeypatch.setattr(engine.device.finder, "find", noted)
     scenario = Scenario(engine, seed=3)
     params = SamplingParams(max_tokens=4, seed=5, logprobs=2, temperature=2.0)
     scenario.add("other", prompt(1, 2), replace(params, max_tokens=9))
@@ -346,7 +344,7 @@ def test_a_gpus_answers_to_random_requests_are_the_dense_models(num_blocks, grap
     scenario.run(2000)
     scenario.assert_decided()
     assert engine.overlap
-    assert bool(engine.runner.graphs) == graphs
+    assert bool(engine.device.graphs) == graphs
 
 
 @needs_interpreter
@@ -365,7 +363,7 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
         uploads.append(engine.num_steps)
         return upload(*args, **kwargs)
 
-    monkeypatch.setattr(runner_module, "upload", noted)
+    monkeypatch.setattr(device_module, "upload", noted)
     for id, max_tokens in (("a", 9), ("b", 20)):
         engine.add_request(id, prompt(0, 4), replace(GREEDY, max_tokens=max_tokens))
     while engine.has_work:
@@ -377,14 +375,14 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
 def test_after_ctrl_c_tokens_are_read_from_the_row_that_comes_next():
     """Ctrl-C between a graph and the host's turn would give every later request another's token."""
     engine = new_engine(trained_model())
-    runner = engine.runner
-    runner.ring = torch.arange(4).view(4, 1)
-    runner.turn = torch.tensor([6])
-    runner.launch = Mock(side_effect=KeyboardInterrupt)
+    device = engine.device
+    device.ring = torch.arange(4).view(4, 1)
+    device.turn = torch.tensor([6])
+    engine.runner.launch = Mock(side_effect=KeyboardInterrupt)
     engine.add_request("a", prompt(0, 4), GREEDY)
     with pytest.raises(KeyboardInterrupt):
         engine.step()
-    assert [next(runner.sent).item() for _ in range(3)] == [2, 3, 0]
+    assert [next(device.sent).item() for _ in range(3)] == [2, 3, 0]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -447,7 +445,7 @@ def test_a_step_takes_the_smallest_size_that_holds_it():
     plan = Plan(decodes=[request] * 3, chunks=[(request, 5)])
     assert runner.padded_shape(plan) == StepShape(3, 1, 5)
     # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
-    runner.shapes = padded_shapes(40, 1000)
+    runner.device.shapes = padded_shapes(40, 1000)
     for line in PADDED.strip().splitlines():
         step, shape = line.split("->")
         n, *chunks = map(int, step.split())

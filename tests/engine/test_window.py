@@ -7,7 +7,7 @@ import pytest
 
 from engine.stages import STAGES
 from test_paged import assert_idle
-from tests.simulated_runner import finish, greedy, simulated_engine
+from tests.simulated_device import finish, greedy, simulated_engine
 
 # window | the block tables once 12, 16, 20 and 24 tokens are computed, of a prompt of 9, in blocks
 # of 4

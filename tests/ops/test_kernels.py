@@ -35,7 +35,8 @@ from torch.utils._pytree import tree_leaves
 import kernels
 import model as model_module
 import paged
-from engine import runner, sizing
+from engine import device as engine_device
+from engine import sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
 from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
@@ -864,7 +865,7 @@ def test_keys_and_values_of_a_cpu_are_fp32():
     """One query at a time in bf16 is slow there; on a GPU they are as the model's weights."""
     for device, expected in ("cpu", torch.float32), ("meta", torch.bfloat16):
         wte = nn.Embedding(1, 1, device=device, dtype=torch.bfloat16)
-        assert runner.kv_dtype(SimpleNamespace(wte=wte)) == expected
+        assert engine_device.kv_dtype(SimpleNamespace(wte=wte)) == expected
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: cuBLAS, and when it is chosen")

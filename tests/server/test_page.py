@@ -1,6 +1,6 @@
 """
 The live page in a real browser (browser.py), all but its talking half (test_page_talk.py). Records
-come from the real engine without a model (simulated_runner.py), live streams from a real server
+come from the real engine without a model (simulated_device.py), live streams from a real server
 with a random model, or line by line from the test.
 """
 
@@ -35,11 +35,12 @@ from browser import (  # noqa: F401
 from processes import Process
 
 from assets.draw import draw_page
+from engine.device import Launched
 from params import SamplingParams
 from server.live import page as page_html
 from server.live import page_headers
 from test_paged import new_engine, trained_model
-from tests.simulated_runner import HostTokens, SimulatedRunner, simulated_engine
+from tests.simulated_device import HostTokens, SimulatedDevice, simulated_engine
 
 FOLDER = ROOT / "server/page"
 KEY = "a key of 16 letters"
@@ -1373,17 +1374,18 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page, checkpoint):
 # Large pools, and pictures
 
 
-class QuickRunner(SimulatedRunner):
+class QuickDevice(SimulatedDevice):
     """Samples the same token always, at once: for records of large pools."""
 
-    def compute(self, packed, shape, plan):
-        return HostTokens([0] * (shape.n + shape.C)), None, None
+    def run_batch(self, packed):
+        shape = packed.shape
+        return Launched(packed, HostTokens([0] * (shape.n + shape.C)), None, None)
 
 
 def large_record() -> list[tuple]:
     """256 requests at a time in 32,768 blocks of 16, most of which they fill."""
     engine = simulated_engine(
-        build=QuickRunner,
+        build=QuickDevice,
         context_length=4096,
         num_blocks=32768,
         block_size=16,

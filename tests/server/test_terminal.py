@@ -321,7 +321,7 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(checkpoint, monke
     monkeypatch.setattr(terminal, "stream_answer", lambda *_: terminal.show("a\u20acb"))
     flags = ["--model", str(checkpoint), "--prompt", "x", "--raw"]
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    terminal.run(serve.parse_args(flags), lambda args: Mock(**{"runner.reason": ""}))
+    terminal.run(serve.parse_args(flags), lambda args: Mock(**{"device.reason": ""}))
     assert data.getvalue() == b"a?b"
 
 

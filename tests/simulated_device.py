@@ -1,13 +1,12 @@
 """
-A `Runner` without a model, the only one of its kind: a step takes microseconds, and the right
+A `Device` without a model, the only one of its kind: a step takes microseconds, and the right
 answer is known beforehand.
 
 The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the
 next token of a text is a hash of that text *as it is read back through the block table*, or of its
 window, where every layer slides: nothing before that is read. So a wrong table, slot, copy, commit,
 hit or stale row changes an answer, as it would change what a real model says. The host's work (the
-layout of a step's inputs, padding, which tokens are sampled) is the real runner's; the device's is
-done here, to the same arrays, in plain Python.
+layout of a step's inputs, padding, which tokens are sampled) is the real runner's.
 
     engine = simulated_engine(num_blocks=8)          # for tests of single rules
     answer(prompt, max_tokens, stops, key, V)        # and the right answer
@@ -24,10 +23,10 @@ from zlib import crc32
 import torch
 
 from engine import engine as engine_module
+from engine.device import CHEAP_ROWS, Launched, PackedPlan, sampling_row
 from engine.engine import Engine
-from engine.runner import CHEAP_ROWS, Launched, Runner, sampling_row
 from model import GPTConfig
-from ops.inputs import StepInputs, StepShape, flat_inputs, num_decode_rows, sizes
+from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
 from ops.prefix import GroupFinder, Groups, num_groups
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
@@ -83,13 +82,11 @@ def answer(
 
 
 # --------------------------------------------------------------------------------------------------
-# The runner
+# The device
 
 
 class HostTokens(list):
-    """A list, where the engine's side of `wait_for` expects a tensor on the host."""
-
-    is_cuda = False
+    """A list, where the engine expects a tensor on the host."""
 
     def to(self, device, non_blocking=False):
         return self
@@ -106,33 +103,21 @@ class Pool:
         self.blocks = [bytearray([POISON] * block_size) for _ in range(num_blocks + 1)]
         self.poison = bytes([POISON] * block_size)
 
-    def copy_blocks(self, to: torch.Tensor, source: torch.Tensor):
-        """All are read before any is written."""
-        contents = [bytes(self.blocks[block]) for block in source]
-        for block, content in zip(to.tolist(), contents, strict=True):
-            self.blocks[block][:] = content
 
-
-class SimulatedRunner(Runner):
+class SimulatedDevice:
     """
     Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU.
     """
 
-    # without torch's context, which costs as much as a step here
-    launch = Runner.launch.__wrapped__
-
     def __init__(self, model, settings, padded=False):
         N = settings.max_num_seqs
-        self.device = "cpu"
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
         self.window = model.config.windows[0]
         self.pool = Pool(settings.num_blocks, settings.block_size)
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
-        self.S_if_given = settings.block_size if settings.speculate else 0
         self.program = settings.speculate and not padded
         self.run = self.run_program if self.program else self.run_batch
-        self.ring = None
         self.cheap_rows = CHEAP_ROWS
         self.padding_row = N  # all that follows is indexed by row
         self.context_len = [0] * (N + 1)
@@ -156,6 +141,13 @@ class SimulatedRunner(Runner):
             for block in request.block_table[-(-request.num_filled_slots // S) :]:
                 blocks[block][:] = self.pool.poison
 
+    def copy_blocks(self, copies: dict[int, int]):
+        """All are read before any is written."""
+        blocks = self.pool.blocks
+        contents = [bytes(blocks[source]) for source in copies.values()]
+        for block, content in zip(copies, contents, strict=True):
+            blocks[block][:] = content
+
     def fill_rows(self, *requests: Request):
         for r in requests:
             row, _, seed, choice, *_ = sampling_row(r)
@@ -169,27 +161,30 @@ class SimulatedRunner(Runner):
         for r in requests:
             self.block_tables[r.row][: len(r.block_table)] = r.block_table
 
-    def compute(self, packed, shape: StepShape, plan: Plan):
-        """
-        All is written before anything is read. Returns the sampled tokens, the texts before them in
-        place of logits, and in place of hidden states where each token of the step stands.
-        """
-        self.poison_new_blocks(plan)
-        step = split_list(packed.tolist(), shape)
+    # All is written before anything is read. In place of logits are the texts before the sampled
+    # tokens, in place of hidden states where each token of the step stands.
+
+    def run_batch(self, packed: PackedPlan) -> Launched:
+        self.poison_new_blocks(packed.plan)
+        step = split_list(packed.inputs.tolist(), packed.shape)
         ends = self.write_decodes(step)
         hidden = [*ends, *zip(step.token_rows, [i + 1 for i in step.positions], strict=True)]
         self.write_chunks(step)
         ends = ends + [(row, self.context_len[row]) for row in step.sampling_rows]
-        return *self.choose(plan, ends, self.read_prefixes(step), shape.n), hidden
+        return Launched(packed, *self.choose(packed, ends, self.read_prefixes(step)), hidden)
 
-    def run_program(self, plan: Plan) -> Launched:
-        self.poison_new_blocks(plan)
-        ends, hidden = self.write_all(plan)
-        n = num_decode_rows(plan)
-        places = list(range(n, n + len(plan.completed)))
-        return Launched(plan, *self.choose(plan, ends, {}, n), hidden, n, places)
+    def run_program(self, packed: PackedPlan) -> Launched:
+        self.poison_new_blocks(packed.plan)
+        ends, hidden = self.write_all(packed.plan)
+        return Launched(packed, *self.choose(packed, ends, {}), hidden)
 
-    def choose(self, plan: Plan, ends: list[tuple], prefixes: dict[int, bytes], n: int):
+    def send(self, launched: Launched):
+        launched.on_host = launched.tokens
+
+    def follow_turn(self):
+        pass
+
+    def choose(self, packed: PackedPlan, ends: list[tuple], prefixes: dict[int, bytes]):
         """Sample after each text. Returns the tokens, and the texts."""
         texts = []
         tokens = HostTokens()
@@ -202,7 +197,7 @@ class SimulatedRunner(Runner):
             texts.append(text)
             tokens.append(token)
         if self.broken_logits:
-            self.break_logits(plan, n, tokens)
+            self.break_logits(packed, tokens)
         return tokens, texts
 
     def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
@@ -278,14 +273,11 @@ class SimulatedRunner(Runner):
                 prefixes[step.rows[i]] = self.read(step.rows[first], step.shared[first])
         return prefixes
 
-    def break_logits(self, plan: Plan, n: int, tokens: list[int]):
-        """After n decodes, padding included, come the chunks."""
-        at = dict(enumerate(plan.decodes)) | {n + i: r for i, (r, _) in enumerate(plan.chunks)}
-        if self.program or plan.guesses:
-            rows = [r for r in plan.decodes for _ in range(plan.num_sampled(r))]
-            at = dict(enumerate(rows + plan.completed))
-        for i, request in at.items():
-            if request in self.broken_logits and request in plan.sampled:
+    def break_logits(self, packed: PackedPlan, tokens: list[int]):
+        plan = packed.plan
+        rows = [r for r in plan.decodes for _ in range(plan.num_sampled(r))]
+        for i, request in [*enumerate(rows), *zip(packed.places, plan.completed, strict=True)]:
+            if request in self.broken_logits:
                 tokens[i] = NO_TOKEN
                 self.last_token[request.row] = 0
                 self.broken_logits.discard(request)
@@ -361,9 +353,9 @@ class Clock:
 
 
 @contextmanager
-def simulated(clock: Clock, build=SimulatedRunner):
-    """Inside, `Engine` takes its time from `clock`, and its runner from `build`."""
-    with mock.patch.multiple(engine_module, time=clock, Runner=build):
+def simulated(clock: Clock, build=SimulatedDevice):
+    """Inside, `Engine` takes its time from `clock`, and its device from `build`."""
+    with mock.patch.multiple(engine_module, time=clock, Device=build):
         yield
 
 
@@ -374,11 +366,11 @@ VOCABULARY = 12
 
 
 def simulated_engine(
-    eos: tuple = (), context_length: int = 64, build=SimulatedRunner, window=0, **settings
+    eos: tuple = (), context_length: int = 64, build=SimulatedDevice, window=0, **settings
 ) -> Engine:
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 16}
     model = NoModel(VOCABULARY, context_length, eos, window)
-    with mock.patch.object(engine_module, "Runner", build):
+    with mock.patch.object(engine_module, "Device", build):
         return Engine(model, Settings(**(sizes | {"check": True} | settings)))
 
 
