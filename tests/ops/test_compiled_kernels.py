@@ -83,7 +83,7 @@ def compile_kernels(capability: int):
     def compile_only(self, *args, grid, warmup, **options):
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         row = {"kernel": self.fn.__name__, "shared": kernel.metadata.shared}
-        compiled[id(kernel)] = row | options, kernel
+        compiled[id(kernel)] = options | row, kernel
 
     JITFunction.run = compile_only
 
