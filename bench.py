@@ -96,6 +96,7 @@ FLAGS = {  # the help of each argument of a command
     "quantize": "int8: the engine's weights as integers",
     "deterministic": "the engine as with serve.py --deterministic",
     "llama": "a Python that has llama_cpp, to measure llama.cpp beside; not given: without",
+    "vllm": "a Python that has vllm, to measure it beside; not given: without",
     "limit": "held-out tokens to score",
     "data": "the model's training data: a name in data/, or a folder",
     "streams": "numbers of requests at once",
@@ -208,36 +209,56 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
     format, size = FORMATS[quantize]
     systems = {
-        "engine": lambda prompts, n: engine.generate(prompts, fixed_length(n), progress=False),
-        "Hugging Face": hugging_face(gpt),
+        "engine": partial(timed, engine, temperature=0),
+        "Hugging Face": clocked(hugging_face(gpt)),
     }
     if llama:
-        systems["llama.cpp"] = llama_cpp(gpt, llama, format)
+        systems["llama.cpp"] = clocked(llama_cpp(gpt, llama, format))
     num_bytes = size * gpt.num_weights
     result = {"floor, ms": ms(num_bytes / read_bandwidth("cpu"))}
     for n, tokens_in, tokens_out in CASES:
         if tokens_in + tokens_out < gpt.config.context_length:
             work = partial(even_workload, n, tokens_in, tokens_out, gpt.config.vocab_size)
-            result[f"{n} x {tokens_in} in, {tokens_out} out"] = by_turns(systems, work, tokens_out)
+            result[f"{n} x {tokens_in} in, {tokens_out} out"] = by_turns(systems, work)
     return result
 
 
-def by_turns(systems: dict[str, Callable], work_of: Callable, steps: int) -> dict:
-    """Milliseconds a step of each system, and how many of its answers are the engine's."""
-    seconds = defaultdict(list)
+def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
+    """
+    Of each system milliseconds a step, which is a token of each request, and output tokens per
+    second, the prompts' time included: medians of five turns after one of warm-up, each with other
+    prompts. And how many of all answers are the engine's.
+    """
+    rates = defaultdict(list)
     answers = defaultdict(list)
     for seed in range(6):
-        prompts = [prompt for prompt, _ in work_of(seed)]
+        work = work_of(seed)
         for name, generate in systems.items():
-            started = perf_counter()
-            answers[name] += generate(prompts, steps)
-            seconds[name].append(perf_counter() - started)
+            seconds, texts = generate(work)
+            answers[name] += texts
+            rates[name].append(sum(map(len, texts)) / seconds)
     result = {}
-    for name, times in seconds.items():
-        step = median(times[1:]) / steps  # the first is warm-up
+    for name, (_, *values) in rates.items():
+        rate = median(values)
         equal = sum(map(eq, answers[name], answers["engine"]))
-        result[name] = {"ms": ms(step, 2), "equal answers": f"{equal} of {len(answers[name])}"}
+        result[name] = {
+            "ms": ms(len(work) / rate),
+            "tok/s": round(rate),
+            "equal answers": f"{equal} of {len(answers[name])}",
+        }
     return result
+
+
+def clocked(generate: Callable) -> Callable:
+    """Give generate(prompts, n) the form of `timed`, for answers of one length."""
+
+    def run(work: Work):
+        prompts, lengths = zip(*work, strict=True)
+        started = perf_counter()
+        answers = generate(prompts, lengths[0])
+        return perf_counter() - started, answers
+
+    return run
 
 
 def hugging_face(gpt: GPT) -> Callable:
@@ -258,25 +279,32 @@ def hugging_face(gpt: GPT) -> Callable:
 
 
 def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
-    """
-    llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py. Raises ValueError with its
-    last words where it ends.
-    """
-    log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as it is asked
+    """llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py."""
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
         write_gguf(gpt, path, format)
-        command = [python, "assets/llama.py", path, str(torch.get_num_threads())]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+        _, ask = start(python, "assets/llama.py", path, str(torch.get_num_threads()))
+        return ask
+
+
+def start(*command: str) -> tuple[str, Callable]:
+    """
+    A process that answers a line of JSON with a line: its first line, when it is ready, and a
+    function that asks it. They raise ValueError with its last words where it ends.
+    """
+    log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as it is asked
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
+    try:
         process = subprocess.Popen(command, text=True, **pipes)
-        read_line(process, log)  # it has opened the file
+    except OSError as error:
+        raise ValueError(f"{error}: the path of a Python is wanted") from error
 
     def ask(*request):
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=process.stdin, flush=True)
         return json.loads(read_line(process, log))
 
-    return ask
+    return read_line(process, log), ask
 
 
 def read_line(process: subprocess.Popen, log) -> str:
@@ -523,15 +551,18 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 # The engine: speed, equality, and where a step's time goes
 
 
-def bench_engine(model="gpt2-124M", deterministic=False) -> dict:
+def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
     """
     Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each of
     three seeds. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on
     a CPU. Lengths are divided for a model of shorter context. Tokens in and out are asserted.
+    With --vllm both by turns instead, on the same requests: greedy, without prefix cache.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
     settings = Settings(deterministic=deterministic)
+    if vllm:
+        return beside_vllm(gpt, replace(settings, prefix_cache=False), vllm)
     engine = Engine(gpt, settings)
     result = {"engine": engine.statement()}
     timed(engine, even_workload(4, 100, 8, V))  # warm-up
@@ -543,6 +574,23 @@ def bench_engine(model="gpt2-124M", deterministic=False) -> dict:
         result[f"seed {seed}, output tok/s"] = round(tokens_out / seconds)
     for n in (1, 32):
         result[f"{n} at once"] = latency(engine, n)
+    return result
+
+
+def beside_vllm(gpt: GPT, settings: Settings, python: str) -> dict:
+    """The engine by turns with vLLM, see assets/vllm_offline.py."""
+    with tempfile.TemporaryDirectory() as folder:
+        save_checkpoint(gpt, folder)
+        versions, ask = start(python, "assets/vllm_offline.py", folder)
+    engine = Engine(gpt, settings)  # with the memory that vLLM leaves
+    collect_garbage_rarely()
+    systems = {"engine": partial(timed, engine, temperature=0), "vLLM": lambda work: ask(*work)}
+    V = gpt.config.vocab_size
+    N = min(512, gpt.config.context_length // 2)
+    offline = partial(offline_workload, 256, scale_for(gpt.config), V)
+    result = {"vLLM": versions.strip(), "offline": by_turns(systems, offline)}
+    for n in (1, 32):
+        result[f"{n} at once"] = by_turns(systems, partial(even_workload, n, N, N, V))
     return result
 
 

@@ -444,7 +444,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     # 3 stages are too many for a tile or two, and two programs more run at once with 2.
     launched = B * Hk * programs
     few = at_once if padded(D) <= 64 else at_once // 2
-    num_stages = stages_that_fit(kv)
+    num_stages = max(2, stages_that_fit(kv))  # its tile of queries is small
     if programs > 8 or few < launched <= few + 2 * processors:
         num_stages = 2
     splits = triton.cdiv(batch.block_tables.shape[1] * S, TILE) if programs > 1 else 0
@@ -579,7 +579,7 @@ TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 MAX_PROGRAMS = 32  # for one decode and KV head
 MERGED_AT_ONCE = 1024  # numbers of stored states that a program has under way
-STAGES_ROOM = 3.5  # tiles of K and V in shared memory with 3 pipeline stages, as compiled
+STAGES_ROOM = (1.76, 3.5)  # tiles of K and V in shared memory with 2 and 3 stages, as compiled
 
 
 def programs_at_once(D: int) -> int:
@@ -604,7 +604,7 @@ def shared_memory(device: torch.device) -> int:
 def stages_that_fit(kv: Tensor) -> int:
     """Pipeline stages of the attention kernels: 3 are fastest, where shared memory has room."""
     tile = 2 * TILE * padded(kv.shape[-1]) * kv.element_size()
-    return 3 if STAGES_ROOM * tile <= shared_memory(kv.device) else 2
+    return 1 + sum(tiles * tile <= shared_memory(kv.device) for tiles in STAGES_ROOM)
 
 
 @jit

@@ -198,6 +198,47 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
     assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
 
+VLLM = """
+# in place of the package: the same answers from our model of the directory
+import torch, params
+from checkpoint import load_checkpoint
+from engine.engine import Engine
+torch.set_num_threads(1)
+print("INFO: vLLM writes its log to stdout")
+__version__ = "0.26.0"
+def SamplingParams(detokenize, **fields):
+    return params.SamplingParams(**fields)
+class LLM:
+    def __init__(self, directory, **options):
+        self.engine = Engine(load_checkpoint(directory))
+    def generate(self, prompts, params, use_tqdm):
+        tokens = [prompt["prompt_token_ids"] for prompt in prompts]
+        answers = self.engine.generate(tokens, params, progress=use_tqdm)
+        return [Output(answer) for answer in answers]
+class Output:
+    def __init__(self, tokens):
+        self.token_ids = tuple(tokens)
+        self.outputs = [self]
+"""
+
+
+def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
+    """Would catch: its log taken for an answer, other weights, lengths in another order."""
+    (toy / "vllm.py").write_text(VLLM)
+    monkeypatch.setenv("PYTHONPATH", f"{toy}:{ROOT}")
+    run(monkeypatch, f"engine --model {toy} --vllm {sys.executable}")
+    result = json.loads(capsys.readouterr().out)
+    assert result["vLLM"] == f"0.26.0, torch {torch.__version__}"
+    for case, n in ("offline", 4), ("1 at once", 1), ("32 at once", 32):
+        assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
+        assert result[case]["vLLM"]["tok/s"] > 0
+
+
+def test_a_python_that_is_not_there(toy, monkeypatch):
+    with pytest.raises(SystemExit, match="'/no/python': the path of a Python is wanted"):
+        run(monkeypatch, f"engine --model {toy} --vllm /no/python")
+
+
 DEATHS = {"echo no AMX >&2; kill -ILL $$": -4, "echo ready; read line; echo no AMX >&2; exit 3": 3}
 
 

@@ -40,7 +40,7 @@ ORDER = """
     server.client server.live server.connection server.metrics server.gate
     server.answers server.app server.terminal flags serve
     training.fast training.report training.machine train
-    assets.records assets.workloads assets.commands assets.load assets.llama
+    assets.records assets.workloads assets.commands assets.load assets.llama assets.vllm_offline
     assets.draw bench walkthrough examples.beam_search examples.flex_attention
     examples.from_nanogpt examples.post examples.ray_serve examples.replicas
 """

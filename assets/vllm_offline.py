@@ -1,0 +1,49 @@
+"""
+vLLM in a process of its own, for `bench.py engine`: run by a Python that has vllm.
+
+    python assets/vllm_offline.py MODEL_DIRECTORY
+
+Prints a line, its version, once it is ready. Then it answers a line of stdin, requests as [prompt,
+how many tokens to answer], with a line: the seconds they took, and the answers, greedy. Both are
+JSON. What vLLM itself prints goes to stderr.
+"""
+
+import json
+import os
+import sys
+from time import perf_counter
+
+MEMORY = 0.4  # of the GPU's, beside the engine that it is compared with
+
+
+def main(directory: str):
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM's log, and that of its processes
+
+    import torch
+    import vllm
+
+    model = vllm.LLM(
+        directory,
+        skip_tokenizer_init=True,
+        enable_prefix_caching=False,
+        max_num_seqs=256,
+        gpu_memory_utilization=MEMORY,
+    )
+    print(f"{vllm.__version__}, torch {torch.__version__}", file=lines)
+    greedy = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+    for line in sys.stdin:
+        prompts = []
+        params = []
+        for prompt, n in json.loads(line):
+            prompts.append({"prompt_token_ids": prompt})
+            params.append(vllm.SamplingParams(max_tokens=n, **greedy))
+        started = perf_counter()
+        outputs = model.generate(prompts, params, use_tqdm=False)
+        seconds = perf_counter() - started
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        print(json.dumps([seconds, answers]), file=lines)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
