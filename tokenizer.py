@@ -121,7 +121,7 @@ class Tokenizer:
         """
         return len(text) // self.longest if self.longest else 0
 
-    def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
         try:  # a batch of one: `encode` takes twice as long, to say where each token was
             encode = self.backend.encode_batch_fast
