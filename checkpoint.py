@@ -193,8 +193,8 @@ def load_checkpoint(
     config = load_config(directory)
     config_json = read_json(directory / "config.json")
     family = family_named(without_nesting(config_json))
-    saved = SavedWeights(directory)
-    config.tied = config.tied and not saved.has_own_head(family)
+    weights = open_weights(directory)
+    config.tied = config.tied and not has_own_head(weights, family)
     model = empty_model(config, dtype)
     model.config_json = config_json
     ours = dict(model.named_parameters())  # of a tied model without the head's
@@ -202,7 +202,7 @@ def load_checkpoint(
     for name, weight in ours.items():
         for hub_name, part in hub_parts(config, name, weight, family).items():
             shapes[hub_name] = tuple(part.shape)
-    saved.check(shapes)
+    check_weights(weights, shapes, directory)
     if convert:
         model = convert(model)
     # One buffer for all matrices that layers pack: one for each would leave gaps, which the
@@ -220,7 +220,7 @@ def load_checkpoint(
         else:
             weight = torch.empty(like.shape, dtype=like.dtype, device=device)
         for hub_name, part in hub_parts(config, name, weight, family).items():
-            part.copy_(saved.read(hub_name))
+            part.copy_(weights[hub_name][...])
         if isinstance(module, RMSNorm):
             weight.add_(family.norm_offset)
         give(module, kind, weight)
@@ -273,74 +273,68 @@ def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
     return model
 
 
-class SavedWeights:
+def open_weights(directory: Path) -> dict:
     """
-    The tensors in a directory's safetensors files, under the family's names without the prefix.
-    Raises CheckpointError where a file is missing or damaged.
+    The tensors in a directory's safetensors files, under the family's names without the prefix:
+    each is mapped, so in memory only where it is looked at, by [...]. Raises CheckpointError where
+    a file is missing or damaged.
+    """
+    weights = {}
+    for path in weight_files(directory):
+        if not path.is_file():  # nor a pipe, whose writer would be waited for
+            raise CheckpointError(missing_file(path))
+        try:
+            opened = safe_open(path, "pt")
+            names = opened.keys()
+        except Exception as error:  # safetensors raises its own types
+            raise CheckpointError(
+                f"{path} cannot be read ({error}): restore or download the file"
+            ) from error
+        for name in names:
+            short = PREFIX.sub("", name, 1)
+            if short in weights:
+                raise CheckpointError(f"{path}: {name} is there twice: restore the files")
+            weights[short] = opened.get_slice(name)
+    return weights
+
+
+def check_weights(weights: dict, shapes: dict[str, tuple[int, ...]], directory: Path):
+    """
+    Raises CheckpointError where a tensor is missing, has another shape than it has in `shapes`,
+    or numbers that are not read here; and for weights that the model does not have, unless it
+    computes the same without them.
     """
 
-    def __init__(self, directory: Path):
-        self.directory = directory
-        self.files = {}  # name -> (open file, its name with the prefix)
-        for path in weight_files(directory):
-            if not path.is_file():  # nor a pipe, whose writer would be waited for
-                raise CheckpointError(missing_file(path))
-            try:
-                opened = safe_open(path, "pt")
-                names = opened.keys()
-            except Exception as error:  # safetensors raises its own types
-                raise CheckpointError(
-                    f"{path} cannot be read ({error}): restore or download the file"
-                ) from error
-            for name in names:
-                short = PREFIX.sub("", name, 1)
-                if short in self.files:
-                    raise CheckpointError(f"{path}: {name} is there twice: restore the files")
-                self.files[short] = opened, name
-
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor as it is in the file: mapped, so in memory only where it is looked at."""
-        opened, full_name = self.files[name]
-        return opened.get_tensor(full_name)
-
-    def check(self, shapes: dict[str, tuple[int, ...]]):
-        """
-        Raises CheckpointError where a tensor is missing, has another shape than it has in `shapes`,
-        or numbers that are not read here; and for weights that the model does not have, unless it
-        computes the same without them.
-        """
-        for name, shape in shapes.items():
-            if name not in self.files:
-                raise self.mismatch(f"{name} is missing, wanted {shape}")
-            opened, full_name = self.files[name]
-            saved = opened.get_slice(full_name)
-            dtype = saved.get_dtype()
-            if dtype not in READABLE:
-                raise unknown(f"the dtype of {full_name}", dtype, ", ".join(READABLE))
-            saved_shape = tuple(saved.get_shape())
-            if saved_shape != shape:
-                raise self.mismatch(f"{name} is {saved_shape}, wanted {shape}")
-        for name in self.files.keys() - shapes.keys() - {HEAD}:
-            # the hub's causal masks, and frequencies that are computed here
-            is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
-            # of a model saved without biases
-            is_zero = name.endswith(".bias") and not self.read(name).any()
-            if not (is_known or is_zero):
-                raise self.mismatch(f"{name} is no part of this model")
-
-    def mismatch(self, what: str) -> CheckpointError:
-        """The error, to be raised."""
+    def mismatch(what: str) -> CheckpointError:
         return CheckpointError(
-            f"the weights in {self.directory}/model*.safetensors do not match config.json: {what}: "
+            f"the weights in {directory}/model*.safetensors do not match config.json: {what}: "
             "restore or download all of them"
         )
 
-    def has_own_head(self, family: Family) -> bool:
-        """Whether there is a head that is not the embedding: then the two are not tied."""
-        [embedding] = hub_names("wte.weight", family)
-        if HEAD not in self.files or embedding not in self.files:
-            return False
-        return not torch.equal(self.read(HEAD).float(), self.read(embedding).float())
+    for name, shape in shapes.items():
+        if name not in weights:
+            raise mismatch(f"{name} is missing, wanted {shape}")
+        dtype = weights[name].get_dtype()
+        if dtype not in READABLE:
+            raise unknown(f"the dtype of {name}", dtype, ", ".join(READABLE))
+        saved_shape = tuple(weights[name].get_shape())
+        if saved_shape != shape:
+            raise mismatch(f"{name} is {saved_shape}, wanted {shape}")
+    for name in weights.keys() - shapes.keys() - {HEAD}:
+        # the hub's causal masks, and frequencies that are computed here
+        is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
+        # of a model saved without biases
+        is_zero = name.endswith(".bias") and not weights[name][...].any()
+        if not (is_known or is_zero):
+            raise mismatch(f"{name} is no part of this model")
+
+
+def has_own_head(weights: dict, family: Family) -> bool:
+    """Whether there is a head that is not the embedding: then the two are not tied."""
+    [embedding] = hub_names("wte.weight", family)
+    if HEAD not in weights or embedding not in weights:
+        return False
+    return not torch.equal(weights[HEAD][...].float(), weights[embedding][...].float())
 
 
 def weight_files(directory: Path) -> list[Path]:

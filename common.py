@@ -198,7 +198,7 @@ def collect_garbage_rarely():
 
 # Flags of ours, and what nanoGPT, transformers, vLLM, SGLang or llama.cpp call them. A row that
 # begins with a command has flags of ours that it replaced.
-FOREIGN = """\
+ROWS = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
 `python examples/flex_attention.py`: attention=flex
@@ -237,12 +237,12 @@ FOREIGN = """\
 --token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
 --warmup: warmup-iters warmup-steps
 `python assets/draw.py page FILE`: replay"""
+FOREIGN = [row.split(": ") for row in ROWS.splitlines()]  # (ours, their names)
 
 
 def refuse_withdrawn(name: str, value: str):
     """Raise ValueError for a value of a flag that FOREIGN has a replacement for."""
-    for row in FOREIGN.split("\n"):
-        ours, names = row.split(": ")
+    for ours, names in FOREIGN:
         if f"{name}={value}" in names.split():
             raise ValueError(f"{name} {value} is withdrawn; {ours} has it now")
 
@@ -263,8 +263,7 @@ class Parser(argparse.ArgumentParser):
         """What a flag that is unknown is called here, "" where nothing is like it."""
         flags = {name.replace("_", "-"): name for name in self._option_string_actions}
         name = flag.replace("_", "-")
-        for row in FOREIGN.splitlines():
-            ours, names = row.split(": ")
+        for ours, names in FOREIGN:
             is_here = ours[0] == "`" or ours.split()[0] in self._option_string_actions
             if is_here and name.lstrip("-") in names.split():
                 return f"; {flag} is {ours} here"

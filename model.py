@@ -264,8 +264,8 @@ TORCH = Ops(
     store_kv,
     attend,
     linear,
-    head=head,
-    loss=loss,
+    head,
+    loss,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -383,14 +383,11 @@ class GPTConfig:
                 check_value(int, "sliding_window", window)
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
-        if self.rope and not self.rope.keys() >= set(self.windows):
-            windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
-            raise ValueError(f"{windows}: give each its positions")
         if self.qk_norm and self.norm != "rms":
             raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
         if self.rope and self.head_size % 2:
             raise ValueError(f"head_size {self.head_size} is odd: rotary positions turn pairs")
-        for name, names in (("activation", ACTIVATIONS), ("norm", NORMS)):
+        for name, names in (("activation", ACTIVATIONS), ("norm", ("layer", "rms"))):
             value = getattr(self, name)
             if value not in names:
                 raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
@@ -439,15 +436,12 @@ class RMSNorm(nn.Module):
         return normed.to(x.dtype)
 
 
-NORMS = {
-    "layer": lambda config, n: nn.LayerNorm(n, eps=config.norm_epsilon, bias=config.bias),
-    "rms": lambda config, n: RMSNorm(n, config.norm_epsilon),
-}
-
-
 def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
     """A norm of n numbers, n_embd where not given."""
-    return NORMS[config.norm](config, n or config.n_embd)
+    n = n or config.n_embd
+    if config.norm == "rms":
+        return RMSNorm(n, config.norm_epsilon)
+    return nn.LayerNorm(n, eps=config.norm_epsilon, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -477,10 +471,7 @@ class Attention(nn.Module):
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)
-        delta = batch.ops.linear(mixed, self.c_proj, partial_sums=self.post_norm is None)
-        if self.post_norm is not None:
-            _, delta = batch.ops.add_norm(delta, None, self.post_norm)
-        return delta
+        return project_back(mixed, self, batch.ops)
 
 
 class MLP(nn.Module):
@@ -501,10 +492,15 @@ class MLP(nn.Module):
 
     def forward(self, y: Tensor, ops: Ops) -> Tensor:
         wide = ops.linear(y, self.c_fc, self.activation, self.gated)  # (..., T, n_inner)
-        delta = ops.linear(wide, self.c_proj, partial_sums=self.post_norm is None)
-        if self.post_norm is not None:
-            _, delta = ops.add_norm(delta, None, self.post_norm)
-        return delta
+        return project_back(wide, self, ops)
+
+
+def project_back(x: Tensor, part: Attention | MLP, ops: Ops) -> Tensor:
+    """What a part of a block adds to it: x (..., T, in) -> (..., T, C)."""
+    delta = ops.linear(x, part.c_proj, partial_sums=part.post_norm is None)
+    if part.post_norm is not None:
+        _, delta = ops.add_norm(delta, None, part.post_norm)
+    return delta
 
 
 class Block(nn.Module):

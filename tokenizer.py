@@ -121,7 +121,7 @@ class Tokenizer:
         """
         return len(text) // self.longest if self.longest else 0
 
-    def _encode_text(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
         try:  # a batch of one: `encode` takes twice as long, to say where each token was
             encode = self.backend.encode_batch_fast
@@ -207,9 +207,7 @@ class Tokenizer:
     ) -> "TextStream":
         """The text of tokens that come behind those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        stream = TextStream(token_bytes, self.opening_bytes)
-        stream.follow(context)
-        return stream
+        return TextStream(token_bytes, self.opening_bytes, context)
 
     def save(self, directory: str | Path):
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
@@ -275,7 +273,7 @@ class TextStream:
     that may become part of a stop string. Each token costs the same, however long the text is.
 
     `token_bytes(id)` gives the bytes of a token within a text, `opening_bytes(id)` those of one
-    that begins it, if they differ. The text ends at the first place where a stop string is
+    that begins it. The text ends at the first place where a stop string is
     complete, so it does not matter how the text is cut into tokens. `matched` is then that string,
     and the text ends before it.
 
@@ -289,45 +287,31 @@ class TextStream:
     first, replace each byte, and whole characters before the broken one, too.
     """
 
-    def __init__(
-        self,
-        token_bytes: Callable[[int], bytes],
-        opening_bytes: Callable[[int], bytes] | None = None,
-    ):
-        self.token_bytes = token_bytes
+    def __init__(self, token_bytes: Callable, opening_bytes: Callable, context: list[int] = ()):
+        """The text is behind the tokens of `context`, which are no part of it."""
+        self.token_bytes = token_bytes  # others may take its place, for the tokens to come
         self.opening_bytes = opening_bytes
-        self.next_bytes = self._first_bytes if opening_bytes else token_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
-        self.is_half = False  # the context ends with half a character, which it has shown as U+FFFD
         self.num_characters = 0  # decoded so far
         self.held = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
         self.stop_at([])
-
-    def follow(self, context: list[int]):
-        """The text is behind these tokens, which are no part of it."""
         end = b""
         for token in reversed(context):
-            end = self.token_bytes(token) + end
+            end = token_bytes(token) + end
             if len(end) > 3:  # enough for half a character
                 break
-        if end:
-            self.next_bytes = self.token_bytes
+        self.has_begun = end != b""
         self.decoder.decode(end)
+        # the context ends with half a character, which it has shown as U+FFFD
         self.is_half = self.decoder.getstate()[0] != b""
 
-    def spell_with(self, token_bytes: Callable[[int], bytes]):
-        """From here on tokens have these bytes."""
-        self.token_bytes = token_bytes
-        if self.next_bytes != self._first_bytes:
-            self.next_bytes = token_bytes
-
-    def _first_bytes(self, token: int) -> bytes:
-        """Those of the first token that has any, which begins the text."""
-        if not self.token_bytes(token):
-            return b""
-        self.next_bytes = self.token_bytes
-        return self.opening_bytes(token)
+    def _bytes_of(self, token: int) -> bytes:
+        data = self.token_bytes(token)
+        if data and not self.has_begun:
+            self.has_begun = True
+            return self.opening_bytes(token)
+        return data
 
     def _decode(self, data: bytes, final: bool = False) -> str:
         text = self.decoder.decode(data, final)
@@ -344,14 +328,14 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
-        text = self._decode(self.next_bytes(token))
+        text = self._decode(self._bytes_of(token))
         if not self.held and self.first_characters.isdisjoint(text):
             return text  # most tokens: no stop string has begun before, and none begins here
         return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
         """The text of many tokens, in a fraction of the time, without a search for stop strings."""
-        return self._decode(b"".join([self.next_bytes(token) for token in tokens]))
+        return self._decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
         """The rest, when no token follows: U+FFFD for half a character, and what was held back."""

@@ -73,46 +73,44 @@ from training.report import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Knobs. A flag's default stands in its own line; a preset lists only what it changes: on a CPU and
-# on a GPU. A recipe that was tuned with GPT-2 keeps it.
+# Knobs. A flag's default stands in its own line. A preset is flags, for a CPU and for a GPU, that
+# stand before those typed: the last one counts. A recipe that was tuned with GPT-2 keeps it.
 
 # Tuned for runs of two minutes on two cores. What counts is that the model learns to copy from
 # further back, as code does: that takes three layers and some 600 steps, comes earlier with weight
 # decay, and is worth 0.1 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
 # ones: its logits cost more, but each token is more text.
-SMALL = {"n_layer": 3, "n_embd": 128, "context_length": 512, "eval_every": 200}
-SMALL |= {"short_context": 128, "matrix_lr": 0.03, "vector_lr": 0.02, "momentum": 0.9}
-SMALL |= {"matrix_decay": 0.5, "vector_decay": 0.1, "beta2": 0.99, "decay": 0.6}
+SMALL = (
+    "--n_layer 3 --n_embd 128 --context_length 512 --short_context 128 --eval_every 200 "
+    "--matrix_lr 0.03 --vector_lr 0.02 --momentum 0.9 --matrix_decay 0.5 --vector_decay 0.1 "
+    "--beta2 0.99 --decay 0.6"
+)
 # 11M parameters, the size that nanoGPT trains on Shakespeare
-MIDDLE_SIZED = {"n_layer": 6, "n_head": 6, "n_embd": 384, "batch_size": 64, "steps": 1500}
-SHAKESPEARE = {"data": "shakespeare_char", "arch": "gpt2"}
-SHAKESPEARE_CPU = {"n_layer": 3, "n_embd": 128, "context_length": 128, "batch_size": 16}
-SHAKESPEARE_CPU |= {"momentum": 0.9}
-SHAKESPEARE_CUDA = {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0}
-SHAKESPEARE_CUDA |= {"steps": 1715, "eval_every": 350}  # 28 epochs
+MIDDLE_SIZED = "--n_layer 6 --n_head 6 --n_embd 384 --batch_size 64 --steps 1500"
+SHAKESPEARE_CPU = (
+    "--data shakespeare_char --arch gpt2 --n_layer 3 --n_embd 128 --context_length 128 "
+    "--batch_size 16 --momentum 0.9"
+)
+SHAKESPEARE_CUDA = (
+    f"{MIDDLE_SIZED} --data shakespeare_char --arch gpt2 --dropout 0.2 --matrix_decay 2.0 "
+    "--vector_decay 2.0 --steps 1715 --eval_every 350"  # 28 epochs
+)
 # GPT-2 small, with OpenAI's activation; without biases, which take a GPU 3% of a step. It reads its
 # corpus some ten times: dropout and decay bring the held-out loss from 2.21 to 1.69, rates to 1.63.
-GPT2 = {"arch": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "context_length": 1024}
-GPT2 |= {"activation": "gelu_new", "data": "stdlib_gpt2", "batch_size": 32, "steps": 1000}
-GPT2 |= {"dropout": 0.2, "matrix_decay": 2.0, "vector_decay": 2.0, "vector_lr": 2e-3}
+GPT2 = (
+    "--arch gpt2 --n_layer 12 --n_head 12 --n_embd 768 --context_length 1024 "
+    "--activation gelu_new --data stdlib_gpt2 --batch_size 32 --steps 1000 --dropout 0.2 "
+    "--matrix_decay 2.0 --vector_decay 2.0 --vector_lr 2e-3"
+)
 PRESETS = {
-    "stdlib": {
-        "cpu": SMALL,
-        "cuda": MIDDLE_SIZED | {"arch": "gpt2", "dropout": 0.1},
-    },
-    "shakespeare_char": {
-        "cpu": SHAKESPEARE | SHAKESPEARE_CPU,
-        "cuda": SHAKESPEARE | MIDDLE_SIZED | SHAKESPEARE_CUDA,
-    },
-    "gpt2-124M": {"cpu": GPT2},  # on any device
+    "stdlib": {"cpu": SMALL, "cuda": f"{MIDDLE_SIZED} --arch gpt2 --dropout 0.1"},
+    "shakespeare_char": {"cpu": SHAKESPEARE_CPU, "cuda": SHAKESPEARE_CUDA},
+    "gpt2-124M": {"cpu": GPT2, "cuda": GPT2},
 }
 # with --init, instead of a preset; and flags that would describe another model
-FINETUNE = {"context_length": 512, "batch_size": 4, "vector_lr": 5e-5, "eval_every": 50}
-FINETUNE |= {"out": "out/finetuned"}
+FINETUNE = "--batch_size 4 --vector_lr 5e-5 --eval_every 50 --out out/finetuned"
 OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
 OF_A_MODEL |= {"matrix_lr", "matrix_decay", "momentum"}  # or of Muon
-# by --arch: what it sets where a flag does not
-ARCHS = {"gpt2": {}, "llama": {"activation": "silu"}}
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
 # Losses are read after so many steps: to read one is to wait for the device, which on a CPU is free
 STRIDES = {"cpu": 1, "cuda": 10}
@@ -141,7 +139,7 @@ def build_parser() -> Parser:
     flag("--data", "corpus: a recipe's name under data/, or a folder that one has made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
-    flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=ARCHS)
+    flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=("gpt2", "llama"))
     flag("--n_layer", "layers", 4)
     flag("--n_head", "attention heads", 2)
     # with more, not even the number of weights can be counted
@@ -201,39 +199,40 @@ def parse_args(argv: list[str] | None) -> Namespace:
     combinations.
     """
     parser = build_parser()
-    defaults = vars(parser.parse_args([]))
+    argv = sys.argv[1:] if argv is None else argv
+    args = parser.parse_args(argv)
     # argparse fills in its defaults only where a namespace has nothing
-    typed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(defaults))))
-    typed = {name: value for name, value in typed.items() if value is not None}
-    args = Namespace(**defaults | typed)
+    typed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(vars(args)))))
+    typed = {name for name, value in typed.items() if value is not None}
     reason = "--init brings the whole model, and AdamW trains it"
-    fixed = typed.keys() & OF_A_MODEL if args.init else set()
+    fixed = typed & OF_A_MODEL if args.init else set()
     if args.resume:
         reason = "--resume continues a run with the settings it began with"
-        fixed = typed.keys() - RESUMABLE
+        fixed = typed - RESUMABLE
     if fixed:
         parser.error(f"{reason}: leave out {', '.join(f'--{name}' for name in sorted(fixed))}")
     if "overwrite" in typed and "out" not in typed:
         parser.error("--overwrite deletes a model: name its directory with --out DIR")
     base = read_about(args.data).get("init")
-    if base and not (args.init or args.resume or typed.keys() & OF_A_MODEL):
+    if base and not (args.init or args.resume or typed & OF_A_MODEL):
         parser.error(
             f"--data {args.data} has the tokens of {base}: did you mean --init {base}? For a new "
             "model in these tokens name a flag of the model, such as --n_layer 4"
         )
-    presets = PRESETS[args.preset]
-    settings = presets.get(pick_device(args.device).type, presets["cpu"])
+    settings = PRESETS[args.preset][pick_device(args.device).type]
     if args.init:
         limit = load_config(args.init).context_length
-        settings = FINETUNE | {"context_length": min(FINETUNE["context_length"], limit)}
-        if typed.get("context_length", 0) > limit:
+        settings = f"{FINETUNE} --context_length {min(512, limit)}"
+        if "context_length" in typed and args.context_length > limit:
             parser.error(f"--context_length is larger than the model's own, {limit}: lower it")
-    if "minutes" in typed:  # exactly these, also where the preset has steps
-        settings = settings | {"steps": None}
-    arch = (defaults | settings | typed)["arch"]
-    if arch == "llama" and args.bias:
-        parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
-    args = Namespace(**defaults | settings | ARCHS[arch] | typed)
+    args = parser.parse_args([*settings.split(), *argv])
+    if "minutes" in typed and "steps" not in typed:  # exactly these: the preset may have steps
+        args.steps = None
+    if args.arch == "llama":
+        if args.bias:
+            parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
+        if "activation" not in typed:
+            args.activation = "silu"
     source = args.data if "data" in typed else args.preset
     args.out = args.out or f"out/{Path(source).name}"
     args.short_context = min(args.short_context or args.context_length, args.context_length)

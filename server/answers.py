@@ -95,7 +95,7 @@ class Choice:
                     self.text += self.stream.push(token)
             self.prompt_entries = [self.entry(self.prompt[0], None, 0)]  # nothing predicts it
         if self.body.skip_special_tokens:  # in the answer; the echo has their names
-            self.stream.spell_with(tokenizer.token_bytes)
+            self.stream.token_bytes = tokenizer.token_bytes
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
         """

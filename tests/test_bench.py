@@ -76,7 +76,7 @@ def toy(monkeypatch, tmp_path) -> Path:
     text = (ROOT / "paged.py").read_text()
     tokenizer = train_bpe([text], 300)
     ids = tokenizer.encode(text)
-    write_corpus(tmp_path, tokenizer, ids[:-500], ids[-500:])
+    write_corpus(tmp_path, [ids[:-500]], [ids[-500:]], tokenizer)
     torch.manual_seed(0)
     save_checkpoint(GPT(GPTConfig(tokenizer.vocab_size, 128, **sizes)), tmp_path)
     return tmp_path

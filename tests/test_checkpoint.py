@@ -485,7 +485,8 @@ MISMATCHES = [  # weights, the refusal
 for dtype in (torch.float8_e4m3fn, torch.int8, torch.float64, torch.int32):
     # quantized weights were read as if they were the numbers themselves
     quantized = torch.ones(32, 96).to(dtype)
-    MISMATCHES.append(({ATTENTION: quantized}, f"the dtype of {ATTENTION} is .* F32, F16, BF16"))
+    words = "the dtype of h.1.attn.c_attn.weight is .* F32, F16, BF16"
+    MISMATCHES.append(({ATTENTION: quantized}, words))
 
 
 @pytest.mark.parametrize(("changes", "words"), MISMATCHES)

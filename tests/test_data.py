@@ -135,7 +135,7 @@ def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):
 
 def test_token_files_hold_large_ids_and_are_mapped(tmp_path):
     """Gemma's are beyond two bytes."""
-    write_corpus(tmp_path, char_tokenizer("ab"), [0, ~262_143], [262_143, 0])
+    write_corpus(tmp_path, [[0, ~262_143]], [[262_143, 0]], char_tokenizer("ab"))
     train = read_corpus(tmp_path, "train")
     assert train.tolist() == [0, ~262_143]
     assert isinstance(train, np.memmap)

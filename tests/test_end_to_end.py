@@ -54,7 +54,7 @@ def prepare(folder, tokenizer=None):
     text = "".join(Path(name).read_text() for name in names)
     tokenizer = train_bpe([text], 400)
     ids = tokenizer.encode(text)
-    write_corpus(folder, tokenizer, ids[4000:], ids[:4000])
+    write_corpus(folder, [ids[4000:]], [ids[:4000]], tokenizer)
 """
 # So high learning rates make a bad model whose answers are lively; after these few steps a good one
 # says only blanks.

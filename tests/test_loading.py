@@ -18,7 +18,7 @@ from test_cpu import FORMATS
 
 import checkpoint
 import serve
-from checkpoint import DTYPES, SavedWeights, empty_model, load_checkpoint, save_checkpoint
+from checkpoint import DTYPES, empty_model, load_checkpoint, save_checkpoint
 from engine import sizing
 from engine.engine import Engine
 from engine.sizing import packed_if_it_fits
@@ -91,7 +91,7 @@ def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, mon
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     """And so are integers on a GPU."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    monkeypatch.setattr(SavedWeights, "read", lambda *_: pytest.fail("it is loaded"))
+    monkeypatch.setattr(checkpoint, "give", lambda *_: pytest.fail("it is loaded"))
     set_memory(monkeypatch, 1000)
 
     def load(settings: Settings, device: str = "cpu"):
@@ -163,8 +163,8 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     """Would catch: all loaded first, and packed by the engine; or packed twice."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
     events = []
-    read = SavedWeights.read
-    monkeypatch.setattr(SavedWeights, "read", lambda *a: events.append("read") or read(*a))
+    give = checkpoint.give
+    monkeypatch.setattr(checkpoint, "give", lambda *a: events.append("give") or give(*a))
     for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
 
         def record(layer, weight, fill=kind.fill):
@@ -175,9 +175,9 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     flags = ["--model", str(tmp_path), "--device", "cpu", "--quantize", quantize]
     flags += ["--dtype", dtype]
     serve.build_engine(serve.parse_args(flags))
-    layers = [layer for layer in events if layer != "read"]
+    layers = [layer for layer in events if layer != "give"]
     assert len(layers) == len({*layers}) == 13 + (quantize == "int8")  # the embedding, too
-    assert events.index(layers[0]) <= 5  # the embedding, a norm, Q, K and V
+    assert events.index(layers[0]) <= 3  # the embedding, a norm, c_attn
     assert events[-1] == layers[-1]
 
 

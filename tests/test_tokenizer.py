@@ -515,13 +515,17 @@ def test_a_stop_string_ends_a_text_at_its_last_byte(of_bytes):
 
 def test_a_stream_ends_once():
     """Text that was held is given out once; a matched stop string leaves nothing."""
-    stream = TextStream(lambda token: bytes([token]))
+
+    def spell(token: int) -> bytes:
+        return bytes([token])
+
+    stream = TextStream(spell, spell)
     stream.stop_at(["ab"])
     assert [stream.push(token) for token in b"xaya"] == ["x", "", "ay", ""]
     assert stream.flush() == "a"
     assert stream.flush() == ""
     assert stream.matched is None
-    stream = TextStream(lambda token: bytes([token]))
+    stream = TextStream(spell, spell)
     stream.stop_at(["ab", "b", "cab"])
     assert "".join(stream.push(token) for token in b"xcab") == "x"
     assert stream.matched == "cab"
@@ -535,7 +539,7 @@ def test_behind_an_echo_of_nothing_an_answer_begins_the_text(tmp_path):
     [word] = tokenizer.encode("the")
     stream = tokenizer.stream()
     stream.push_all([])
-    stream.spell_with(tokenizer.token_bytes)
+    stream.token_bytes = tokenizer.token_bytes
     assert "".join(pushed(stream, [word, word])) == "the the"
 
 

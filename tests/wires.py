@@ -320,7 +320,7 @@ class ByteTokenizer:
 
     def stream(self, context=(), skip_special_tokens=True):
         spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        return TextStream(spell)
+        return TextStream(spell, spell)
 
 
 @functools.cache

@@ -3,8 +3,8 @@ A corpus: a tokenizer that fits its text, and files of token ids. A recipe makes
 data/NAME/prepare.py:
 
     def prepare(folder, tokenizer=None):                   # None: one that it makes itself
-        tokenizer = train_bpe(texts, vocab_size=4096)      # or char_tokenizer(text)
-        write_corpus(folder, tokenizer, train_ids, val_ids)
+        tokenizer = tokenizer or char_tokenizer(text)      # or train_bpe(texts, vocab_size=4096)
+        write_corpus(folder, train_texts, val_texts, tokenizer)
 
 train.py reads it, calls the recipe first if need be, and cuts its batches:
 
@@ -124,15 +124,30 @@ def gpt2_tokenizer() -> Tokenizer:
 # Token files
 
 
-def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: list[int]):
+def encode_documents(documents: Iterable, tokenizer: Tokenizer) -> list[int]:
+    bos = [~token for token in tokenizer.bos]  # serve.py puts it before a prompt: never predicted
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    ids = []
+    for document in documents:
+        ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
+    return ids
+
+
+def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
     """
-    Write the tokenizer, train.bin and val.bin (token ids alone, ~id where one is not predicted),
-    and last meta.json, which says how they are stored: a folder without it counts as not prepared.
-    Exits where there is nothing to predict, where a file cannot be written, and in a model's
-    directory.
+    Write a corpus of documents: token ids, ~id where one is not predicted, or texts, which get the
+    tokenizer's BOS in front and its end-of-text token behind, if it has them. Without a tokenizer,
+    a byte-level BPE is learnt from the texts to train on. The tokenizer is written, train.bin and
+    val.bin (token ids alone), and last meta.json, which says how they are stored: a folder without
+    it counts as not prepared. Exits where there is nothing to predict, where a file cannot be
+    written, and in a model's directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
+    # held-out text must not shape the vocabulary that it is measured with
+    tokenizer = tokenizer or train_bpe(train)
+    train = encode_documents(train, tokenizer)
+    val = encode_documents(val, tokenizer)
     # the first held-out token is not scored where no end of text precedes it
     if not train or max(val[1:], default=-1) < 0:
         sys.exit(
@@ -150,26 +165,6 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, train: list[int], val: l
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): make room or choose another folder")
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
-
-
-def write_documents(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
-    """
-    Write a corpus of documents: token ids, or texts, which get the tokenizer's BOS in front and its
-    end-of-text token behind, if it has them. Without a tokenizer, a byte-level BPE is learnt from
-    the texts to train on.
-    """
-    # held-out text must not shape the vocabulary that it is measured with
-    tokenizer = tokenizer or train_bpe(train)
-    bos = [~token for token in tokenizer.bos]  # serve.py puts it before a prompt: never predicted
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-
-    def encode(documents: Iterable) -> list[int]:
-        ids = []
-        for document in documents:
-            ids += bos + tokenizer.encode(document) + end if isinstance(document, str) else document
-        return ids
-
-    write_corpus(directory, tokenizer, encode(train), encode(val))
 
 
 def hold_out(documents: list) -> tuple[list, list]:
@@ -207,7 +202,7 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         split = (train, val.values()) if args.val else hold_out(train)
         folder = args.out.resolve()
         before = read_about(folder)
-        write_documents(folder, *split, tokenizer)
+        write_corpus(folder, *split, tokenizer)
         if before:
             print(f"it replaces the corpus of {before.get('sources', 'other texts')}")
         about = {"sources": ", ".join(map(str, args.sources)), "init": args.init}

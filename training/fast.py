@@ -254,21 +254,22 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin, 1)
+        return turn(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
-        return turn(grad, *ctx.saved_tensors, -1), None, None
+        cos, sin = ctx.saved_tensors
+        return turn(grad, cos, -sin), None, None
 
 
-def turn(x, cos, sin, sign: int):
+def turn(x, cos, sin):
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = x.chunk(2, -1)
     left, right = turned.chunk(2, -1)
     torch.mul(first, cos, out=left)
-    left.addcmul_(second, sin, value=-sign)
+    left.addcmul_(second, sin, value=-1)
     torch.mul(second, cos, out=right)
-    right.addcmul_(first, sin, value=sign)
+    right.addcmul_(first, sin)
     return turned
 
 

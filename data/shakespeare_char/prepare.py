@@ -15,7 +15,7 @@ if __name__ == "__main__":
 
 from common import write_atomically
 from tokenizer import Tokenizer
-from training.corpus import char_tokenizer, hold_out, write_documents
+from training.corpus import char_tokenizer, hold_out, write_corpus
 
 ADDRESS = (
     "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
@@ -42,4 +42,4 @@ def prepare(folder: Path, tokenizer: Tokenizer | None = None):
     """Write the corpus to a folder, by default with a tokenizer of the text's characters."""
     text = fetch(folder / "input.txt")
     # nanoGPT's split: the last tenth of the text is held out
-    write_documents(folder, *hold_out([text]), tokenizer or char_tokenizer(text))
+    write_corpus(folder, *hold_out([text]), tokenizer or char_tokenizer(text))

@@ -16,7 +16,7 @@ if __name__ == "__main__":
     sys.exit("train.py makes this corpus: python train.py")
 
 from tokenizer import Tokenizer
-from training.corpus import write_documents
+from training.corpus import write_corpus
 
 # Folders that are left out: packages from elsewhere, tests with their data, tables.
 LEFT_OUT = [
@@ -30,11 +30,6 @@ LEFT_OUT = [
 ]
 GENERATED = ("_sysconfigdata", "config-")  # names that begin so are left out, too
 HELD_OUT = 1 / 20  # of the files
-
-
-def is_included(name: Path) -> bool:
-    """Whether a file of the library, by its relative name, belongs to the corpus."""
-    return not any(part in LEFT_OUT or part.startswith(GENERATED) for part in name.parts)
 
 
 def is_held_out(name: str) -> bool:
@@ -51,9 +46,10 @@ def read_library(root: Path) -> tuple[list[str], list[str]]:
     train = []
     val = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
-        if is_included(name):
-            side = val if is_held_out(name.as_posix()) else train
-            side.append((root / name).read_bytes().decode("utf-8", "replace"))
+        if any(part in LEFT_OUT or part.startswith(GENERATED) for part in name.parts):
+            continue
+        side = val if is_held_out(name.as_posix()) else train
+        side.append((root / name).read_bytes().decode("utf-8", "replace"))
     return train, val
 
 
@@ -63,4 +59,4 @@ def prepare(folder: Path, tokenizer: Tokenizer | None = None):
     given.
     """
     train, val = read_library(Path(sysconfig.get_path("stdlib")))
-    write_documents(folder, train, val, tokenizer)
+    write_corpus(folder, train, val, tokenizer)

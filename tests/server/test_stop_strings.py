@@ -53,7 +53,7 @@ def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts):
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
     tokens = [data[a:b] for a, b in pairwise(edges)]
     start, end, stop = naive_stop(text, stops)
-    stream = TextStream(tokens.__getitem__)
+    stream = TextStream(tokens.__getitem__, tokens.__getitem__)
     stream.stop_at(stops)
     shown = ""
     read = b""
@@ -109,7 +109,7 @@ def test_many_stop_strings_cost_as_little_as_few():
     tokens = [text[i : i + 4] for i in range(0, len(text), 4)]
 
     def seconds(stops, tokens):
-        stream = TextStream(tokens.__getitem__)
+        stream = TextStream(tokens.__getitem__, tokens.__getitem__)
         stream.stop_at(stops)
         started = time.process_time()
         for number in range(len(tokens)):

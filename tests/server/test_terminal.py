@@ -204,7 +204,11 @@ class Fake:
         return [self.output]
 
 
-BYTES = SimpleNamespace(stream=lambda prompt: TextStream(lambda token: bytes([token])))
+def spell(token: int) -> bytes:
+    return bytes([token])
+
+
+BYTES = SimpleNamespace(stream=lambda prompt: TextStream(spell, spell))
 
 
 def args_of(**flags) -> SimpleNamespace:

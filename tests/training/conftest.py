@@ -20,7 +20,7 @@ def corpus(tmp_path_factory) -> Path:
     text = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
     tokenizer = train_bpe([text], 300)
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    write_corpus(folder, tokenizer, ids[:-1001], ids[-1001:])
+    write_corpus(folder, [ids[:-1001]], [ids[-1001:]], tokenizer)
     return folder
 
 

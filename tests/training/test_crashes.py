@@ -71,7 +71,7 @@ def corpora(tmp_path) -> dict[int, Path]:
         folders[seed].mkdir()
         tokenizer = char_tokenizer(text)
         ids = tokenizer.encode(text)
-        write_corpus(folders[seed], tokenizer, ids, ids[:100])
+        write_corpus(folders[seed], [ids], [ids[:100]], tokenizer)
     return folders
 
 
@@ -173,7 +173,7 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(corp
     folder = corpora[1]
     disk = Disk(folder, monkeypatch)
     tokenizer = char_tokenizer(TEXTS[2])
-    write_corpus(folder, tokenizer, tokenizer.encode(TEXTS[2]), [0, 0])
+    write_corpus(folder, [tokenizer.encode(TEXTS[2])], [[0, 0]], tokenizer)
     has_meta = ["meta.json" in files for files in disk.moments]
     between = len({*disk.moments[-1]}) - 1  # the other files are written one by one
     assert has_meta == [True, False, *[False] * between, True]

@@ -209,9 +209,9 @@ def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
 def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
     """Of another tokenizer with as many tokens; or of images, for which the model has no rows."""
     tokenizer = bpe_tokenizer([("a", "b"), ("b", "c")])
-    write_corpus(tmp_path / "other", tokenizer, [1] * 99, [2, 2])
+    write_corpus(tmp_path / "other", [[1] * 99], [[2, 2]], tokenizer)
     same_tokenizer = load_tokenizer(corpus)
-    write_corpus(tmp_path / "images", same_tokenizer, [1] * 99, [2, 320])
+    write_corpus(tmp_path / "images", [[1] * 99], [[2, 320]], same_tokenizer)
     for name in ("other", "images"):
         message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
         with pytest.raises(SystemExit, match=message):

@@ -214,7 +214,7 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(
 RECIPE = """
 from training.corpus import char_tokenizer, write_corpus
 def prepare(folder, tokenizer=None):
-    write_corpus(folder, tokenizer or char_tokenizer("ab"), [0, 1, 0], [1, 1])
+    write_corpus(folder, [[0, 1, 0]], [[1, 1]], tokenizer or char_tokenizer("ab"))
 """
 
 

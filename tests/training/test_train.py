@@ -494,7 +494,7 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     tokenizer = char_tokenizer("abcé\n")
     val = "éab\ncab\n" * 5
     ids = tokenizer.encode("abcé\n" * 30)
-    write_corpus(tmp_path, tokenizer, ids, tokenizer.encode(val))
+    write_corpus(tmp_path, [ids], [tokenizer.encode(val)], tokenizer)
     train.main([*TINY, "--steps=1", f"--data={tmp_path}", f"--out={out}"])
     (last,) = read_log(out, "bits_per_byte")
     nats = last["val_loss"] * (len(val) - 1)
