@@ -183,7 +183,8 @@ def attend_to_split(queries, keys, k_to_v, real, visible, scale, squeeze):
     score = capped(tl.dot(queries, k.T, input_precision="ieee"), squeeze)
     if visible is not None:
         score = tl.where(visible, score, -INF)
-    top = tl.max(score, axis=1) * scale
+    # An fma, as a product could be fused with a later subtraction, here and not there
+    top = tl.fma(tl.max(score, axis=1), scale, 0.0)
     reference = tl.where(top == -INF, 0.0, top)  # -inf: the row sees none of these keys
     weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
     units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
@@ -303,9 +304,8 @@ def attention_kernel(
     if is_chunk:
         begin = tl.load(query_start + request) + tl.load(tile_start + tile)
         stop = tl.load(query_start + request + 1)
-    if is_group:  # its programs divide up rows, not keys
+    if is_group:
         stop = tl.load(group_end + tile).to(tl.int32)
-        row, program = row + program * ROWS, 0
     context = tl.load(context_lens + request)
     lowest = context - (stop - begin)  # position of the first row
     first = tl.maximum(lowest - WINDOW + 1, 0) // TILE if WINDOW else 0
@@ -414,7 +414,7 @@ class TritonPlan(NamedTuple):
     split_acc: Tensor  # [B * H * splits * WIDTH] fp32
     split_sums: Tensor  # [B * H * splits * 2] fp32
     finished: Tensor  # [B * Hk] int32 zeros, see finishes_last
-    group_rows: int  # of a program for requests that share a prefix; 0: none do
+    shares: bool  # decodes share prefixes
     tile_request: Tensor | None  # [tiles] int32, see prefill_tiles
     tile_start: Tensor | None  # [tiles] int32
     # beside decodes, which wait for memory, chunks compute on a stream of their own
@@ -448,13 +448,10 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     if programs > 8 or few < launched <= few + 2 * processors:
         num_stages = 2
     splits = triton.cdiv(batch.block_tables.shape[1] * S, TILE) if programs > 1 else 0
-    group_rows = 0
-    if batch.groups and not window:
+    shares = bool(batch.groups) and not window
+    if shares:
         num_stages = 2  # most decodes have a tile or two of their own
         splits = max(splits, 1)
-        group_rows = PREFILL_ROWS
-        while group_rows > 16 and processors * group_rows > B * H:
-            group_rows //= 2
 
     order = batch.block_tables.new_empty(B)
     finished = order.new_empty(B * Hk)
@@ -472,7 +469,7 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     if kv.is_cuda and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(kv.device)
     return TritonPlan(
-        window, programs, num_stages, order, splits, split_acc, split_sums, finished, group_rows,
+        window, programs, num_stages, order, splits, split_acc, split_sums, finished, shares,
         *prefill_tiles(batch), side
     )  # fmt: skip
 
@@ -532,7 +529,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     width = padded(D)
     queries = q.to(kv.dtype)
     out = queries.new_empty(q.shape)
-    shared, first, end = batch.groups if plan.group_rows else (None, None, None)
+    shared, first, end = batch.groups if plan.shares else (None, None, None)
     tables = batch.block_tables
     merged = triton.next_power_of_2(G)
 
@@ -555,10 +552,10 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
                 num_warps=4 if width <= 128 else 8, num_stages=stages_that_fit(kv),
             )  # fmt: skip
     options = {"HEADS": G, **pdl_options(q)}
-    if plan.group_rows:
+    if plan.shares:
         launch(
-            (Hk, PREFILL_ROWS // plan.group_rows, len(first)), first, None, end, PROGRAMS=1,
-            ROWS=plan.group_rows, num_warps=4, num_stages=stages_that_fit(kv), **options,
+            (Hk, 1, len(first)), first, None, end, PROGRAMS=1, ROWS=PREFILL_ROWS,
+            num_warps=4, num_stages=stages_that_fit(kv), **options,
         )  # fmt: skip
     if B := batch.num_decodes:
         launch(
