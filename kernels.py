@@ -539,7 +539,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
             batch.context_lens, batch.query_start, shared, *tiles, *factors(attn),
             queries.stride(0), kv.stride(0), tables.stride(0), plan.splits,
             H=H, Hk=Hk, D=D, S=S, WINDOW=plan.window, TILE=TILE, WIDTH=width, MERGED=merged,
-            AT_ONCE=max(1, MERGED_AT_ONCE // (merged * width)), **options,
+            AT_ONCE=max(1, min(16, MERGED_AT_ONCE // (merged * width))), **options,
         )  # fmt: skip
 
     if plan.side:
@@ -575,7 +575,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 MAX_PROGRAMS = 32  # for one decode and KV head
-MERGED_AT_ONCE = 1024  # numbers of stored states that a program has under way
+MERGED_AT_ONCE = 4096  # numbers of stored states that a program has under way; at most 16 states
 STAGES_ROOM = (1.76, 3.5)  # tiles of K and V in shared memory with 2 and 3 stages, as compiled
 
 
