@@ -177,8 +177,8 @@ def trace_tests(forks: Forks):
 
 def tests_to_run(bug: dict, contexts: dict[int, list[str]], seconds: dict) -> list[list[str]]:
     """
-    The tests that execute a bug's lines, in lists of one file each: first the file that the bug
-    names, then the quickest. For C and JavaScript it is only the first.
+    The test that the bug names, then those that execute its lines, in lists of one file each: of
+    the named test's file (all of it, for C and JavaScript), then of the quickest files.
     """
     text = bug["right"].strip()
     first = (ROOT / bug["file"]).read_text().partition(text)[0].count("\n") + 1
@@ -188,7 +188,7 @@ def tests_to_run(bug: dict, contexts: dict[int, list[str]], seconds: dict) -> li
             file, *test = re.split(r"[|\[]", context)
             found.setdefault(file, set()).add(test[0] if context.endswith("|run") else file)
     files = sorted(found, key=lambda file: (file not in bug["test"], seconds[file]))
-    return [sorted(found[file]) or [file] for file in files]
+    return [[bug["test"]], *(sorted(found[file]) or [file] for file in files)]
 
 
 def find_killers(forks: Forks, bug: dict, runs: list[list[str]], without: list[str]) -> list[str]:
