@@ -231,8 +231,8 @@ def main():
             runs = tests_to_run(bug, contexts, seconds)
             killers = find_killers(forks, bug, runs, without)
             for test in killers or [f"{bug['test']} (slow)"]:
-                rows[test] = f"{rows.get(test, '')} {names[title]}"
-            TABLE.write_text("\n".join(map("\t".join, sorted(rows.items()))))
+                rows[test] = f"{rows.get(test, '')} {names[title]}".lstrip()
+            TABLE.write_text("\n".join(map("\t".join, sorted(rows.items()))) + "\n")
             print(title, *killers, sep="\t", flush=True)
         forks.close()
     else:
