@@ -2,15 +2,36 @@
 Runs tests in a copy of this repo, into which a bug was planted. Each run is forked from a process
 that has imported the packages already, and none of the project's modules: a second instead of
 eight. See tests/test_planted_bugs.py.
+
+Which quick tests notice each bug, and which could be deleted?
+
+    python -m tests.planting --matrix           # look for bugs without a known test, fill the table
+    python -m tests.planting --without TEST ..  # list bugs that no other test is known to notice
+    python -m tests.planting --matrix TEST ..   # look for other tests that notice those
+
+TEST is a file, `file::test`, or how either begins. The table is tests/kills.tsv: a line has a test
+(all of its cases are one), and the names of the bugs that it notices. Up to four tests are known of
+each bug. They are found among the quick tests that execute its lines: one of each file, then
+further ones; none is begun after 100 seconds. A slow test is named only where no quick one notices.
+Delete the lines of tests that you delete or rename; --matrix then looks for other tests.
+
+--matrix needs `pip install pytest-cov`. It takes hours, of one core, and continues where it was
+stopped. What each test executes is kept in out/matrix: delete that when the code has changed.
 """
 
+import hashlib
 import importlib
 import json
 import os
+import re
+import shelve
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import time
+import tomllib
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +41,14 @@ PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", 
 PACKAGES += ["httptools", "pydantic", "orjson", "httpx", "openai", "jinja2", "prometheus_client"]
 PACKAGES += ["tokenizers", "tiktoken", "transformers", "llguidance"]
 NOT_COPIED = shutil.ignore_patterns(".*", "out", "out-*", "*.bin", "*.pyc.*")
+
+
+def read_bugs() -> dict[str, dict]:
+    """The bugs of planted_bugs.toml, each with its file, by file and title."""
+    files = tomllib.loads((ROOT / "tests/planted_bugs.toml").read_text())
+    return {
+        f"{file}: {bug['title']}": bug | {"file": file} for file in files for bug in files[file]
+    }
 
 
 def copy_repo(to: Path) -> Path:
@@ -90,10 +119,11 @@ def fork_for_each_line():
 def run_tests(repo: str, log: str, tests: list[str]):
     """The forked process: nothing of it is seen but the log and its exit status."""
     os.setsid()
-    signal.alarm(SECONDS)
+    if "--cov" not in tests:  # tracing takes its time
+        signal.alarm(SECONDS)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in 1, 2:
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
     os.chdir(repo)
     sys.path[0] = repo  # so far the folder of this file, in the repo without bugs
     options = ["-m", "slow or not slow", "-W", "ignore", "--durations", "0"]
@@ -105,5 +135,109 @@ def run_tests(repo: str, log: str, tests: list[str]):
     os._exit(status)
 
 
+# --------------------------------------------------------------------------------------------------
+# Which tests notice which bugs
+
+TABLE = ROOT / "tests/kills.tsv"
+OUT = ROOT / "out/matrix"  # what is kept between two runs of --matrix
+ENOUGH = 4  # tests that notice a bug
+SECONDS_A_BUG = 100  # then no further run is begun
+QUICK = ["-mnot slow", "-vv"]
+HANGS = ["-ofaulthandler_timeout=60", "-ofaulthandler_exit_on_timeout=true"]  # each test
+TRACED = ["--maxfail=0", "--cov", "--cov-append", "--cov-context=test", "--cov-report="]
+SETTINGS = f"""[run]
+data_file = {OUT}/lines
+patch = subprocess
+concurrency = multiprocessing, thread
+omit = tests/*, test_paged.py
+context = """
+
+
+def trace_tests(forks: Forks):
+    """
+    Run each file of quick tests without a bug. Returns the seconds that each takes, and the lines
+    executed: by a test in the context `file|file::test|run`, by other processes in `file`.
+    """
+    from coverage import CoverageData
+
+    repo = copy_repo(OUT / "repo")
+    with shelve.open(str(OUT / "seconds")) as seconds:
+        for path in sorted(repo.glob("**/test_*.py")):
+            file = str(path.relative_to(repo))
+            if file not in seconds:
+                (repo / ".coveragerc").write_text(SETTINGS + file)
+                start = time.monotonic()
+                status, _ = forks.run(repo, [file, *QUICK, *TRACED])
+                seconds[file] = time.monotonic() - start
+                print(f"{file}: {seconds[file]:.0f} s, status {status}", flush=True)
+        lines = CoverageData(OUT / "lines")
+        lines.read()
+        return dict(seconds), lines
+
+
+def tests_to_run(bug: dict, contexts: dict[int, list[str]], seconds: dict) -> list[list[str]]:
+    """
+    The test that the bug names, then those that execute its lines, in lists of one file each: of
+    the named test's file (all of it, for C and JavaScript), then of the quickest files.
+    """
+    text = bug["right"].strip()
+    first = (ROOT / bug["file"]).read_text().partition(text)[0].count("\n") + 1
+    found = {bug["test"].partition("::")[0]: set()}
+    for line in range(first, first + text.count("\n") + 1):
+        for context in contexts.get(line, []):
+            file, *test = re.split(r"[|\[]", context)
+            found.setdefault(file, set()).add(test[0] if context.endswith("|run") else file)
+    files = sorted(found, key=lambda file: (file not in bug["test"], seconds[file]))
+    return [[bug["test"]], *(sorted(found[file]) or [file] for file in files)]
+
+
+def find_killers(forks: Forks, bug: dict, runs: list[list[str]], without: list[str]) -> list[str]:
+    """
+    Plant a bug and run these lists of tests, each until one fails, up to ENOUGH failures. A list
+    with a failure runs again after the others, without the test that failed.
+    """
+    killers = []
+    end = time.monotonic() + SECONDS_A_BUG
+    with tempfile.TemporaryDirectory() as folder:
+        repo = copy_repo(Path(folder) / "repo")
+        plant(repo / bug["file"], bug["right"], bug["wrong"])
+        for tests in runs:  # which grows
+            if len(killers) == ENOUGH or time.monotonic() > end:
+                break
+            options = [f"--deselect={test}" for test in killers + without]
+            status, output = forks.run(repo, [*tests, *QUICK, *HANGS, *options])
+            begun = re.findall(r"^(\S+::\w+)", output, re.M)
+            if begun and status not in (0, 5, -signal.SIGALRM):  # 5: there was none to run
+                killers.append(begun[-1])
+                runs.append(tests)
+    return killers
+
+
+def main():
+    option, *without = sys.argv[1:]
+    bugs = read_bugs()
+    names = {title: hashlib.sha1(title.encode()).hexdigest()[:5] for title in bugs}
+    rows = dict(line.split("\t") for line in TABLE.read_text().splitlines())
+    noticed = [rows[test] for test in rows if not test.startswith(tuple(without))]
+    lost = [title for title in bugs if names[title] not in str(noticed)]
+    if option == "--without":
+        print(*lost, sep="\n")
+    elif option == "--matrix":
+        forks = Forks(OUT)
+        seconds, lines = trace_tests(forks)
+        for title in lost:
+            bug = bugs[title]
+            contexts = lines.contexts_by_lineno(str(OUT / "repo" / bug["file"]))
+            runs = tests_to_run(bug, contexts, seconds)
+            killers = find_killers(forks, bug, runs, without)
+            for test in killers or [f"{bug['test']} (slow)"]:
+                rows[test] = f"{rows.get(test, '')} {names[title]}".lstrip()
+            TABLE.write_text("\n".join(map("\t".join, sorted(rows.items()))) + "\n")
+            print(title, *killers, sep="\t", flush=True)
+        forks.close()
+    else:
+        print(__doc__)
+
+
 if __name__ == "__main__":
-    fork_for_each_line()
+    main() if sys.argv[1:] else fork_for_each_line()

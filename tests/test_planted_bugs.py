@@ -5,22 +5,18 @@ table.
 """
 
 import tempfile
-import tomllib
 from pathlib import Path
 
 import pytest
 import torch
-from planting import ROOT, Forks, copy_repo, plant
+from planting import ROOT, Forks, copy_repo, plant, read_bugs
 
 import kernels
 import test_paged
 
 pytestmark = pytest.mark.slow
 
-FILES = tomllib.loads((Path(__file__).parent / "planted_bugs.toml").read_text())
-BUGS = {
-    f"{file}: {bug['title']}": bug | {"file": file} for file, bugs in FILES.items() for bug in bugs
-}
+BUGS = read_bugs()
 # one of a folder
 TESTS = {str(Path(bug["test"].partition("::")[0]).parent): bug["test"] for bug in BUGS.values()}
 
@@ -67,7 +63,8 @@ def test_a_planted_bug_fails_its_test(title, forks, repo):
 
 def test_every_bug_is_one_of_code_that_users_run():
     """A bug in a test would prove nothing; nor would the same one twice."""
-    assert all((ROOT / file).is_file() and "test" not in file for file in FILES)
+    files = {bug["file"] for bug in BUGS.values()}
+    assert all((ROOT / file).is_file() and "test" not in file for file in files)
     assert (
         len({(bug["file"], bug["right"], bug["wrong"]) for bug in BUGS.values()}) == len(BUGS) >= 60
     )
