@@ -106,7 +106,8 @@ def compile_kernels(capability: int):
     gpt2 = replace(MODELS["gpt2-124M"], **one_layer)
     qwen3 = replace(MODELS["qwen3-0.6B"], **one_layer, vocab_size=8192)
     compute_steps(gpt2, torch.float16, TRITON, (1, 16, 32, 64, 128, 256))  # each has its tiles
-    compute_steps(qwen3, torch.float32, TRITON)
+    if capability == 86:  # of those with least room; slow to compile
+        compute_steps(qwen3, torch.float32, TRITON)
     compute_steps(GEMMA, torch.bfloat16, TRITON, (1,))
     compute_steps(GEMMA, torch.bfloat16, DETERMINISTIC)
     ours = [m for path, m in sys.modules.items() if path == "kernels" or path.startswith("ops.")]
