@@ -127,17 +127,14 @@ def test_the_ruler_of_cursors():
     """As `Request` draws them, with overlap: computed, under way and still to come."""
     request = Request("r", [1, 2, 3, 4, 5, 6], 9)
     scheduler = Scheduler(max_kv_tokens=48, block_size=4)
-    free = scheduler.block_allocator.free  # handed out from the end
-    free.sort(key=[9, 2, 7].__contains__)
-    free[-3:] = [9, 2, 7]
+    scheduler.block_allocator.free[:] = [9, 2, 7]  # handed out from the end
     scheduler.add_request(request)
-    under_way = None
+    plans = []
     while request.num_filled_slots < 10:
-        plan = scheduler.plan()
-        scheduler.advance(plan)
-        if under_way:
-            scheduler.resolve(under_way, {request: [50]} if under_way.sampled else {})
-        under_way = plan
+        plans.append(scheduler.plan())
+        scheduler.advance(plans[-1])
+        if len(plans) > 1:
+            scheduler.resolve(plans[-2], {request: [50]})
     assert request.block_table == [7, 2, 9]
     drawn = re.findall(r"^ *(\w+) +(\d+) +─+>", Request.__doc__, re.MULTILINE)
     cursors = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
