@@ -63,7 +63,7 @@ def test_a_text_goes_on_as_it_did(row):
 
 
 def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
-    """Penalties count the tokens before it, filters need a mask; and scores are made of one."""
+    """Penalties count the tokens before it, and filters need a mask."""
 
     def guess(**params) -> list[int]:
         request = Answer("r", [7] * 9, 100, params=SamplingParams(**params))
@@ -74,7 +74,6 @@ def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
     assert guess(grammar=Mock()) == [7]
     for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
         assert guess(**{name: 0.5}) == []
-    assert guess(logprobs=0) == []
     assert guess(grammar=Mock(), temperature=1.0, top_k=1) == []
 
 

@@ -594,22 +594,16 @@ def test_only_the_last_line_may_be_cut_off():
 # Records in assets, and how they are shown
 
 
-def test_records_in_assets_are_small_and_show_what_they_are_for():
-    """And they have no texts."""
-    seen = {path.stem: Counter() for path in RECORDS}
+def test_records_in_assets_are_small_and_have_no_texts():
+    requests = {}
     for path in RECORDS:
         with open_record(path) as record:
             (_, title), *lines = replay(record)
         assert title["name"] == path.stem
-        assert title["model"]
-        assert title["machine"]
-        assert title["date"]
-        for _, line in lines:
-            assert "tokens" not in line
-            seen[path.stem].update({name: len(v) for name, v in line.items() if type(v) is list})
-    assert seen["preemption"]["preempted"] >= 2
-    assert seen["preemption"]["evicted"] >= 10
-    assert seen["h200"]["new"] == 256
+        assert title["model"] and title["machine"] and title["date"]
+        assert not any("tokens" in line for _, line in lines)
+        requests[path.stem] = sum(len(line.get("new", ())) for _, line in lines)
+    assert requests["h200"] == 256
     assert sum(path.stat().st_size for path in RECORDS) <= 350_000
 
 
