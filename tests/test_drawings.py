@@ -53,6 +53,11 @@ def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
         draw.draw_replay(first)
 
 
+TWO_REQUESTS = f"""\
+{{"event": "snapshot", "version": {VERSION}, "num_blocks": 8, "committed": [6], "idle": [6], \
+"requests": [{{"r": 1, "table": [0, 1]}}, {{"r": 2, "table": [0, 2]}}]}}"""
+
+
 def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
     """Some steps and some blocks: each column has the last ones, and each block its owners."""
     from matplotlib.axes import Axes
@@ -62,11 +67,9 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
     monkeypatch.setattr(Axes, "imshow", lambda self, image, **options: images.append(image))
     for name, value in {"MAX_COLUMNS": 8, "MAX_ROWS": 4, "PARTS": 8}.items():
         monkeypatch.setattr(draw, name, value)
-    snapshot = {"event": "snapshot", "version": VERSION, "num_blocks": 8, "committed": [6]}
-    snapshot |= {"idle": [6], "requests": [{"r": 1, "table": [0, 1]}, {"r": 2, "table": [0, 2]}]}
     record = tmp_path / "x.jsonl"
-    steps = [{"event": "step", "step": i} for i in range(50)]
-    record.write_text("".join(f"{json.dumps(line)}\n" for line in [snapshot, *steps]))
+    steps = [f'{{"event": "step", "step": {i}}}' for i in range(50)]
+    record.write_text("\n".join([TWO_REQUESTS, *steps, ""]))
     assert draw.draw_replay(record)["steps"] == 50
     (image,) = images
     assert len(image) == 8

@@ -123,11 +123,6 @@ def test_a_draft_leaves_the_blocks_that_requests_must_grow_into():
 # Engines
 
 
-def speculating(attention="cpu") -> Engine:
-    sizes = {"num_blocks": 100, "max_num_seqs": 4, "token_budget": 32}
-    return new_engine(trained_model(), speculate=True, attention=attention, **sizes)
-
-
 # a draft, as ids -> how many of them may come after the "a" that has come
 ALLOWED = """
                     -> 0
@@ -158,9 +153,11 @@ def test_a_draft_is_cut_where_its_grammar_forbids_it(tmp_path, monkeypatch):
 def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces(attention):
     """With torch's operators answers are hardly ever others, if not to the bit the same."""
     prompt = [5, 6, 7, 8] * 5
-    plain = new_engine(trained_model(), attention=attention)
+    plain, engine = (
+        new_engine(trained_model(), attention=attention, speculate=speculate, num_blocks=100)
+        for speculate in (False, True)
+    )
     [answer] = plain.generate([prompt], greedy(40), progress=False)
-    engine = speculating(attention)
     engine.add_request("a", prompt, greedy(40))
     outputs = finish(engine)
     assert tokens_of(outputs, "a") == answer
@@ -171,11 +168,10 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces(attent
     assert engine.num_steps == plain.num_steps - stats["right"]
 
 
-@needs_compiler
 def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
     """Would catch: a text that ends with an error because of a token that it does not have."""
-    monkeypatch.setattr(GrowingText, "guess", lambda text, most: [28] * most)
-    engine = speculating()
+    monkeypatch.setattr(GrowingText, "guess", lambda text, most: [0] * most)
+    engine = padded(speculate=True)
     wait_for = engine.runner.wait_for
 
     def wait_for_broken(launched):
@@ -185,9 +181,8 @@ def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
         return tokens
 
     engine.runner.wait_for = wait_for_broken
-    params = SamplingParams(0.0, max_tokens=9, ignore_eos=True, logit_bias={28: -100.0})
-    [answer] = engine.generate([[5, 6, 7, 8]], params, progress=False)
-    assert len(answer) == 9 and 28 not in answer
+    engine.add_request("r", [5, 6, 7, 8], greedy(9))
+    assert finish(engine)[-1].finish_reason == "length"
     assert engine.stages["drafts"].num_guessed > 9
 
 
