@@ -29,7 +29,7 @@ from engine import grammar as grammar_module
 from engine.drafts import GrowingText
 from engine.engine import Engine, Output
 from engine.grammar import Compiled, CompileQueue, Constraints, Grammar, Grammars, Refused, soon
-from engine.matcher import COUNT
+from engine.matcher import COUNT, TOO_LARGE
 from engine.process import handle_message, queue_output
 from engine.step import Answer, Step
 from model import GPT, GPTConfig
@@ -461,7 +461,8 @@ def test_hostile_grammars_are_served_or_refused(grammars, name):
     if reason:
         with pytest.raises(ValueError) as refusal:
             grammars.compile(kind, text)
-        assert reason in str(refusal.value)
+        is_late = name in LARGE and TOO_LARGE in str(refusal.value)
+        assert is_late or reason in str(refusal.value)
         assert len(str(refusal.value)) < 600
     else:
         grammar = grammars.compile(kind, text).copy()
