@@ -222,15 +222,6 @@ class Caller(Client):
 # The engine
 
 
-def fake_score(token: int, n: int, logprob: float = -2.0) -> list:
-    """
-    A token's log-probability, and the likeliest n tokens: the first is the next one, and each of
-    the others half as likely as the one before.
-    """
-    ids = [(token + i) % 257 for i in range(1, n + 1)]
-    return [logprob, ids, [-float(i) for i in range(1, n + 1)]]
-
-
 class Engine:
     """The engine, as the client sees it: the test reads what it heard and speaks for it."""
 
