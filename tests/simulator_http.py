@@ -72,7 +72,7 @@ def as_bytes(call: dict, is_last: bool) -> bytes:
     if "type" in call:
         headers["Content-Type"] = call["type"]
     body = call.get("body") or call.get("raw", "").encode()
-    return request("POST" if body else "GET", call["path"], body, **headers)
+    return request(call["path"], body, **headers)
 
 
 class Caller(Client):

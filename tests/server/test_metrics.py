@@ -182,7 +182,7 @@ def test_calls_that_do_not_end_well(house, watched, stream):
     refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
     watched.expect(f"{refused}request_success:error 1\n")
     half = house.connect()
-    half.send(request("POST", "/v1/completions", {"prompt": "a"})[:-1])
+    half.send(request("/v1/completions", {"prompt": "a"})[:-1])
     half.hang_up()
     watched.expect("")
 
@@ -209,14 +209,14 @@ def test_each_refusal_counts_once_by_its_status():
         watched = Watched(house)
         for status, (method, path, body, headers) in REFUSALS.items():
             for _ in range(2):
-                caller = house.call(method, path, body, **(key | headers))
-                assert caller.answer().status == status
+                caller = house.call(path, body, method, **(key | headers))
+                assert caller.status == status
                 caller.hang_up()
             watched.expect(f"pagedgpt:requests_refused:{status} 2\n")
         house.connect().send(b"this is no HTTP\r\n\r\n")
         watched.expect("pagedgpt:requests_refused:400 1\n")
         for _ in range(2):  # a full queue, and a deadline
-            house.call("POST", "/v1/completions", {"prompt": [1]}, **key)
+            house.call("/v1/completions", {"prompt": [1]}, **key)
         watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
         watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
