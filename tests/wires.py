@@ -3,7 +3,7 @@ The HTTP side on a clock that the tests turn: no sockets, no threads, no sleepin
 
     with House("--max-queue", "2") as house:
         caller = house.call("/v1/completions", {"prompt": "ab", "max_tokens": 3})
-        house.engine.step({"0": b"xyz"}, "length")
+        house.engine.step(b"xyz", "length")
         assert caller.status == 200
         house.clock.run(30)                    # seconds, at once
 
@@ -231,6 +231,11 @@ class Caller(Client):
         return self.answer.json
 
     @property
+    def choice(self) -> dict:
+        (only,) = self.json["choices"]
+        return only
+
+    @property
     def refusal(self) -> tuple:
         return self.answer.refusal
 
@@ -287,17 +292,25 @@ class Engine:
 
     def step(
         self,
-        tokens: dict[str, bytes] | None = None,
+        tokens: dict[str, bytes] | bytes | list[int] | None = None,
         finish: str | None = None,
         cached: int = 0,
         **stats,
     ):
         """
-        A step that brings each request these bytes, or lists of token ids; `finish` is of all of
-        them.
+        A step that brings each request these bytes, or lists of token ids; without ids, all that
+        wait for the engine. `finish` is of all of them.
         """
+        if isinstance(tokens, bytes | list):
+            tokens = dict.fromkeys(self.house.choices, tokens)
         rows = [[id, list(data), finish, cached, None, None] for id, data in (tokens or {}).items()]
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
+
+    def steps(self, tokens: list[int], size: int, finish: str):
+        """Steps that bring so many tokens each, until all have come."""
+        for start in range(0, len(tokens), size):
+            is_last = start + size >= len(tokens)
+            self.step(tokens[start : start + size], finish if is_last else None)
 
     def die(self):
         """Its end of the link is closed."""

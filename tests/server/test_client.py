@@ -194,7 +194,7 @@ def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
     """The last rows of a slow link were lost half a second later."""
     caller = house.ask()
     house.clock.call_soon(client.transport.pause_reading)
-    house.engine.step({"0": b"x"}, "length")
+    house.engine.step(b"x", "length")
     house.engine.die()
     house.clock.run(1)
     assert not caller.said

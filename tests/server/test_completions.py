@@ -73,7 +73,7 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
     fields = json.loads(fields)
     caller = call(chat, **fields)
     end = [256] if finish == "stop" else []
-    chat.engine.step({"0": [*text.encode(), *end]}, finish, cached=4)
+    chat.engine.step([*text.encode(), *end], finish, cached=4)
     name = fields["request_id"]
     head = {"id": f"{name}-{name}", "model": "fake", "created": int(chat.clock.clock.time())}
     assert caller.json == head | json.loads(expected)
@@ -187,6 +187,6 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
         score = [-2.0, [], []]
         row = [id, [120], "length", 0, [score], [score] * 2]
         house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
-        logprobs = caller.json["choices"][0]["logprobs"]
+        logprobs = caller.choice["logprobs"]
         assert logprobs["tokens"][:2] == [end, "h"]
         assert logprobs["text_offset"][:3] == [0, 0, 1]

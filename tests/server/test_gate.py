@@ -262,7 +262,7 @@ def test_pages_of_allowed_origins_are_served(locked, origin):
         404: locked.call("/nowhere", **keyed),
         200: first,
     }
-    locked.engine.step(dict.fromkeys(locked.choices, b"x"), "length")
+    locked.engine.step(b"x", "length")
     for status, caller in callers.items():
         answer = caller.answer
         assert answer.status == status
@@ -358,7 +358,7 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
     seed = house.engine.of("add")[0]["params"]["seed"]
     assert logged() == []
     house.clock.run(1.5)
-    house.engine.step({"0": b"x"}, "length")
+    house.engine.step(b"x", "length")
     house.call("/v1/completions", {"prompt": 3}, X_Request_Id="mine")
     house.call(f"/v1/x%0d%0a{'x' * 300}")
     done, refused, missing = logged()
@@ -508,9 +508,9 @@ def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_termi
         house.call("/events", method="HEAD")
         house.call("/tokenize", {"prompt": "a"})
         house.ask()
-        house.engine.step({"0": b"xy"}, "length")
+        house.engine.step(b"xy", "length")
         house.ask()
-        house.engine.step({"1": b"x"}, "length")
+        house.engine.step(b"x", "length")
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     if not is_terminal:
         calls = [json.loads(line) for line in lines]

@@ -62,7 +62,7 @@ def test_the_numbers_of_one_request(house, watched):
     """First token after 3 s, two more 0.5 s later (0.25 s each), the last after another second."""
     house.ask("abcde", max_tokens=40)
     house.clock.run(3)
-    house.engine.step({"0": b"x"})
+    house.engine.step(b"x")
     watched.expect(
         """\
 generation_tokens 1
@@ -71,10 +71,10 @@ time_to_first_token_seconds_count 1 3
 """
     )
     house.clock.run(0.5)
-    house.engine.step({"0": b"yz"})
+    house.engine.step(b"yz")
     watched.expect("generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n")
     house.clock.run(1)
-    house.engine.step({"0": b"!"}, "length")
+    house.engine.step(b"!", "length")
     watched.expect(
         """\
 e2e_request_latency_seconds_count 1 4.5
@@ -134,7 +134,7 @@ request_success:stop 1
 time_to_first_token_seconds_count 1 3
 """
     )
-    house.engine.step({"1": b"xy"}, "length")
+    house.engine.step(b"xy", "length")
     watched.expect(
         """\
 e2e_request_latency_seconds_count 1 3
@@ -153,7 +153,7 @@ time_to_first_token_seconds_count 1 3
 def test_a_stop_string_counts_no_token_after_it(house, watched):
     """They were generated, so they count as work; the answer's length is what is charged for."""
     house.ask("ab", max_tokens=9, stop="yz")
-    house.engine.step({"0": b"xyzab"})
+    house.engine.step(b"xyzab")
     moved = watched.moved()
     assert "\ngeneration_tokens 5\n" in moved
     assert "\nrequest_generation_tokens_count 1 3\n" in moved
@@ -176,7 +176,7 @@ def test_calls_that_do_not_end_well(house, watched, stream):
     house.engine.say(error | {"id": "2"})
     watched.expect("pagedgpt:requests_refused:400 1\nrequest_success:error 2\n")
     house.ask(stream=stream)
-    house.engine.step({"3": b"x"})
+    house.engine.step(b"x")
     watched.moved()
     house.engine.say(error | {"id": "3"})
     refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
@@ -303,9 +303,9 @@ def test_buckets_are_vllms(house):
     """Its boards and rules ask for its bounds; there are finer ones beside them."""
     house.ask("a" * 5, max_tokens=20)
     house.clock.run(2.5)
-    house.engine.step({"0": b"x"})
+    house.engine.step(b"x")
     house.clock.run(5)
-    house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
+    house.engine.step(b"y", "length", waited=[0.3], prefilled=[480])
     samples = shown(house)
     for bounds, vllms in ((metrics.SECONDS, VLLMS_SECONDS), (metrics.LENGTHS, VLLMS_LENGTHS)):
         assert bounds == sorted(set(bounds))

@@ -42,7 +42,7 @@ def call(house, **fields):
 def told(caller, stream: bool) -> dict:
     """What the client was told: a message, whole or put together of deltas, and the reason."""
     if not stream:
-        (choice,) = caller.json["choices"]
+        choice = caller.choice
         return choice["message"] | {"reason": choice["finish_reason"]}
     *events, _ = caller.events
     message = {"content": None, "reason": events[-1]["choices"][0]["finish_reason"]}
@@ -101,10 +101,7 @@ def test_thoughts_are_a_field_of_their_own(row, kind, stream, tmp_path):
     with house_of(tmp_path, kind) as house:
         for size in (1, 3, 200):
             caller = call(house, **fields)
-            for start in range(0, len(tokens), size):
-                is_last = start + size >= len(tokens)
-                step = tokens[start : start + size] + [256] * (is_last and finish == "stop")
-                house.engine.step(dict.fromkeys(house.choices, step), finish if is_last else None)
+            house.engine.steps(tokens + [256] * (finish == "stop"), size, finish)
             message = told(caller, stream)
             assert message.get("reasoning") == message.get("reasoning_content") == thought
             assert (message["content"], message["reason"]) == (said, reason)
@@ -159,7 +156,7 @@ def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
     with house_of(tmp_path, "plain", "--reasoning", "off") as house:
         caller = call(house, response_format={"type": "json_object"})
         assert "before" not in house.engine.added["grammar"]
-        house.engine.step({"0": with_tokens("<think>hm</think>5", KINDS["plain"])}, "length")
+        house.engine.step(with_tokens("<think>hm</think>5", KINDS["plain"]), "length")
         assert told(caller, False)["content"] == "<think>hm</think>5"
 
 
@@ -200,7 +197,7 @@ def test_markers_that_mark_nothing_are_hidden_where_they_are_control_tokens(tmp_
     ):
         with house_of(tmp_path, kind) as house:
             caller = call(house, skip_special_tokens=skips)
-            house.engine.step({"0": with_tokens(text, KINDS[kind])}, "length")
+            house.engine.step(with_tokens(text, KINDS[kind]), "length")
             assert told(caller, False)["content"] == said
 
 

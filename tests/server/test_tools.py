@@ -171,8 +171,8 @@ def test_auto_needs_a_template_with_tags(tmp_path):
             caller = call(house, tool_choice=choice)
             assert prompt_of(house) == "hello"
             line = '{"name": "weather", "arguments": {"city": "x"}}\n'
-            house.engine.step({house.engine.added["id"]: [*line.encode(), 256]}, "stop")
-            (called,) = caller.json["choices"][0]["message"]["tool_calls"]
+            house.engine.step([*line.encode(), 256], "stop")
+            (called,) = caller.choice["message"]["tool_calls"]
             assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
 
 
@@ -406,10 +406,8 @@ def test_a_whole_answer_has_its_calls(kind, row):
     kind, house = kind
     text, content, expected = parsed(row)
     caller = call(house)
-    house.engine.step(
-        {house.engine.added["id"]: with_tokens(spelled(text), MARKERS[kind])}, "length"
-    )
-    (choice,) = caller.json["choices"]
+    house.engine.step(with_tokens(spelled(text), MARKERS[kind]), "length")
+    choice = caller.choice
     message = choice["message"]
     calls = message.pop("tool_calls", [])
     assert choice["finish_reason"] == "length"
@@ -469,10 +467,10 @@ def test_arguments_come_as_they_are_written(house):
     seen = []
     text = 'hi|<tool_|call>\n{"name": "weather", |"arguments": {"ci|ty": "x"}|}\n'
     for piece in text.split("|"):
-        house.engine.step({house.engine.added["id"]: piece.encode()})
+        house.engine.step(piece.encode())
         seen.append(len(caller.events))
     assert seen == [2, 2, 2, 4, 5, 6]
-    house.engine.step({house.engine.added["id"]: [*b"</tool_call>", 256]}, "stop")
+    house.engine.step([*b"</tool_call>", 256], "stop")
     deltas = [event["choices"][0]["delta"] for event in caller.events[:-1]]
     (first,) = deltas[2]["tool_calls"]
     function = {"name": "weather", "arguments": ""}
@@ -496,11 +494,8 @@ def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
     if (stop, tool_choice) == ("<", "auto"):
         return  # it ends the text, before there is a call
     caller = call(house, tool_choice=tool_choice, stop=stop)
-    tokens = [*ONE.encode(), 256]
-    for start in range(0, len(tokens), size):
-        new = tokens[start : start + size]
-        house.engine.step({house.engine.added["id"]: new}, "stop" if 256 in new else None)
-    [choice] = caller.json["choices"]
+    house.engine.steps([*ONE.encode(), 256], size, "stop")
+    choice = caller.choice
     expected = [["weather", '{"city": "x"}']]
     assert names_and_arguments(choice["message"]["tool_calls"]) == expected
     assert choice["stop_reason"] is None
@@ -515,8 +510,8 @@ def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
         house.engine.step({house.engine.added["id"]: tokens[start : start + size]})
     is_token = "<tool_call>" in MARKERS[kind]
     if is_token:
-        house.engine.step({house.engine.added["id"]: [256]}, "stop")
-    [choice] = caller.json["choices"]
+        house.engine.step([256], "stop")
+    choice = caller.choice
     assert choice["message"]["content"] == ("a" if is_token else "")
     assert ("tool_calls" in choice["message"]) == is_token
 
@@ -540,7 +535,7 @@ def test_stop_strings_end_the_text_before_calls(house, size):
     text = f"I call now {ONE}".encode()
     for start in range(0, len(text), size):
         house.engine.step({house.engine.added["id"]: text[start : start + size]})
-    [choice] = caller.json["choices"]
+    choice = caller.choice
     assert choice["message"] == {"role": "assistant", "content": "I call"}
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " now")
 
@@ -564,7 +559,7 @@ def test_the_reason_of_an_end_with_calls(house, row, stream):
     tool_choice = json.loads(tool_choice.replace("NAMED", json.dumps(NAMED)))
     caller = call(house, tool_choice=tool_choice, stream=stream)
     end = [256] if finish == "stop" else []
-    house.engine.step({house.engine.added["id"]: [*spelled(text).encode(), *end]}, finish)
+    house.engine.step([*spelled(text).encode(), *end], finish)
     last = caller.events[-2] if stream else caller.json
     assert last["choices"][0]["finish_reason"] == reason
     assert house.service.metrics.finished[finish]._value.get() == 1
@@ -609,7 +604,7 @@ def patient(tmp_path_factory):
 def status_of(house, body: str) -> int:
     """The status of the answer to a chat."""
     caller = house.call("/v1/chat/completions", body.encode())
-    house.engine.step(dict.fromkeys(house.choices, b"x"), "length")
+    house.engine.step(b"x", "length")
     caller.hang_up()
     answer = caller.answer
     assert answer.status in (200, 400), answer.body
