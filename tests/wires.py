@@ -312,6 +312,11 @@ class Engine:
             is_last = start + size >= len(tokens)
             self.step(tokens[start : start + size], finish if is_last else None)
 
+    def fail(self, message="no", id: str | None = None, kind: str = "invalid", **more):
+        """An error of a request, or else of the one that it was sent last."""
+        error = {"op": "error", "id": id or self.added["id"], "message": message, "kind": kind}
+        self.say(error | more)
+
     def die(self):
         """Its end of the link is closed."""
         self.sock.close()

@@ -34,10 +34,6 @@ def aborted(house) -> list[str]:
     return [message["id"] for message in house.engine.of("abort")]
 
 
-def fail(house, id: str, kind: str = "internal"):
-    house.engine.say({"op": "error", "id": id, "message": f"it is {kind}", "kind": kind})
-
-
 # --------------------------------------------------------------------------------------------------
 # How much at once
 
@@ -293,8 +289,8 @@ def test_an_error_ends_a_stream_that_had_begun(house):
     """And the other choices of the call; no [DONE] follows."""
     caller = house.ask(n=2, stream=True, max_tokens=9)
     house.engine.step({"0": b"x"})
-    fail(house, "0.1")
-    error = {"message": "it is internal", "type": "server_error", "param": None, "code": None}
+    house.engine.fail(id="0.1", kind="internal")
+    error = {"message": "no", "type": "server_error", "param": None, "code": None}
     assert caller.events[1:] == [{"error": error}]
     assert caller.said.endswith("\r\n0\r\n\r\n")
     assert aborted(house) == ["0", "0.1"]
@@ -306,7 +302,7 @@ def test_a_refusal_of_the_engine_becomes_its_status(house, stream):
     kinds = {"invalid": (400, None), "other": (500, None)}
     for number, (kind, expected) in enumerate(kinds.items()):
         caller = house.ask(["a", "b"], stream=stream)
-        fail(house, str(2 * number + 1), kind)
+        house.engine.fail(f"it is {kind}", str(2 * number + 1), kind)
         assert caller.refusal == (*expected, f"it is {kind}")
         assert not house.choices
 

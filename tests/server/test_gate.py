@@ -382,7 +382,7 @@ def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
     callers = [house.ask("secret"), house.ask(stream=True), house.connect(), house.ask(stream=True)]
     callers[2].send(ASK[:-3])
     house.engine.step({"1": b"x", "2": b"x"})
-    house.engine.say({"op": "error", "id": "2", "message": "the step failed", "kind": "internal"})
+    house.engine.fail("the step failed", "2", "internal")
     for caller in callers[:3]:
         caller.hang_up()
     house.connect().send(b"this is no HTTP\r\n\r\n")
@@ -446,9 +446,7 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
         path = f"/v1/{path}" if "compl" in path else f"/{path}"
         caller = house.call(path, body.encode())
         for added in house.engine.of("add"):
-            refusal = {"op": "error", "id": added["id"], "kind": "invalid"}
-            message = f"this grammar cannot be served: {added['grammar']}"
-            house.engine.say(refusal | {"message": message})
+            house.engine.fail(f"this grammar cannot be served: {added['grammar']}", added["id"])
         assert caller.status in (400, 404)
     (line,) = logged()
     assert line["error"]

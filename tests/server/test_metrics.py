@@ -172,13 +172,12 @@ def test_calls_that_do_not_end_well(house, watched, stream):
     caller.hang_up()
     watched.expect("request_success:abort 2\n")
     house.ask(["ab", "c"], stream=stream)
-    error = {"op": "error", "message": "no", "kind": "invalid"}
-    house.engine.say(error | {"id": "2"})
+    house.engine.fail(id="2")
     watched.expect("pagedgpt:requests_refused:400 1\nrequest_success:error 2\n")
     house.ask(stream=stream)
     house.engine.step(b"x")
     watched.moved()
-    house.engine.say(error | {"id": "3"})
+    house.engine.fail(id="3")
     refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
     watched.expect(f"{refused}request_success:error 1\n")
     half = house.connect()

@@ -165,8 +165,7 @@ def test_a_tool_that_is_not_served_leaves_room_for_thoughts(tmp_path):
     with house_of(tmp_path, "control") as house:
         call(house, tools=TOOLS)
         (first,) = house.engine.of("add")
-        refusal = {"op": "error", "id": first["id"], "message": "no", "kind": "invalid"}
-        house.engine.say(refusal | {"tools": [0]})
+        house.engine.fail(tools=[0])
         again = house.engine.added["grammar"]
         assert again["text"] != first["grammar"]["text"]
         assert again["before"] == first["grammar"]["before"]

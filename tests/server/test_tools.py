@@ -195,13 +195,7 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
         ({"tools": [], "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ):
         caller = call(house, **fields, stream=True)
-        refusal = {
-            "op": "error",
-            "id": house.engine.added["id"],
-            "message": "no",
-            "kind": "invalid",
-        }
-        house.engine.say(refusal)
+        house.engine.fail()
         answer = caller.answer
         assert answer.status == 400
         assert (answer.error["message"], answer.error["param"]) == ("no", name)
@@ -217,8 +211,7 @@ def test_the_largest_tools_fit_into_a_message(house):
 
 def refuse(house, *numbers: int):
     """As the engine does where these tools have schemas that are not served."""
-    error = {"op": "error", "id": house.engine.added["id"], "kind": "invalid", "tools": numbers}
-    house.engine.say(error | {"message": "this grammar cannot be served: no"})
+    house.engine.fail("this grammar cannot be served: no", tools=numbers)
 
 
 @pytest.mark.parametrize("stream", [False, True])
