@@ -7,8 +7,8 @@ import json
 from collections import Counter
 from types import SimpleNamespace
 
-from scripted_engine import EOS, Violation, logprob_of, script
-from wires import Answer
+from scripted_engine import script
+from wires import EOS, Answer
 
 from server.gate import LINGER_SECONDS, UNLOGGED_PATHS
 
@@ -57,7 +57,7 @@ def one_expected(body: dict, said: list[int]) -> Expected:
         if token == EOS and not body.get("ignore_eos"):
             ends["finish_reason"] = "stop"
             break
-    logprobs = None if body.get("logprobs") is None else [*map(logprob_of, tokens)]
+    logprobs = None if body.get("logprobs") is None else [-float(token) for token in tokens]
     return Expected(text=text, num_tokens=len(tokens), logprobs=logprobs, **ends)
 
 
@@ -79,8 +79,7 @@ def parse_answer(answer: Answer, call: dict) -> SimpleNamespace:
     for event in events[:-1]:  # what is behind the last blank line has not all come
         if event.startswith(": "):
             continue
-        if said.is_over:
-            raise Violation(f"call {call['id']}: something comes after the end: {event!r}")
+        assert not said.is_over, f"call {call['id']}: something comes after the end: {event!r}"
         data = event.removeprefix("data: ")
         if data == "[DONE]":
             said.is_over = True
@@ -99,8 +98,7 @@ def read_chunk(said: SimpleNamespace, chunk: dict):
         so_far = said.choices.setdefault(
             index, Expected(text="", finish_reason=None, stop_reason=None, logprobs=[])
         )
-        if so_far.finish_reason is not None:
-            raise Violation(f"choice {index} goes on after its end")
+        assert so_far.finish_reason is None, f"choice {index} goes on after its end"
         so_far.text += choice["text"]
         so_far.finish_reason = choice["finish_reason"]
         so_far.stop_reason = choice["stop_reason"]
@@ -121,7 +119,7 @@ class Judge:
         self.jobs = [job for job in world.jobs if job.call_id == f"r{call['id']}"]
 
     def wrong(self, what: str):
-        raise Violation(f"call {self.call['id']}: {what}")
+        raise AssertionError(f"call {self.call['id']}: {what}")
 
     def check(self):
         answer = self.answer
@@ -307,9 +305,8 @@ class Books:
 
     def expect(self, name: str, expected: float, label: str | None = None):
         count = self.values.get((name, label), 0)
-        if count != expected:
-            what = f"{name} {label or ''}".strip()
-            raise Violation(f"The HTTP process counts {what} as {count}, expected {expected}")
+        what = f"{name} {label or ''}".strip()
+        assert count == expected, f"The HTTP process counts {what} as {count}, expected {expected}"
 
     def check(self):
         choices = [choice for job in self.world.jobs for choice in job.choices]

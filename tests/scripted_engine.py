@@ -8,21 +8,17 @@ import functools
 import random
 import zlib
 from collections import Counter
-from unittest import mock
+from types import SimpleNamespace
 
-from simulated_device import HostTokens, NoModel
+from simulated_device import HostTokens, NoModel, SimulatedDevice
 from virtual import Socket
-from wires import EOS, fake_score
+from wires import EOS
 
-from engine import engine, process
-from engine.device import Launched, PackedPlan
+from engine import process
+from engine.device import Launched
+from engine.engine import Engine
 from engine.link import Link
-from ops.inputs import StepShape
 from params import NO_TOKEN, Settings
-
-
-class Violation(AssertionError):
-    """A rule is broken."""
 
 
 @functools.lru_cache(10_000)
@@ -41,89 +37,53 @@ def call_of(prompt: list[int]) -> int:
     return int(bytes(prompt).decode().rpartition("~")[2].partition(".")[0])
 
 
-def logprob_of(token: int) -> float:
-    """It tells tokens apart."""
-    return -0.5 - token
-
-
-class Runner:
+class ScriptedDevice(SimulatedDevice):
     """
-    Knows each request's next token, without a model. `fault` is what goes wrong at the next step
-    that can.
+    Says what is in the script; its logits are of no text. `fault` is what goes wrong at the next
+    step that can, and the calls that it may end are put into `failed`.
     """
 
-    def __init__(self, world):
-        self.world = world
+    def __init__(self, *args, failed: set[int]):
+        super().__init__(*args)
+        self.failed = failed
         self.fault = ""
 
-    def launch(self, plan):
-        self.fail("launch", plan)
-        tokens = {}
-        for request in plan.sampled:
+    def run_batch(self, packed):
+        self.fail("launch", packed.plan)
+        done = SimpleNamespace(synchronize=lambda: self.fail("collect", packed.plan))
+        tokens = HostTokens([0] * (packed.shape.n + packed.shape.C))
+        launched = Launched(packed, tokens, [b""] * len(tokens), None, done=done)
+        for request, place in launched.place_of().items():
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
-            tokens[request] = [said[len(request.generated_tokens)]]
-        n = len(plan.decodes)
-        shape = StepShape(n, 0, 0)  # all that the scores read
-        places = range(n, len(plan.sampled))
-        return Launched(PackedPlan(plan, shape, places, None), tokens, None, None)
-
-    def send(self, launched):
-        pass
-
-    def wait_for(self, launched):
-        plan = launched.packed.plan
-        self.fail("collect", plan)
-        tokens = launched.tokens
-        if self.fault == "logits" and tokens:
-            self.has_failed(plan.sampled[:1])
-            tokens[plan.sampled[0]] = [NO_TOKEN]
-        return tokens
-
-    def sampled_logprobs(self, launched, places, most):
-        sampled = launched.packed.plan.sampled
-        chosen = [launched.tokens[sampled[i]][0] for i in places]
-        scores = [fake_score(token, most, logprob_of(token)) for token in chosen]
-        return [HostTokens(column) for column in zip(*scores, strict=True)]
+            is_broken = self.fails("logits", [request])
+            tokens[place] = NO_TOKEN if is_broken else said[len(request.generated_tokens)]
+        return launched
 
     def fail(self, where: str, plan):
-        if self.fault == where:
-            self.has_failed(plan.decodes + [request for request, _ in plan.chunks] + plan.admitted)
+        if self.fails(where, [request for request, _ in plan.work] + plan.admitted):
             raise RuntimeError("planned")
 
-    def has_failed(self, requests: list):
+    def fails(self, where: str, requests: list) -> bool:
+        if self.fault != where:
+            return False
         self.fault = ""
-        self.world.failed |= {call_of(request.prompt_tokens) for request in requests}
-
-    def fill_rows(self, *requests):
-        pass
+        self.failed |= {call_of(request.prompt_tokens) for request in requests}
+        return True
 
 
-class ScriptedEngine(engine.Engine):
-    """The real engine, which counts the delays of its stats, with the runner above."""
+class ScriptedEngine(Engine):
+    """The real engine, which counts the delays of its stats."""
 
     def __init__(self, world):
-        settings = {"block_size": 4}
-        for name in ("num_blocks", "max_num_seqs", "token_budget", "overlap"):
-            settings[name] = world.settings[name]
+        names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
+        settings = Settings(block_size=4, **{name: world.settings[name] for name in names})
         self.num_delays = Counter()
-        runner = Runner(world)  # and its device
-        both = {name: lambda *args: runner for name in ("Device", "Runner")}
-        with mock.patch.multiple(engine, **both):
-            model = NoModel(257, 4 * settings["num_blocks"], (EOS,))
-            super().__init__(model, Settings(**settings))
+        super().__init__(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
 
     def stats(self) -> dict:
         stats = super().stats()
         self.num_delays.update({name: len(stats[name]) for name in self.delays})
         return stats
-
-    def assert_idle(self):
-        for name in ("requests", "promised"):
-            if getattr(self, name):
-                raise Violation(f"the engine is idle, but has {name} {getattr(self, name)}")
-        num_free = self.scheduler.block_allocator.num_free
-        if num_free != self.num_blocks or not self.scheduler.is_done():
-            raise Violation("the engine is idle, but blocks are still held")
 
 
 class EngineProcess:
@@ -200,15 +160,13 @@ class EngineProcess:
         for choices in self.engine.promised.values():
             mine |= {choice.id for choice in choices}
         waiting = http.choices.keys()
-        if mine - waiting:
-            raise Violation(f"the engine works at {mine - waiting}, for which nobody waits")
+        assert mine <= waiting, f"the engine works at {mine - waiting}, for which nobody waits"
         is_behind = link.rows or link.messages or link.unsent
         if is_behind or theirs.arrived or http.unread:
             return  # nor has the HTTP process
-        if waiting - mine:
-            raise Violation(
-                f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
-            )
+        assert waiting <= mine, (
+            f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
+        )
 
     def stall(self, seconds: float):
         self.stalled_until = self.loop.time() + seconds

@@ -11,11 +11,10 @@ layout of a step's inputs, padding, which tokens are sampled) is the real runner
     engine = simulated_engine(num_blocks=8)          # for tests of single rules
     answer(prompt, max_tokens, stops, key, V)        # and the right answer
 
-The simulator (simulator.py) plays random lives with it. scripted_engine.py has no slots at all: it
-is about what the server makes of tokens.
+The simulator (simulator.py) plays random lives with it. scripted_engine.py has another run of a
+step, without slots: it is about what the server makes of tokens.
 """
 
-from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 from zlib import crc32
@@ -338,25 +337,6 @@ class NoModel:
 
     def parameters(self):
         return [self.wte.weight]
-
-
-class Clock:
-    """In place of the module `time`: it stands still until a test moves it."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
-
-
-@contextmanager
-def simulated(clock: Clock, build=SimulatedDevice):
-    """Inside, `Engine` takes its time from `clock`, and its device from `build`."""
-    with mock.patch.multiple(engine_module, time=clock, Device=build):
-        yield
 
 
 # --------------------------------------------------------------------------------------------------

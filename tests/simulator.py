@@ -44,7 +44,6 @@ from params import Settings
 from test_paged import reachable_requests
 from tests.shrink import shrink
 from tests.simulated_device import (
-    Clock,
     NoModel,
     SimulatedDevice,
     answer,
@@ -52,9 +51,9 @@ from tests.simulated_device import (
     score,
     scores_of,
     seen,
-    simulated,
 )
 from tests.swarm import a_life, longest_text, simpler
+from tests.virtual import Clock
 
 # --------------------------------------------------------------------------------------------------
 # The truth about a text that a client waits for
@@ -203,8 +202,9 @@ class World:
         """Play all events. Returns how often what happened."""
         settings = self.settings
         guess = mock.patch.object(GrowingText, "guess", lambda *args: self.guess(*args))
-        runner = mock.patch.object(engine_module, "Runner", FaultyRunner)
-        with simulated(self.clock, partial(FaultyDevice, world=self)), runner, guess:
+        device = partial(FaultyDevice, world=self)
+        stand_ins = {"time": self.clock, "Device": device, "Runner": FaultyRunner}
+        with mock.patch.multiple(engine_module, **stand_ins), guess:
             while not self.is_over:
                 self.renew()
                 model = NoModel(self.V, settings["context"], tuple(self.eos), self.window)

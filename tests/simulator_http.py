@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 from http_draws import KEYS, draw
 from http_oracle import Books, Judge, prompts_of
-from scripted_engine import EngineProcess, Violation, call_of
+from scripted_engine import EngineProcess, ScriptedDevice, call_of
 from shrink import shrink
 from virtual import Listener, Loop, Socket, pair, selectors_of_memory
 from wires import TIMED, ByteTokenizer, Client, bytes_directory, read_answers, request
@@ -47,6 +47,7 @@ from engine.engine import Engine
 from server import answers, client, connection, gate
 from server import app as api
 from server import text as encoder
+from test_paged import assert_idle
 
 FLAGS = ("max_queue", "request_seconds", "client_seconds", "drain_seconds", "max_connections")
 QUIET_SECONDS = 30.0  # after the last event all may take so long, besides what settings allow
@@ -71,7 +72,7 @@ def as_bytes(call: dict, is_last: bool) -> bytes:
     if "type" in call:
         headers["Content-Type"] = call["type"]
     body = call.get("body") or call.get("raw", "").encode()
-    return request("POST" if body else "GET", call["path"], body, **headers)
+    return request(call["path"], body, **headers)
 
 
 class Caller(Client):
@@ -159,10 +160,9 @@ class Caller(Client):
         names = {f"r{call['id']}" for call in self.calls}
         since = self.world.now - 10 * self.world.settings["turn_seconds"]
         for choice in self.world.client.choices.values() if self.world.is_running else ():
-            if choice.job.call_id in names and choice.job.started <= since:
-                raise Violation(
-                    f"call {choice.job.call_id} is still in work, its client has left long ago"
-                )
+            assert choice.job.call_id not in names or choice.job.started > since, (
+                f"call {choice.job.call_id} is still in work, its client has left long ago"
+            )
 
 
 class World:
@@ -226,8 +226,7 @@ class World:
     def start_engine(self) -> tuple[EngineProcess, Socket]:
         ours, theirs = self.make_pair("link", False)
         self.engines.append(EngineProcess(self, theirs))
-        if len(self.engines) > 2:
-            raise Violation("an engine that dies for the second time is started again")
+        assert len(self.engines) <= 2, "an engine that dies for the second time is started again"
         return self.engines[-1], ours
 
     def log(self, event: str, **fields):
@@ -245,15 +244,14 @@ class World:
             asked["cache_salt"] = f"key {key}:{body.get('cache_salt', '')}"
             for name, value in asked.items():
                 sent = message["options"][name]
-                if sent != value:
-                    what = f"the engine gets {name} {sent!r}, wanted {value!r}"
-                    raise Violation(f"call {call['id']}: {what}")
-            if message["prompt"] not in prompts_of(call):
-                raise Violation(f"call {call['id']}: the engine gets another prompt")
+                what = f"the engine gets {name} {sent!r}, wanted {value!r}"
+                assert sent == value, f"call {call['id']}: {what}"
+            assert message["prompt"] in prompts_of(call), (
+                f"call {call['id']}: the engine gets another prompt"
+            )
         handle_message(running, link, message)
         count = len(running.requests) + sum(map(len, running.promised.values()))
-        if count > self.most:
-            raise Violation(f"the engine has {count} choices, at most {self.most}")
+        assert count <= self.most, f"the engine has {count} choices, at most {self.most}"
 
     # what happens
 
@@ -273,7 +271,7 @@ class World:
                 running.cannot_load()
             case "fail_step":
                 if running.engine:
-                    running.engine.runner.fault = event["where"]
+                    running.engine.device.fault = event["where"]
 
     def call(self, event: dict):
         for call in event["calls"]:
@@ -291,7 +289,7 @@ class World:
     # the run
 
     def run(self):
-        """Raises Violation."""
+        """Raises AssertionError."""
         with stand_ins(self):
             try:
                 self.play()
@@ -315,8 +313,8 @@ class World:
 
     def end_server(self, task: asyncio.Task):
         """It has come to its end by itself."""
-        if not task.cancelled() and task.exception():
-            raise Violation(f"the HTTP process ended by {task.exception()!r}")
+        error = not task.cancelled() and task.exception()
+        assert not error, f"the HTTP process ended by {error!r}"
         self.is_running = False
         self.ended_at = self.now
         for transport in self.loop.transports:
@@ -360,9 +358,8 @@ class World:
     def wait(self, seconds: float, is_over, what: str):
         self.loop.run(seconds, lambda: self.has_errors() or is_over())
         self.raise_errors()
-        if not is_over():
-            callers = [caller.calls[0]["id"] for caller in self.callers if caller.ended_at is None]
-            raise Violation(f"{what}: after {seconds:.0f} s the calls {callers} are open")
+        callers = [caller.calls[0]["id"] for caller in self.callers if caller.ended_at is None]
+        assert is_over(), f"{what}: after {seconds:.0f} s the calls {callers} are open"
 
     def rest(self, seconds: float):
         self.loop.run(seconds, self.has_errors)
@@ -370,16 +367,15 @@ class World:
 
     def has_errors(self) -> bool:
         count = len(self.client.choices)
-        if count > self.most:
-            raise Violation(f"{count} choices are in work, at most {self.most} may be")
+        assert count <= self.most, f"{count} choices are in work, at most {self.most} may be"
         return bool(self.loop.errors)
 
     def raise_errors(self):
         for context in self.loop.errors:
             error = context.get("exception")
-            if isinstance(error, Violation):
+            if isinstance(error, AssertionError):
                 raise error
-            raise Violation(f"nobody caught: {context['message']}: {error!r}") from error
+            raise AssertionError(f"nobody caught: {context['message']}: {error!r}") from error
 
     def is_quiet(self) -> bool:
         return self.num_happened == len(self.events) and all(
@@ -404,8 +400,9 @@ class World:
         for caller in callers:
             received = read_answers(caller.received)
             name = caller.calls[0]["id"]
-            if len(received) > len(caller.calls):
-                raise Violation(f"call {name}: {len(received)} answers, {len(caller.calls)} calls")
+            assert len(received) <= len(caller.calls), (
+                f"call {name}: {len(received)} answers, {len(caller.calls)} calls"
+            )
             for call, answer in itertools.zip_longest(caller.calls, received):
                 # after an answer that closes, a client has to send the next call again
                 if answer or not received or received[-1].headers.get("connection") != "close":
@@ -413,15 +410,14 @@ class World:
 
     def probe(self):
         """Now that all is quiet, a call is served again."""
-        self.engines[-1].engine.runner.fault = ""
+        self.engines[-1].engine.device.fault = ""
         # what full links hold is read first, a piece in a few turns
         pieces = self.settings["link_room"] / self.settings["link_piece"]
         self.rest(4 * pieces * self.settings["turn_seconds"])
         caller = self.ask(10_000)
         self.wait(5.0, self.is_quiet, "the server serves no call any more")
         (answer,) = read_answers(caller.received)
-        if answer.status != 200:
-            raise Violation(f"when all is quiet, a call is refused: {answer.body}")
+        assert answer.status == 200, f"when all is quiet, a call is refused: {answer.body}"
         self.callers.pop()
         self.rest(1.5)
 
@@ -435,7 +431,7 @@ class World:
     # what is left
 
     def check_idle(self):
-        self.engines[-1].engine.assert_idle()
+        assert_idle(self.engines[-1].engine)
         state = self.service.server.server_state
         lanes = self.service.encoder.lanes
         left = {
@@ -446,11 +442,9 @@ class World:
             "calls": state.tasks,
         }
         for name, value in left.items():
-            if value:
-                raise Violation(f"the HTTP process is idle, but has {name}: {value}")
+            assert not value, f"the HTTP process is idle, but has {name}: {value}"
         tasks = [task.get_coro().__qualname__ for task in asyncio.all_tasks(self.loop)]
-        if tasks != ["Service.run"]:
-            raise Violation(f"the HTTP process is idle, but runs {tasks}")
+        assert tasks == ["Service.run"], f"the HTTP process is idle, but runs {tasks}"
 
     def check_metrics(self):
         books = Books(self)
@@ -469,10 +463,10 @@ class World:
     def check_end(self):
         """The server was stopped, or its engine is gone for good."""
         late = self.ended_at - self.drained_at
-        if late > 3 * gate.LINGER_SECONDS + 3 + self.pause:
-            raise Violation(f"the HTTP process ends {late:.1f} s after it had to")
-        if self.client.choices:
-            raise Violation(f"the HTTP process has ended, but has {self.client.choices}")
+        assert late <= 3 * gate.LINGER_SECONDS + 3 + self.pause, (
+            f"the HTTP process ends {late:.1f} s after it had to"
+        )
+        assert not self.client.choices, f"the HTTP process has ended, but has {self.client.choices}"
 
 
 handle_message = serving_loop.handle_message  # the real one
@@ -498,7 +492,7 @@ def stand_ins(world: World):
         client: {"STALL_SECONDS": 1.0},
         engine_link: {"selectors": selectors_of_memory},
         connection: {"uuid": ids},
-        engine: {"time": clock},
+        engine: {"time": clock, "Device": partial(ScriptedDevice, failed=world.failed)},
         serving_loop: {"handle_message": world.handle_message},
         encoder: {"SHORT": 20},
         prometheus_client.metrics: {"time": clock},
@@ -519,7 +513,7 @@ def violation(settings: dict, events: list[dict]) -> str | None:
     """The rule that a run breaks, if it does."""
     try:
         World(settings, events).run()
-    except Violation as broken:
+    except AssertionError as broken:
         return str(broken)
 
 

@@ -256,7 +256,7 @@ class Watch:
 
 def trailers(url):
     """Of a chunked body, for ever."""
-    head = request("POST", COMPLETIONS, **JSON, Transfer_Encoding="chunked")
+    head = request(COMPLETIONS, method="POST", **JSON, Transfer_Encoding="chunked")
     sock = socket.create_connection(address_of(url), timeout=30)
     with sock, contextlib.suppress(OSError):
         sock.sendall(head + b"1\r\nx\r\n0\r\n")
@@ -312,7 +312,7 @@ def test_the_server_answers_during_an_attack(server, name):
 def test_a_client_that_sends_5_mb_reads_its_413(server, head):
     """Closing with bytes unread would reset the connection, and the answer would be lost."""
     with socket.create_connection(address_of(server.url), timeout=30) as sock:
-        sock.sendall(request("POST", COMPLETIONS, **JSON)[:-2] + head)
+        sock.sendall(request(COMPLETIONS, method="POST", **JSON)[:-2] + head)
         sock.sendall(b" " * 5_000_000)
         assert read_until(sock, b"}}").startswith(b"HTTP/1.1 413 ")
 

@@ -2,9 +2,9 @@
 The HTTP side on a clock that the tests turn: no sockets, no threads, no sleeping, no engine.
 
     with House("--max-queue", "2") as house:
-        caller = house.call("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 3})
-        house.engine.step({"0": b"xyz"}, "length")
-        assert caller.answer().status == 200
+        caller = house.call("/v1/completions", {"prompt": "ab", "max_tokens": 3})
+        house.engine.step(b"xyz", "length")
+        assert caller.status == 200
         house.clock.run(30)                    # seconds, at once
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
@@ -74,7 +74,7 @@ class Answer(NamedTuple):
         return self.status, self.error["code"], self.error["message"]
 
 
-def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
+def read_answers(data: bytes, is_head=False) -> list[Answer]:
     """The answers that a server has sent, up to where they break off."""
     answers = []
     while data:
@@ -87,7 +87,7 @@ def read_answers(data: bytes, method: str = "GET") -> list[Answer]:
         if status == 100:
             continue
         headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        if method == "HEAD":
+        if is_head:
             body, whole = b"", True
         elif headers.get("transfer-encoding") == "chunked":
             body, data, whole = unchunked(data)
@@ -112,8 +112,13 @@ def unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
             return body, data, True
 
 
-def request(method: str, path: str, body: dict | bytes | None = None, **headers: str) -> bytes:
-    """As it goes over the wire. Names of headers are written with _ for -."""
+def request(
+    path: str, body: dict | bytes | None = None, method: str | None = None, **headers: str
+) -> bytes:
+    """
+    As it goes over the wire; what has a body is a POST. Names of headers are written with _ for -.
+    """
+    method = method or ("POST" if body else "GET")
     data = json.dumps(body).encode() if isinstance(body, dict) else body or b""
     lines = {"Host": "localhost"}
     if data:
@@ -121,6 +126,9 @@ def request(method: str, path: str, body: dict | bytes | None = None, **headers:
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = [f"{name}: {value}\r\n" for name, value in lines.items() if value is not None]
     return f"{method} {path} HTTP/1.1\r\n{''.join(head)}\r\n".encode() + data
+
+
+ASK = request("/v1/completions", {"prompt": "ab", "max_tokens": 4})
 
 
 class Client:
@@ -164,11 +172,13 @@ class Caller(Client):
     def __init__(self, house: "House"):
         sock, theirs = pair()
         super().__init__(house.clock, sock)
+        self.is_head = False  # a HEAD's answer has no body
         protocol = Connection(house.config, house.state, {}, house.clock)
         self.wire = Transport(house.clock, theirs, protocol)
         self.clock.settle()
 
     def send(self, data: bytes):
+        self.is_head = self.is_head or data.startswith(b"HEAD ")
         if self.ended_at is None:
             self.sock.send(data)
             self.clock.settle()
@@ -201,14 +211,33 @@ class Caller(Client):
         at = self.wire.closed_at
         return self.wire.closed, None if at is None else pytest.approx(at - self.began)
 
-    def answers(self, method: str = "GET") -> list[Answer]:
-        answers = read_answers(self.received, method)
+    @property
+    def answers(self) -> list[Answer]:
+        answers = read_answers(self.received, self.is_head)
         assert all(answer.whole for answer in answers)
         return answers
 
-    def answer(self, method: str = "GET") -> Answer:
-        (only,) = self.answers(method)
+    @property
+    def answer(self) -> Answer:
+        (only,) = self.answers
         return only
+
+    @property
+    def status(self) -> int | None:
+        return self.answer.status
+
+    @property
+    def json(self):
+        return self.answer.json
+
+    @property
+    def choice(self) -> dict:
+        (only,) = self.json["choices"]
+        return only
+
+    @property
+    def refusal(self) -> tuple:
+        return self.answer.refusal
 
     @property
     def events(self) -> list:
@@ -220,15 +249,6 @@ class Caller(Client):
 
 # --------------------------------------------------------------------------------------------------
 # The engine
-
-
-def fake_score(token: int, n: int, logprob: float = -2.0) -> list:
-    """
-    A token's log-probability, and the likeliest n tokens: the first is the next one, and each of
-    the others half as likely as the one before.
-    """
-    ids = [(token + i) % 257 for i in range(1, n + 1)]
-    return [logprob, ids, [-float(i) for i in range(1, n + 1)]]
 
 
 class Engine:
@@ -250,6 +270,11 @@ class Engine:
     def of(self, op: str) -> list[dict]:
         return [message for message in self.heard if message["op"] == op]
 
+    @property
+    def added(self) -> dict:
+        """The request that it was sent last."""
+        return self.of("add")[-1]
+
     def send(self, data: bytes):
         self.sock.send(data)
         self.house.clock.settle()
@@ -267,17 +292,30 @@ class Engine:
 
     def step(
         self,
-        tokens: dict[str, bytes] | None = None,
+        tokens: dict[str, bytes] | bytes | list[int] | None = None,
         finish: str | None = None,
         cached: int = 0,
         **stats,
     ):
         """
-        A step that brings each request these bytes, or lists of token ids; `finish` is of all of
-        them.
+        A step that brings each request these bytes, or lists of token ids; without ids, all that
+        wait for the engine. `finish` is of all of them.
         """
+        if isinstance(tokens, bytes | list):
+            tokens = dict.fromkeys(self.house.choices, tokens)
         rows = [[id, list(data), finish, cached, None, None] for id, data in (tokens or {}).items()]
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
+
+    def steps(self, tokens: list[int], size: int, finish: str):
+        """Steps that bring so many tokens each, until all have come."""
+        for start in range(0, len(tokens), size):
+            is_last = start + size >= len(tokens)
+            self.step(tokens[start : start + size], finish if is_last else None)
+
+    def fail(self, message="no", id: str | None = None, kind: str = "invalid", **more):
+        """An error of a request, or else of the one that it was sent last."""
+        error = {"op": "error", "id": id or self.added["id"], "message": message, "kind": kind}
+        self.say(error | more)
 
     def die(self):
         """Its end of the link is closed."""
@@ -395,20 +433,18 @@ class House:
     def connect(self) -> Caller:
         return Caller(self)
 
-    def call(
-        self, method: str, path: str, body: dict | bytes | None = None, **headers: str
-    ) -> Caller:
+    def call(self, *call, **headers: str) -> Caller:
         """A connection that has sent this `request`."""
         caller = self.connect()
-        caller.send(request(method, path, body, **headers))
+        caller.send(request(*call, **headers))
         return caller
 
     def ask(self, prompt="ab", **fields) -> Caller:
-        return self.call("POST", "/v1/completions", {"prompt": prompt, "max_tokens": 4} | fields)
+        return self.call("/v1/completions", {"prompt": prompt, "max_tokens": 4} | fields)
 
     def get(self, path: str, **headers: str) -> Answer:
-        caller = self.call("GET", path, **headers)
-        answer = caller.answer()
+        caller = self.call(path, **headers)
+        answer = caller.answer
         caller.hang_up()
         return answer
 

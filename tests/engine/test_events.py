@@ -359,7 +359,7 @@ class Audience:
     def act(self, command: str, *words: str):
         house = self.house
         if command == "call":
-            self.callers[words[0]] = house.call("GET", "/events")
+            self.callers[words[0]] = house.call("/events")
         elif command == "hang":
             self.callers[words[0]].hang_up()
         elif command == "say":
@@ -406,7 +406,7 @@ def test_nobody_takes_all_places_of_listeners(keys):
             caller = house.connect()
             if not keys:
                 caller.wire.protocol.client = owner, 5000
-            caller.send(request("GET", "/events", Authorization=f"Bearer {owner}"))
+            caller.send(request("/events", Authorization=f"Bearer {owner}"))
             codes.append(caller.said[9:12])
     assert codes == [*["200"] * 8, "429"] * 2 + ["429"]
 
@@ -414,12 +414,12 @@ def test_nobody_takes_all_places_of_listeners(keys):
 def test_the_last_lines_are_kept_from_a_snapshot_on_and_come_in_parts():
     """Other calls are answered in between."""
     with House() as house:
-        house.call("GET", "/events")
+        house.call("/events")
         for number in range(4000):
             if number % 1000 == 0:
                 say(house, "snapshot")
             say(house, number)
-        caller = house.call("GET", "/events")
+        caller = house.call("/events")
         parts = [len(lines) for lines in caller.events]
         assert lines_of(caller) == ["snapshot", *range(2000, 3000), "snapshot", *range(3000, 4000)]
         assert parts == [live.LINES_AN_EVENT] * 10 + [2]
@@ -451,13 +451,13 @@ def test_keys_do_not_read_each_other():
     with House("--log-requests", keys=("one", "two")) as house:
         assert house.get("/events").status == 401
         assert not house.engine.of("listen")
-        caller = house.call("GET", "/events", **bearer)
+        caller = house.call("/events", **bearer)
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": True}]
         house.engine.say({"op": "events", "lines": SAID})
         house.engine.die()
         house.engine.ready()
         house.engine.say({"op": "events", "lines": SAID_NEXT})
-        for reader in (caller, house.call("GET", "/events", **bearer)):
+        for reader in (caller, house.call("/events", **bearer)):
             lines = [line for lines in reader.events for line in lines]
             assert lines == [json.loads(line) for line in READ.splitlines()]
 
@@ -466,7 +466,7 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
     """When its next line is kept no more. Then it gets lines again, each once."""
     monkeypatch.setattr(live, "KEPT_LINES", 20)
     with House() as house:
-        caller = house.call("GET", "/events")
+        caller = house.call("/events")
         say(house, "snapshot")
         caller.stop_reading()
         for number in range(100):
@@ -486,7 +486,7 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
 
 def test_a_head_or_a_call_while_loading_is_no_listener():
     with House() as house:
-        assert "text/event-stream" in house.call("HEAD", "/events").said
+        assert "text/event-stream" in house.call("/events", method="HEAD").said
         assert not house.service.listeners.all
         assert not house.engine.of("listen")
     with House(ready=False) as house:

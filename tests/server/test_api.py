@@ -12,19 +12,13 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wires import House, request
+from wires import ASK, House, request
 
 from server import answers
 from server.protocol import NOT_SERVED, ApiError, CompletionRequest
 
-ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
 GET = b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"
 STREAMED = pytest.mark.parametrize("stream", [False, True])
-
-
-def refusal_of(caller) -> tuple:
-    """Status, code and message."""
-    return caller.answer().refusal
 
 
 def texts(events) -> dict[int, str]:
@@ -38,10 +32,6 @@ def texts(events) -> dict[int, str]:
 
 def aborted(house) -> list[str]:
     return [message["id"] for message in house.engine.of("abort")]
-
-
-def fail(house, id: str, kind: str = "internal"):
-    house.engine.say({"op": "error", "id": id, "message": f"it is {kind}", "kind": kind})
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,11 +69,11 @@ def test_a_burst_does_not_pass_the_queue(stream):
         assert held.num_asked == 7
         assert not house.choices
         held.release()
-        refused = [refusal_of(caller)[:2] for caller in callers if caller.said]
+        refused = [caller.refusal[:2] for caller in callers if caller.said]
         assert refused == [(429, "queue_full")] * 3
         assert [message["options"]["n"] for message in house.engine.of("add")] == [1, 2, 1, 1]
         assert len(house.choices) == 2 + 3
-        assert house.ask().answer().status == 429
+        assert house.ask().status == 429
         assert held.num_asked == 7
 
 
@@ -93,14 +83,14 @@ def test_the_queue_counts_choices():
     """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         message = "6 prompts x n in one call, at most 5 are taken: split it"
-        assert refusal_of(house.ask(["a", "b"], n=3)) == (400, None, message)
+        assert house.ask(["a", "b"], n=3).refusal == (400, None, message)
         house.ask(n=2)
         house.ask(["a"] * 2)
         message = "2 choices beside 4 in work: at most 5 are taken, try again later"
-        assert refusal_of(house.ask(n=2)) == (429, "queue_full", message)
+        assert house.ask(n=2).refusal == (429, "queue_full", message)
         house.ask()
         message = "1 choice beside 5 in work: at most 5 are taken, try again later"
-        assert refusal_of(house.ask()) == (429, "queue_full", message)
+        assert house.ask().refusal == (429, "queue_full", message)
         house.engine.step({"0": b"x"}, "length")
         house.ask()
         assert len(house.choices) == 5
@@ -127,11 +117,11 @@ def test_a_body_may_be_as_long_as_the_flag_says(size, status, chunked):
             assert not caller.said
             caller.send(half + (b"0\r\n\r\n" if size == 1024 else b"1\r\n \r\n"))
         else:
-            caller.send(request("POST", "/v1/completions", b" " * size)[: 1024 - size or None])
+            caller.send(request("/v1/completions", b" " * size)[: 1024 - size or None])
         too_long = "the body has more than 1024 bytes: shorten it or raise --max-body-mib"
         no_json = "the body must be a JSON object: Invalid JSON: EOF while parsing a value at line "
         message = f"{no_json}1 column 1024" if status == 400 else too_long
-        assert refusal_of(caller) == (status, None, message)
+        assert caller.refusal == (status, None, message)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
@@ -153,12 +143,12 @@ def patient():
 def test_no_body_makes_a_500(patient, body, prompted):
     """Any JSON in any field: an answer or a refusal in the right shape, never a failure of ours."""
     body = ({"prompt": "say hi"} if prompted else {}) | body | {"max_tokens": 5}
-    caller = patient.call("POST", "/v1/completions", json.dumps(body).encode())
-    patient.engine.step(dict.fromkeys(patient.choices, b"x"), "length")
+    caller = patient.call("/v1/completions", json.dumps(body).encode())
+    patient.engine.step(b"x", "length")
     caller.hang_up()
-    answer = caller.answer()
+    answer = caller.answer
     assert answer.status in (200, 400, 404), answer.body
-    assert answer.status == 200 or refusal_of(caller)[2]
+    assert answer.status == 200 or caller.refusal[2]
 
 
 # without their line ends, which a piece may lack
@@ -187,8 +177,7 @@ def test_no_bytes_make_a_500(patient, pieces, ends):
         caller.send(piece)
     if ends and not caller.wire.closed:
         caller.hang_up()
-    for id in list(patient.choices):
-        patient.engine.step({id: b"x"}, "length")
+    patient.engine.step(b"x", "length")
     patient.clock.run(1)
     assert "HTTP/1.1 500" not in caller.said
     caller.hang_up()
@@ -208,15 +197,15 @@ def test_a_stream_begins_with_its_first_event(house):
     beginning of a stop string is no event.
     """
     caller = house.ask(stream=True, max_tokens=9, stop="xyz")
-    house.engine.step({"0": b"x"})
+    house.engine.step(b"x")
     assert not caller.said
-    house.engine.step({"0": b"w"})
+    house.engine.step(b"w")
     head = caller.said.lower()
     assert head.startswith("http/1.1 200 ok\r\n")
     assert "\r\nx-request-id: " in head
     assert "\r\ncontent-type: text/event-stream; charset=utf-8" in head
     assert "\r\ncache-control: no-cache" in head
-    house.engine.step({"0": b"yz"}, "length")
+    house.engine.step(b"yz", "length")
     assert texts(caller.events) == {0: "xwyz"}
     assert caller.events[-1] == "[DONE]"
 
@@ -250,7 +239,7 @@ def test_choices_end_on_their_own_and_a_stream_with_the_last(house):
     house.engine.step({"0": b"A"}, "length", cached=100)
     assert texts(caller.events) == {0: "aA", 3: "d", 1: "b", 2: "c"}
     assert "[DONE]" not in caller.events
-    house.engine.step({"1.1": b"D"}, "stop", cached=1000)  # a stop token is no text
+    house.engine.step(b"D", "stop", cached=1000)  # a stop token is no text
     *chunks, last, done = caller.events
     assert texts(caller.events)[3] == "d"
     assert done == "[DONE]"
@@ -268,8 +257,8 @@ def test_a_whole_answer_has_its_choices_in_order(house):
     house.engine.step({"0": b"a", "1.1": b"d"}, "length", cached=1)
     house.engine.step({"0.1": b"b"}, "length", cached=10)
     assert not caller.said
-    house.engine.step({"1": b"c"}, "length", cached=100)
-    answer = caller.answer().json
+    house.engine.step(b"c", "length", cached=100)
+    answer = caller.json
     assert [choice["text"] for choice in answer["choices"]] == ["a", "b", "c", "d"]
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 101}
 
@@ -282,11 +271,11 @@ def test_a_silent_stream_pings_every_ten_seconds(house):
     # seconds, and what comes after them -> the pings until then; \xe2 is a third of a character
     for seconds, data, pings in ((0.2, b"", 1), (10, b"x", 2), (0, b"\xe2", 2), (10, b"", 3)):
         house.clock.run(seconds)
-        house.engine.step({"0": data})
+        house.engine.step(data)
         assert caller.said.count(": ping\n\n") == pings
     assert caller.said.startswith("HTTP/1.1 200 OK")
     assert texts(caller.events) == {0: "x"}
-    house.engine.step({"0": b"y"}, "length")
+    house.engine.step(b"y", "length")
     house.clock.run(30)
     assert caller.said.count(": ping\n\n") == 3
     assert not house.state.tasks
@@ -300,8 +289,8 @@ def test_an_error_ends_a_stream_that_had_begun(house):
     """And the other choices of the call; no [DONE] follows."""
     caller = house.ask(n=2, stream=True, max_tokens=9)
     house.engine.step({"0": b"x"})
-    fail(house, "0.1")
-    error = {"message": "it is internal", "type": "server_error", "param": None, "code": None}
+    house.engine.fail(id="0.1", kind="internal")
+    error = {"message": "no", "type": "server_error", "param": None, "code": None}
     assert caller.events[1:] == [{"error": error}]
     assert caller.said.endswith("\r\n0\r\n\r\n")
     assert aborted(house) == ["0", "0.1"]
@@ -313,8 +302,8 @@ def test_a_refusal_of_the_engine_becomes_its_status(house, stream):
     kinds = {"invalid": (400, None), "other": (500, None)}
     for number, (kind, expected) in enumerate(kinds.items()):
         caller = house.ask(["a", "b"], stream=stream)
-        fail(house, str(2 * number + 1), kind)
-        assert refusal_of(caller) == (*expected, f"it is {kind}")
+        house.engine.fail(f"it is {kind}", str(2 * number + 1), kind)
+        assert caller.refusal == (*expected, f"it is {kind}")
         assert not house.choices
 
 
@@ -328,7 +317,7 @@ def test_an_answer_may_take_as_long_as_the_flag_says(stream):
         assert len(house.choices) == 4
         house.clock.run(0.2)
         message = "not finished within 7 s, what the server allows"
-        assert refusal_of(silent) == (503, "timeout", message)
+        assert silent.refusal == (503, "timeout", message)
         if stream:
             assert begun.events[-1]["error"]["code"] == "timeout"
         assert aborted(house) == ["0", "0.1", "1", "1.1"]
@@ -341,10 +330,10 @@ def test_an_answer_that_is_done_in_time_is_no_timeout():
     """
     with House("--request-seconds", "7") as house:
         caller = house.ask(stream=True)
-        house.engine.step({"0": b"a"})
+        house.engine.step(b"a")
         caller.stop_reading()
         for text, finish in ((b"b", None), (b"c", None), (b"d", "length")):
-            house.engine.step({"0": text}, finish)
+            house.engine.step(text, finish)
         house.clock.run(8)
         caller.read_on()
         assert texts(caller.events) == {0: "abcd"}
@@ -358,7 +347,7 @@ def test_an_answer_that_is_done_in_time_is_no_timeout():
             choice.job.fail(ApiError(503, "too late"))
 
         house.clock.do(finish_late)
-        assert whole.answer().json["choices"][0]["text"] == "a"
+        assert whole.choice["text"] == "a"
 
 
 @STREAMED
@@ -369,7 +358,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
     refusal = (500, None, "a bug of this server: KeyError")
-    assert refusal_of(caller) == refusal
+    assert caller.refusal == refusal
     assert not house.choices
     assert not asyncio.all_tasks(house.clock)
 
@@ -385,7 +374,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
         task.cancel()
     house.clock.settle()
     for caller in (waiting, half, encoded):
-        assert refusal_of(caller)[:2] == (503, "stopping")
+        assert caller.refusal[:2] == (503, "stopping")
     assert texts(stream.events) == {0: "x"}
     assert not house.choices
     assert sorted(aborted(house)) == ["0", "1"]
@@ -440,12 +429,12 @@ def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
     callers = [house.connect() for _ in range(6)]
     for caller in callers:
         caller.stop_reading()
-        caller.send(request("POST", "/tokenize", {"prompt": "a" * 70_000}))
+        caller.send(request("/tokenize", {"prompt": "a" * 70_000}))
     assert asked == [70_000] * 4
-    house.call("POST", "/tokenize", {"prompt": "a" * 60_000})
+    house.call("/tokenize", {"prompt": "a" * 60_000})
     assert asked == [70_000] * 4 + [60_000]
     callers[0].read_on()
-    assert callers[0].answer().json["count"] == 70_000 and asked[5:] == [70_000]
+    assert callers[0].json["count"] == 70_000 and asked[5:] == [70_000]
     callers[1].hang_up()
     assert asked[6:] == [70_000]
 
@@ -468,8 +457,8 @@ def test_while_it_loads_it_is_alive_and_accepts_nothing():
         refusal = (503, "loading", "the server is loading: try again later")
         routers = ("/server_info", "/model_info", "/v1/loads")
         for path in ("/readyz", "/health", "/v1/models", "/v1/models/fake", *routers):
-            assert refusal_of(house.call("GET", path)) == refusal
-        assert refusal_of(house.ask()) == refusal
+            assert house.call(path).refusal == refusal
+        assert house.ask().refusal == refusal
         house.engine.ready()
         for path in ("/readyz", "/health"):
             assert house.get(path).json == {"status": "ready"}
@@ -482,7 +471,7 @@ def test_a_refused_call_leaves_no_prompt_behind(house):
     """
     gc.disable()
     try:
-        assert refusal_of(house.ask([5] * 1234))[0] == 400
+        assert house.ask([5] * 1234).refusal[0] == 400
         assert not [x for x in gc.get_objects() if type(x) is list and len(x) == 1234]
     finally:
         gc.enable()
@@ -495,14 +484,14 @@ def test_running_calls_may_finish_after_the_signal(house, capsys):
     stop(house)
     half.send(ASK[-3:])
     refusal = (503, "draining", "the server is draining: try again later")
-    assert refusal_of(half) == refusal_of(house.ask()) == refusal
-    assert refusal_of(house.call("GET", "/readyz")) == refusal
+    assert half.refusal == house.ask().refusal == refusal
+    assert house.call("/readyz").refusal == refusal
     assert house.get("/livez").status == 200
     house.clock.run(29)
     assert not is_over(house)
-    house.engine.step({"0": b"x"}, "length")
+    house.engine.step(b"x", "length")
     house.clock.run(0.1)
-    assert caller.answer().status == 200
+    assert caller.status == 200
     assert is_over(house)
     assert capsys.readouterr().err == "finishing 1 request; a second signal ends them\n"
 
@@ -522,7 +511,7 @@ def test_calls_that_do_not_finish_in_time_are_refused(seconds, signals, capsys):
             stop(house)
         house.clock.run(0.2)
         message = "the server stopped before this was finished"
-        assert refusal_of(caller) == (503, "stopping", message)
+        assert caller.refusal == (503, "stopping", message)
         assert is_over(house)
         assert not house.choices
     with House() as house:
@@ -544,10 +533,10 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     house.engine.die()
     held.release()
     reason = "the engine stopped unexpectedly, a new one is starting"
-    assert [refusal_of(caller) for caller in callers] == [(500, "engine_dead", reason)] * 2
+    assert [caller.refusal for caller in callers] == [(500, "engine_dead", reason)] * 2
     restarting = (503, "restarting", f"the server is restarting: {reason}")
-    assert refusal_of(encoded) == refusal_of(house.call("GET", "/readyz")) == restarting
-    assert refusal_of(house.call("GET", "/livez")) == (
+    assert encoded.refusal == house.call("/readyz").refusal == restarting
+    assert house.call("/livez").refusal == (
         503,
         "dead",
         f"the engine is not alive: {reason}",
@@ -582,9 +571,9 @@ def test_words_that_nobody_takes_do_not_stop_the_server(house, monkeypatch):
     assert house.get("/readyz").status == 200
     caller = house.ask()
     stop(house)
-    house.engine.step({"1": b"x"}, "length")
+    house.engine.step(b"x", "length")
     house.clock.run(0.1)
-    assert caller.answer().status == 200
+    assert caller.status == 200
     assert is_over(house)
 
 
@@ -600,9 +589,9 @@ def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypat
     monkeypatch.setattr(house.service.client, "start", fail)
     caller = house.ask()
     house.engine.die()
-    assert refusal_of(caller)[:2] == (500, "engine_dead")
+    assert caller.refusal[:2] == (500, "engine_dead")
     reason = "the engine stopped unexpectedly, and no new one can start: too many open files"
-    assert refusal_of(house.call("GET", "/readyz")) == (
+    assert house.call("/readyz").refusal == (
         503,
         "dead",
         f"the server is dead: {reason}",
@@ -621,8 +610,8 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
         house.engine.step()
     house.clock.run(121)
     refusal = (503, "dead", "the engine is not alive: no step in 120 s")
-    assert refusal_of(house.call("GET", "/livez")) == refusal
-    house.engine.step({"0": b"x"}, "length")
+    assert house.call("/livez").refusal == refusal
+    house.engine.step(b"x", "length")
     house.clock.run(3600)
     assert house.get("/livez").status == 200
     for _ in range(3):  # a request that comes while it is silent is no sign of life

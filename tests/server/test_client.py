@@ -44,7 +44,7 @@ def test_a_submission_that_raises_leaves_nothing(house, client, monkeypatch):
         write(**message)
 
     monkeypatch.setattr(client, "_write", fails_to_add)
-    assert house.ask(["a", "b"], n=2).answer().status == 500
+    assert house.ask(["a", "b"], n=2).status == 500
     assert not house.choices
     assert not client.unsent
 
@@ -194,12 +194,12 @@ def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
     """The last rows of a slow link were lost half a second later."""
     caller = house.ask()
     house.clock.call_soon(client.transport.pause_reading)
-    house.engine.step({"0": b"x"}, "length")
+    house.engine.step(b"x", "length")
     house.engine.die()
     house.clock.run(1)
     assert not caller.said
     house.clock.do(client.transport.resume_reading)
-    assert caller.answer().status == 200
+    assert caller.status == 200
     assert client.state == "restarting"
     house.engine.ready()
     house.clock.run(1)
@@ -214,7 +214,7 @@ def test_a_restart_begins_anew(house, client):
     house.engine.say({"op": "fatal", "message": "no memory"})
     house.engine.send(b'{"op": "st')
     house.engine.die()
-    assert caller.answer().status == 500
+    assert caller.status == 500
     assert len(house.engines) == 2
     assert (client.stats, client.unsent, client.is_full) == (IDLE, {}, False)
     house.engine.ready(max_model_len=77)

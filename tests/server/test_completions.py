@@ -37,7 +37,7 @@ def chat(folder):
 
 def call(house, **fields):
     path = "/v1/chat/completions" if "messages" in fields else "/v1/completions"
-    return house.call("POST", path, {"max_tokens": 9} | fields)
+    return house.call(path, {"max_tokens": 9} | fields)
 
 
 # fields, what the engine says and how it ends; the answer but for what all of them share
@@ -73,10 +73,10 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
     fields = json.loads(fields)
     caller = call(chat, **fields)
     end = [256] if finish == "stop" else []
-    chat.engine.step({"0": [*text.encode(), *end]}, finish, cached=4)
+    chat.engine.step([*text.encode(), *end], finish, cached=4)
     name = fields["request_id"]
     head = {"id": f"{name}-{name}", "model": "fake", "created": int(chat.clock.clock.time())}
-    assert caller.answer().json == head | json.loads(expected)
+    assert caller.json == head | json.loads(expected)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -87,9 +87,9 @@ def prompt_of(house, **fields) -> list[int]:
     """The tokens that the engine gets of a call, and /tokenize counts and shows."""
     body = {name: value for name, value in fields.items() if name != "max_tokens"}
     caller = call(house, **fields)
-    sent = house.engine.of("add")[-1]["prompt"]
+    sent = house.engine.added["prompt"]
     caller.hang_up()
-    tokens = house.call("POST", "/tokenize", body).answer().json
+    tokens = house.call("/tokenize", body).json
     assert (tokens["tokens"], tokens["count"]) == (sent, len(sent))
     return sent
 
@@ -111,10 +111,10 @@ def test_variables_of_the_template(folder):
 
 def test_chats_are_refused_with_reasons(chat):
     with House() as plain:
-        error = call(plain, messages=HELLO).answer().error
+        error = call(plain, messages=HELLO).answer.error
     assert "fake has no chat template" in error["message"]
     assert error["param"] == "messages"
-    error = call(chat, messages=[{"role": "system", "content": "x"}]).answer().error
+    error = call(chat, messages=[{"role": "system", "content": "x"}]).answer.error
     assert (error["message"], error["param"]) == ("no system message", "messages")
 
 
@@ -128,11 +128,11 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
         tokenizers = [house.encoder.tokenizer, *(lane.tokenizer for lane in house.encoder.lanes)]
         for tokenizer in tokenizers:
             monkeypatch.setattr(tokenizer, "least_tokens", lambda text: len(text) // 5)
-        count = house.call("POST", "/tokenize", fields).answer().json["count"]
+        count = house.call("/tokenize", fields).json["count"]
         assert 9000 <= count < 9010
         for tokenizer in tokenizers:
             monkeypatch.setattr(tokenizer, "encode", None)
-        answer = call(house, **fields).answer()
+        answer = call(house, **fields).answer
     error = answer.error
     assert (answer.status, error["code"]) == (400, "context_length_exceeded")
     assert error["param"] == next(iter(fields))
@@ -150,9 +150,9 @@ def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder, more, echo):
     with House(directory=folder, tokenizer=load_tokenizer(folder)) as house:
         for prompt in (" ", ["a", "  "]):
             if echo or more.get("max_tokens") != 0:
-                error = call(house, prompt=prompt, echo=echo, **more).answer().error
+                error = call(house, prompt=prompt, echo=echo, **more).answer.error
                 assert (error["message"][:15], error["param"]) == ("prompt is empty", "prompt")
-        tokens = house.call("POST", "/tokenize", {"prompt": " "}).answer().json
+        tokens = house.call("/tokenize", {"prompt": " "}).json
         assert (tokens["tokens"], house.engine.of("add")) == ([], [])
 
 
@@ -181,12 +181,12 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
             assert prompt_of(house, **fields) == tokens
         for prompt, echo in (("hi", "hi"), (f"{end}hi", f"{end}hi"), ([256, *b"hi"], f"{end}hi")):
             caller = call(house, prompt=prompt, echo=True, max_tokens=0, n=2)
-            assert [choice["text"] for choice in caller.answer().json["choices"]] == [echo] * 2
+            assert [choice["text"] for choice in caller.json["choices"]] == [echo] * 2
         caller = call(house, prompt="hi", echo=True, logprobs=0)
         (id,) = house.choices
         score = [-2.0, [], []]
         row = [id, [120], "length", 0, [score], [score] * 2]
         house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
-        logprobs = caller.answer().json["choices"][0]["logprobs"]
+        logprobs = caller.choice["logprobs"]
         assert logprobs["tokens"][:2] == [end, "h"]
         assert logprobs["text_offset"][:3] == [0, 0, 1]

@@ -8,14 +8,13 @@ import re
 import sys
 
 import pytest
-from wires import House, request
+from wires import ASK, House
 
 import serve
 from server import gate
 from training.corpus import bpe_tokenizer
 
 KEY = {"Authorization": "Bearer sesame"}
-ASK = request("POST", "/v1/completions", {"prompt": "ab", "max_tokens": 4})
 ORIGINS = [
     "http://localhost:3000",
     "moz-extension://1f",
@@ -43,13 +42,13 @@ def test_every_path_but_four_needs_the_key(locked):
     calls += [("DELETE", "/")]
     calls += [("GET", path) for path in ("/nowhere", "/livez/", "/livez%0a", "/V1/models")]
     for method, path in calls:
-        caller = locked.call(method, path)
-        answer = caller.answer(method)
+        caller = locked.call(path, method=method)
+        answer = caller.answer
         caller.hang_up()
         assert (answer.status == 401) == (path not in ("/livez", "/readyz", "/health", "/")), path
         if answer.status == 401:
             assert answer.headers["www-authenticate"] == "Bearer"
-        caller = locked.call(method, path, **KEY)
+        caller = locked.call(path, method=method, **KEY)
         assert caller.said.startswith("HTTP/1.1 ")
         assert " 401 " not in caller.said
         caller.hang_up()
@@ -64,7 +63,7 @@ def test_no_host_leads_past_the_key(locked, host, target):
     """The path is that of the request's first line, whatever a Host would make of the two."""
     caller = locked.connect()
     caller.send(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
-    assert caller.answer().status == 401
+    assert caller.status == 401
 
 
 @pytest.mark.parametrize("key", ["Bearer sesame", "bearer  sesame ", "BEARER simsim"])
@@ -81,8 +80,8 @@ def test_a_wrong_key_is_refused_before_the_body_comes(locked, key):
     caller = locked.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nAuthorization: "
     caller.send(head + key.encode() + b"\r\n\r\n")
-    assert caller.answer().status == 401
-    error = caller.answer().error
+    assert caller.status == 401
+    error = caller.answer.error
     assert error["code"] == "invalid_api_key"
     assert error["message"] == "send a valid API key: Authorization: Bearer KEY"
     caller.hang_up()
@@ -94,8 +93,8 @@ def test_keys_have_prefix_caches_of_their_own(locked):
     for key in ("sesame", "simsim"):
         for fields in ({}, {"cache_salt": "x"}):
             body = {"prompt": "ab", "max_tokens": 1} | fields
-            caller = locked.call("POST", "/v1/completions", body, Authorization=f"Bearer {key}")
-            salts.append(locked.engine.of("add")[-1]["options"]["cache_salt"])
+            caller = locked.call("/v1/completions", body, Authorization=f"Bearer {key}")
+            salts.append(locked.engine.added["options"]["cache_salt"])
             caller.hang_up()
     assert salts == ["key 0:", "key 0:x", "key 1:", "key 1:x"]
 
@@ -105,8 +104,8 @@ def test_grammars_wait_by_key_or_address(keys, owner):
     """Would catch a client that gets more turns by a salt of its own."""
     with House(keys=keys) as house:
         body = {"prompt": "ab", "cache_salt": "x", "structured_outputs": {"regex": "a"}}
-        house.call("POST", "/v1/completions", body, Authorization="Bearer sesame")
-        assert house.engine.of("add")[-1]["owner"] == owner
+        house.call("/v1/completions", body, Authorization="Bearer sesame")
+        assert house.engine.added["owner"] == owner
 
 
 def test_keys_come_from_a_flag_the_environment_or_a_file(tmp_path, monkeypatch):
@@ -248,24 +247,24 @@ def test_pages_of_allowed_origins_are_served(locked, origin):
     A browser first asks, without the key, and shows the page nothing that does not name its origin:
     errors do too, so that it can say what was wrong.
     """
-    asked = locked.call("OPTIONS", "/v1/completions", Origin=origin, **PREFLIGHT).answer()
+    asked = locked.call("/v1/completions", method="OPTIONS", Origin=origin, **PREFLIGHT).answer
     assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, origin)
     assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in asked.headers["access-control-allow-methods"]
     assert asked.headers["x-request-id"]
     keyed = {"Origin": origin} | KEY
     body = {"prompt": "ab", "max_tokens": 9, "stream": True}
-    first = locked.call("POST", "/v1/completions", body, **keyed)
+    first = locked.call("/v1/completions", body, **keyed)
     callers = {
-        429: locked.call("POST", "/v1/completions", body, **keyed),
-        401: locked.call("POST", "/v1/completions", body, Origin=origin),
-        400: locked.call("POST", "/v1/completions", {"prompt": 3}, **keyed),
-        404: locked.call("GET", "/nowhere", **keyed),
+        429: locked.call("/v1/completions", body, **keyed),
+        401: locked.call("/v1/completions", body, Origin=origin),
+        400: locked.call("/v1/completions", {"prompt": 3}, **keyed),
+        404: locked.call("/nowhere", **keyed),
         200: first,
     }
-    locked.engine.step(dict.fromkeys(locked.choices, b"x"), "length")
+    locked.engine.step(b"x", "length")
     for status, caller in callers.items():
-        answer = caller.answer()
+        answer = caller.answer
         assert answer.status == status
         assert answer.headers["access-control-allow-origin"] == origin
         assert answer.headers["vary"] == "Origin"
@@ -279,7 +278,7 @@ def test_pages_of_allowed_origins_are_served(locked, origin):
 @pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000"])
 def test_pages_of_other_origins_learn_of_the_flag(locked, origin):
     for method, headers in (("GET", {}), ("OPTIONS", PREFLIGHT), ("GET", KEY)):
-        answer = locked.call(method, "/v1/models", Origin=origin, **headers).answer()
+        answer = locked.call("/v1/models", method=method, Origin=origin, **headers).answer
         assert answer.status == 403
         assert "access-control-allow-origin" not in answer.headers
         assert f"--allowed-origins {origin} would" in answer.error["message"]
@@ -298,8 +297,8 @@ def test_without_the_flag_no_header_is_about_origins():
         answer = house.get("/v1/models", Origin="http://localhost")
         assert answer.status == 200
         assert not any(name.startswith("access-control") for name in answer.headers)
-        asked = house.call("OPTIONS", "/v1/models", Origin="http://localhost", **PREFLIGHT)
-        assert asked.answer().status == 405
+        asked = house.call("/v1/models", method="OPTIONS", Origin="http://localhost", **PREFLIGHT)
+        assert asked.status == 405
 
 
 @pytest.mark.parametrize(
@@ -359,15 +358,15 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
     seed = house.engine.of("add")[0]["params"]["seed"]
     assert logged() == []
     house.clock.run(1.5)
-    house.engine.step({"0": b"x"}, "length")
-    house.call("POST", "/v1/completions", {"prompt": 3}, X_Request_Id="mine")
-    house.call("GET", f"/v1/x%0d%0a{'x' * 300}")
+    house.engine.step(b"x", "length")
+    house.call("/v1/completions", {"prompt": 3}, X_Request_Id="mine")
+    house.call(f"/v1/x%0d%0a{'x' * 300}")
     done, refused, missing = logged()
     post = {"time": 1_700_000_001.5, "event": "access", "client": "127.0.0.1"}
     post |= {"method": "POST", "path": "/v1/completions"}
-    id = caller.answer().headers["x-request-id"]
+    id = caller.answer.headers["x-request-id"]
     assert re.fullmatch("[0-9a-f]{32}", id)
-    assert caller.answer().json["id"] == f"cmpl-{id}"
+    assert caller.json["id"] == f"cmpl-{id}"
     assert done == post | {"status": 200, "ms": 1500.0, "id": id, "seed": seed, "tokens": 1}
     assert refused.pop("error").startswith("prompt must be a string")
     assert refused == post | {"status": 400, "ms": 0.0, "id": "mine"}
@@ -378,12 +377,12 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
 
 def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
     """A client that hung up is nginx's 499; where a status was out already, that one."""
-    house.call("POST", "/v1/completions", {"prompt": "a", "model": 'x"}\n{"event": "forged"}'})
-    house.call("POST", "/v1/completions", {"prompt": "a", "temperature": "secret"})
+    house.call("/v1/completions", {"prompt": "a", "model": 'x"}\n{"event": "forged"}'})
+    house.call("/v1/completions", {"prompt": "a", "temperature": "secret"})
     callers = [house.ask("secret"), house.ask(stream=True), house.connect(), house.ask(stream=True)]
     callers[2].send(ASK[:-3])
     house.engine.step({"1": b"x", "2": b"x"})
-    house.engine.say({"op": "error", "id": "2", "message": "the step failed", "kind": "internal"})
+    house.engine.fail("the step failed", "2", "internal")
     for caller in callers[:3]:
         caller.hang_up()
     house.connect().send(b"this is no HTTP\r\n\r\n")
@@ -445,12 +444,10 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
     with House(directory=tmp_path) as house:
         house.args.access_log = True
         path = f"/v1/{path}" if "compl" in path else f"/{path}"
-        caller = house.call("POST", path, body.encode())
+        caller = house.call(path, body.encode())
         for added in house.engine.of("add"):
-            refusal = {"op": "error", "id": added["id"], "kind": "invalid"}
-            message = f"this grammar cannot be served: {added['grammar']}"
-            house.engine.say(refusal | {"message": message})
-        assert caller.answer().status in (400, 404)
+            house.engine.fail(f"this grammar cannot be served: {added['grammar']}", added["id"])
+        assert caller.status in (400, 404)
     (line,) = logged()
     assert line["error"]
     assert "TULIP" not in str(line)
@@ -472,7 +469,7 @@ def test_listeners_read_texts_where_the_log_has_them(flags, tokens):
     """No other flag of the log tells them tokens, which are texts."""
     with House(*flags) as house:
         house.args.access_log = True
-        house.call("GET", "/events")
+        house.call("/events")
         assert house.engine.of("listen") == [{"op": "listen", "on": True, "tokens": tokens}]
 
 
@@ -480,7 +477,7 @@ def test_no_access_log_logs_no_access(logged):
     """Neither calls that are answered nor those that are refused."""
     with House() as house:  # it has the flag
         for path in "/v1/models", "/nowhere":
-            house.call("GET", path)
+            house.call(path)
     assert logged() == []
 
 
@@ -489,7 +486,7 @@ def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, text):
     caller = house.connect()
     head = "GET /nowhere HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {}\r\n\r\n"
     caller.send(head.format(text).encode("latin-1"))
-    id = caller.answer().headers["x-request-id"]
+    id = caller.answer.headers["x-request-id"]
     is_taken = re.fullmatch("[!-~]{1,128}", text)
     assert id == text if is_taken else re.fullmatch("[0-9a-f]{32}", id)
 
@@ -506,12 +503,12 @@ def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_termi
         paths = ["/", "/livez", "/readyz", "/health", "/v1/loads", "/v1/models", "/metrics"]
         for path in [*paths, "/v1/x%0a%1b[2Jevil"]:
             house.get(path)
-        house.call("HEAD", "/events")
-        house.call("POST", "/tokenize", {"prompt": "a"})
+        house.call("/events", method="HEAD")
+        house.call("/tokenize", {"prompt": "a"})
         house.ask()
-        house.engine.step({"0": b"xy"}, "length")
+        house.engine.step(b"xy", "length")
         house.ask()
-        house.engine.step({"1": b"x"}, "length")
+        house.engine.step(b"x", "length")
     lines = [line for line in capfd.readouterr().err.splitlines() if line]
     if not is_terminal:
         calls = [json.loads(line) for line in lines]

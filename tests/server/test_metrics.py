@@ -62,7 +62,7 @@ def test_the_numbers_of_one_request(house, watched):
     """First token after 3 s, two more 0.5 s later (0.25 s each), the last after another second."""
     house.ask("abcde", max_tokens=40)
     house.clock.run(3)
-    house.engine.step({"0": b"x"})
+    house.engine.step(b"x")
     watched.expect(
         """\
 generation_tokens 1
@@ -71,10 +71,10 @@ time_to_first_token_seconds_count 1 3
 """
     )
     house.clock.run(0.5)
-    house.engine.step({"0": b"yz"})
+    house.engine.step(b"yz")
     watched.expect("generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n")
     house.clock.run(1)
-    house.engine.step({"0": b"!"}, "length")
+    house.engine.step(b"!", "length")
     watched.expect(
         """\
 e2e_request_latency_seconds_count 1 4.5
@@ -134,7 +134,7 @@ request_success:stop 1
 time_to_first_token_seconds_count 1 3
 """
     )
-    house.engine.step({"1": b"xy"}, "length")
+    house.engine.step(b"xy", "length")
     watched.expect(
         """\
 e2e_request_latency_seconds_count 1 3
@@ -153,7 +153,7 @@ time_to_first_token_seconds_count 1 3
 def test_a_stop_string_counts_no_token_after_it(house, watched):
     """They were generated, so they count as work; the answer's length is what is charged for."""
     house.ask("ab", max_tokens=9, stop="yz")
-    house.engine.step({"0": b"xyzab"})
+    house.engine.step(b"xyzab")
     moved = watched.moved()
     assert "\ngeneration_tokens 5\n" in moved
     assert "\nrequest_generation_tokens_count 1 3\n" in moved
@@ -172,17 +172,16 @@ def test_calls_that_do_not_end_well(house, watched, stream):
     caller.hang_up()
     watched.expect("request_success:abort 2\n")
     house.ask(["ab", "c"], stream=stream)
-    error = {"op": "error", "message": "no", "kind": "invalid"}
-    house.engine.say(error | {"id": "2"})
+    house.engine.fail(id="2")
     watched.expect("pagedgpt:requests_refused:400 1\nrequest_success:error 2\n")
     house.ask(stream=stream)
-    house.engine.step({"3": b"x"})
+    house.engine.step(b"x")
     watched.moved()
-    house.engine.say(error | {"id": "3"})
+    house.engine.fail(id="3")
     refused = "" if stream else "pagedgpt:requests_refused:400 1\n"
     watched.expect(f"{refused}request_success:error 1\n")
     half = house.connect()
-    half.send(request("POST", "/v1/completions", {"prompt": "a"})[:-1])
+    half.send(request("/v1/completions", {"prompt": "a"})[:-1])
     half.hang_up()
     watched.expect("")
 
@@ -209,14 +208,14 @@ def test_each_refusal_counts_once_by_its_status():
         watched = Watched(house)
         for status, (method, path, body, headers) in REFUSALS.items():
             for _ in range(2):
-                caller = house.call(method, path, body, **(key | headers))
-                assert caller.answer().status == status
+                caller = house.call(path, body, method, **(key | headers))
+                assert caller.status == status
                 caller.hang_up()
             watched.expect(f"pagedgpt:requests_refused:{status} 2\n")
         house.connect().send(b"this is no HTTP\r\n\r\n")
         watched.expect("pagedgpt:requests_refused:400 1\n")
         for _ in range(2):  # a full queue, and a deadline
-            house.call("POST", "/v1/completions", {"prompt": [1]}, **key)
+            house.call("/v1/completions", {"prompt": [1]}, **key)
         watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
         watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
@@ -303,9 +302,9 @@ def test_buckets_are_vllms(house):
     """Its boards and rules ask for its bounds; there are finer ones beside them."""
     house.ask("a" * 5, max_tokens=20)
     house.clock.run(2.5)
-    house.engine.step({"0": b"x"})
+    house.engine.step(b"x")
     house.clock.run(5)
-    house.engine.step({"0": b"y"}, "length", waited=[0.3], prefilled=[480])
+    house.engine.step(b"y", "length", waited=[0.3], prefilled=[480])
     samples = shown(house)
     for bounds, vllms in ((metrics.SECONDS, VLLMS_SECONDS), (metrics.LENGTHS, VLLMS_LENGTHS)):
         assert bounds == sorted(set(bounds))

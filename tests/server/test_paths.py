@@ -81,7 +81,7 @@ def test_calls_that_are_refused(house, row):
     for word, long in LONG_WORDS.items():
         body = [text.replace(word, long) for text in body]
         path = path.replace(word, long)
-    answer = house.call(method, path, "".join(body).encode("latin-1")).answer()
+    answer = house.call(path, "".join(body).encode("latin-1"), method).answer
     status, code, message = answer.refusal
     param = answer.error["param"]
     assert len(answer.body) < 1000
@@ -95,7 +95,7 @@ def test_calls_that_are_refused(house, row):
 
 @pytest.mark.parametrize("form", ["gzip", "br", "identity"])
 def test_a_compressed_body_is_named(house, form):
-    answer = house.call("POST", "/detokenize", b"\x1f\x8b", Content_Encoding=form).answer()
+    answer = house.call("/detokenize", b"\x1f\x8b", Content_Encoding=form).answer
     expected = "the body must be a JSON object"
     if form != "identity":
         expected = f"the body must be plain UTF-8, got Content-Encoding {form}"
@@ -107,10 +107,10 @@ def test_a_body_needs_the_type_of_json(house, kind):
     """Against CSRF: a page of another origin may send other types without asking first."""
     message = "the body must be JSON, sent with the header Content-Type: application/json"
     body = {"tokens": [97, 256]}
-    answer = house.call("POST", "/detokenize", body, Content_Type=kind).answer()
+    answer = house.call("/detokenize", body, Content_Type=kind).answer
     assert answer.refusal == (400, None, message)
-    taken = house.call("POST", "/detokenize", body, Content_Type="Application/JSON; charset=utf-8")
-    assert taken.answer().json == {"prompt": "a<end>"}
+    taken = house.call("/detokenize", body, Content_Type="Application/JSON; charset=utf-8")
+    assert taken.json == {"prompt": "a<end>"}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -121,21 +121,21 @@ def test_so_many_tokens_are_named(house):
     """Names of 4 million tokens took 60 s and 869 MiB."""
     for length, status in ((2**14, 200), (2**14 + 1, 400)):
         body = {"prompt": "a" * length, "return_token_strs": True}
-        answer = house.call("POST", "/tokenize", body).answer()
+        answer = house.call("/tokenize", body).answer
         assert answer.status == status
     assert answer.refusal[2].endswith("not 16385: leave it out")
 
 
 def test_tokenize_and_detokenize_are_vllms(house):
     body = {"prompt": "a€", "model": "fake", "return_token_strs": True}
-    answer = house.call("POST", "/tokenize", body).answer().json
+    answer = house.call("/tokenize", body).json
     assert answer == {
         "count": 4, "max_model_len": 1000, "tokens": [97, 226, 130, 172],
         "token_strs": ["a", "bytes:\\xe2", "bytes:\\x82", "bytes:\\xac"],
     }  # fmt: skip
     for ids, text in ((answer["tokens"], "a€"), ([], "")):
-        assert house.call("POST", "/detokenize", {"tokens": ids}).answer().json == {"prompt": text}
-        assert house.call("POST", "/tokenize", {"prompt": text}).answer().json["tokens"] == ids
+        assert house.call("/detokenize", {"tokens": ids}).json == {"prompt": text}
+        assert house.call("/tokenize", {"prompt": text}).json["tokens"] == ids
 
 
 def test_a_model_is_described(house):
@@ -198,7 +198,7 @@ def test_the_page_is_the_same_for_all():
 
 
 def test_other_methods_learn_which_there_are(house):
-    answer = house.call("DELETE", "/v1/completions").answer()
+    answer = house.call("/v1/completions", method="DELETE").answer
     assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
@@ -206,7 +206,7 @@ def test_other_methods_learn_which_there_are(house):
 def test_head_is_get_without_a_body(house, path):
     """Load balancers and download tools ask with it first."""
     whole = house.get(path)
-    head = house.call("HEAD", path).answer("HEAD")
+    head = house.call(path, method="HEAD").answer
     assert (head.status, head.body) == (whole.status, "")
     assert head.headers["content-type"] == whole.headers["content-type"]
 

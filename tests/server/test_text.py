@@ -307,7 +307,7 @@ def test_a_broken_template_is_found_at_the_start(tmp_path, source, message):
 def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
     monkeypatch.setattr(module, "MAX_WAITING", 0)
     with House() as house:
-        busy = house.call("POST", path, body).answer()
+        busy = house.call(path, body).answer
     assert busy.status == 429
     assert busy.headers["retry-after"]
     assert busy.error["code"] == "encoder_busy"

@@ -36,13 +36,13 @@ def house_of(folder, kind: str, *flags: str) -> House:
 
 def call(house, **fields):
     body = {"messages": HELLO, "max_tokens": 99} | fields
-    return house.call("POST", "/v1/chat/completions", body)
+    return house.call("/v1/chat/completions", body)
 
 
 def told(caller, stream: bool) -> dict:
     """What the client was told: a message, whole or put together of deltas, and the reason."""
     if not stream:
-        (choice,) = caller.answer().json["choices"]
+        choice = caller.choice
         return choice["message"] | {"reason": choice["finish_reason"]}
     *events, _ = caller.events
     message = {"content": None, "reason": events[-1]["choices"][0]["finish_reason"]}
@@ -101,10 +101,7 @@ def test_thoughts_are_a_field_of_their_own(row, kind, stream, tmp_path):
     with house_of(tmp_path, kind) as house:
         for size in (1, 3, 200):
             caller = call(house, **fields)
-            for start in range(0, len(tokens), size):
-                is_last = start + size >= len(tokens)
-                step = tokens[start : start + size] + [256] * (is_last and finish == "stop")
-                house.engine.step(dict.fromkeys(house.choices, step), finish if is_last else None)
+            house.engine.steps(tokens + [256] * (finish == "stop"), size, finish)
             message = told(caller, stream)
             assert message.get("reasoning") == message.get("reasoning_content") == thought
             assert (message["content"], message["reason"]) == (said, reason)
@@ -135,7 +132,7 @@ def test_what_holds_an_answer_begins_after_thoughts(row, kind, opens, tmp_path):
     fields = json.loads(fields)
     with house_of(tmp_path, kind) as house:
         call(house, **fields, chat_template_kwargs={"opens": opens})
-        grammar = house.engine.of("add")[-1]["grammar"]
+        grammar = house.engine.added["grammar"]
         tokenizer = house.encoder.tokenizer
     library = Library(tokenizer, tokenizer.vocab_size, [256])
 
@@ -158,8 +155,8 @@ def test_what_holds_an_answer_begins_after_thoughts(row, kind, opens, tmp_path):
 def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
     with house_of(tmp_path, "plain", "--reasoning", "off") as house:
         caller = call(house, response_format={"type": "json_object"})
-        assert "before" not in house.engine.of("add")[-1]["grammar"]
-        house.engine.step({"0": with_tokens("<think>hm</think>5", KINDS["plain"])}, "length")
+        assert "before" not in house.engine.added["grammar"]
+        house.engine.step(with_tokens("<think>hm</think>5", KINDS["plain"]), "length")
         assert told(caller, False)["content"] == "<think>hm</think>5"
 
 
@@ -168,9 +165,8 @@ def test_a_tool_that_is_not_served_leaves_room_for_thoughts(tmp_path):
     with house_of(tmp_path, "control") as house:
         call(house, tools=TOOLS)
         (first,) = house.engine.of("add")
-        refusal = {"op": "error", "id": first["id"], "message": "no", "kind": "invalid"}
-        house.engine.say(refusal | {"tools": [0]})
-        again = house.engine.of("add")[-1]["grammar"]
+        house.engine.fail(tools=[0])
+        again = house.engine.added["grammar"]
         assert again["text"] != first["grammar"]["text"]
         assert again["before"] == first["grammar"]["before"]
 
@@ -183,7 +179,7 @@ def test_each_choice_has_thoughts_and_all_tokens_are_scored_and_counted(tmp_path
         for id, part in zip([*house.choices], (tokens, tokens[:2]), strict=True):
             row = [id, part, "length", 0, [score] * len(part), None]
             house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
-        answer = caller.answer().json
+        answer = caller.json
         first, second = answer["choices"]
         assert (first["message"]["reasoning"], first["message"]["content"]) == ("hm", "5")
         assert (second["message"]["reasoning"], second["message"]["content"]) == ("h", None)
@@ -200,7 +196,7 @@ def test_markers_that_mark_nothing_are_hidden_where_they_are_control_tokens(tmp_
     ):
         with house_of(tmp_path, kind) as house:
             caller = call(house, skip_special_tokens=skips)
-            house.engine.step({"0": with_tokens(text, KINDS[kind])}, "length")
+            house.engine.step(with_tokens(text, KINDS[kind]), "length")
             assert told(caller, False)["content"] == said
 
 
@@ -212,7 +208,7 @@ def test_a_template_finds_thoughts_in_answers(kind, tmp_path):
     with House(directory=tmp_path, tokenizer=load_tokenizer(tmp_path)) as house:
         for fields in ({"reasoning": "h"}, {"reasoning_content": "h"}, {"content": "x</think>h"}):
             call(house, messages=[{"role": "assistant", "content": "5"} | fields])
-            assert house.engine.of("add")[-1]["prompt"] == [*b"h"]
+            assert house.engine.added["prompt"] == [*b"h"]
 
 
 FOUND = """

@@ -96,16 +96,11 @@ def house(tmp_path):
 
 def call(house, messages=HELLO, tools=TOOLS, **fields):
     body = {"messages": messages, "tools": tools, "max_tokens": 99} | fields
-    return house.call("POST", "/v1/chat/completions", body)
-
-
-def added(house) -> dict:
-    """What the engine was sent last."""
-    return house.engine.of("add")[-1]
+    return house.call("/v1/chat/completions", body)
 
 
 def prompt_of(house) -> str:
-    return bytes(added(house)["prompt"]).decode()
+    return bytes(house.engine.added["prompt"]).decode()
 
 
 def test_tools_are_shown_and_results_go_back(house):
@@ -122,8 +117,8 @@ def test_tools_are_shown_and_results_go_back(house):
     assert shown == TOOLS
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
     assert prompt.endswith(f"user:\nhello\nassistant:\n{written}\ntool:\nrain\nassistant:")
-    tokens = house.call("POST", "/tokenize", {"messages": talk, "tools": TOOLS})
-    assert tokens.answer().json["tokens"] == added(house)["prompt"]
+    tokens = house.call("/tokenize", {"messages": talk, "tools": TOOLS})
+    assert tokens.json["tokens"] == house.engine.added["prompt"]
 
 
 @pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
@@ -151,7 +146,7 @@ def test_no_text_of_tools_becomes_a_control_token(house):
     talk = [*HELLO, {"role": "assistant", "tool_calls": called}]
     talk.append({"role": "tool", "content": end, "tool_call_id": end})
     call(house, talk, [{"type": "function", "function": tool}])
-    assert 256 not in added(house)["prompt"]
+    assert 256 not in house.engine.added["prompt"]
     assert prompt_of(house).count(end) == 7
 
 
@@ -160,15 +155,15 @@ def test_none_is_like_no_tools(house):
     form = {"type": "json_object"}
     call(house, tool_choice="none", response_format=form)
     assert prompt_of(house) == "user:\nhello\nassistant:"
-    assert added(house)["grammar"] == {"kind": "json", "text": '{"type": "object"}'}
+    assert house.engine.added["grammar"] == {"kind": "json", "text": '{"type": "object"}'}
     call(house, tool_choice="none")
-    assert "grammar" not in added(house)
+    assert "grammar" not in house.engine.added
 
 
 def test_auto_needs_a_template_with_tags(tmp_path):
     """Else "required" or a function holds the answer all the same, a call a line."""
     with house_with("{{ messages[0].content }}", tmp_path) as house:
-        error = call(house).answer().error
+        error = call(house).answer.error
         assert error["param"] == "tool_choice"
         assert error["message"].startswith('tool_choice is "auto", but this model\'s chat template')
         assert error["message"].endswith('send "required", "none" or a function')
@@ -176,8 +171,8 @@ def test_auto_needs_a_template_with_tags(tmp_path):
             caller = call(house, tool_choice=choice)
             assert prompt_of(house) == "hello"
             line = '{"name": "weather", "arguments": {"city": "x"}}\n'
-            house.engine.step({added(house)["id"]: [*line.encode(), 256]}, "stop")
-            (called,) = caller.answer().json["choices"][0]["message"]["tool_calls"]
+            house.engine.step([*line.encode(), 256], "stop")
+            (called,) = caller.choice["message"]["tool_calls"]
             assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
 
 
@@ -200,9 +195,8 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
         ({"tools": [], "structured_outputs": {"regex": "("}}, "structured_outputs"),
     ):
         caller = call(house, **fields, stream=True)
-        refusal = {"op": "error", "id": added(house)["id"], "message": "no", "kind": "invalid"}
-        house.engine.say(refusal)
-        answer = caller.answer()
+        house.engine.fail()
+        answer = caller.answer
         assert answer.status == 400
         assert (answer.error["message"], answer.error["param"]) == ("no", name)
 
@@ -212,13 +206,12 @@ def test_the_largest_tools_fit_into_a_message(house):
     house.engine.ready(10**6)
     function = {"name": "f", "parameters": {"description": "é" * 32_000}}
     call(house, tools=[{"type": "function", "function": function}])
-    assert len(added(house)["grammar"]["text"].encode()) < 400_000
+    assert len(house.engine.added["grammar"]["text"].encode()) < 400_000
 
 
 def refuse(house, *numbers: int):
     """As the engine does where these tools have schemas that are not served."""
-    error = {"op": "error", "id": added(house)["id"], "kind": "invalid", "tools": numbers}
-    house.engine.say(error | {"message": "this grammar cannot be served: no"})
+    house.engine.fail("this grammar cannot be served: no", tools=numbers)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -226,18 +219,18 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     """One of 40 stopped every chat. Would catch: a choice that waits for ever, or comes twice."""
     caller = call(house, stream=stream, n=2)
     refuse(house, 1, 0)
-    lark, schemas = json.loads(added(house)["grammar"]["text"])
+    lark, schemas = json.loads(house.engine.added["grammar"]["text"])
     assert schemas == ['{"type": "object"}'] * 2
     assert "city" not in lark
     assert len(house.engine.of("add")) == 2
-    id = added(house)["id"]
+    id = house.engine.added["id"]
     house.engine.step({id: [*ONE.encode(), 256], f"{id}.1": [*ONE.encode(), 256]}, "stop")
-    (answer,) = caller.answers()
+    (answer,) = caller.answers
     assert answer.headers["x-unheld-tools"] == "clock, weather"
     assert answer.body.count('"finish_reason":"tool_calls"') == 2
     assert not house.choices
     call(house)
-    assert "city" in added(house)["grammar"]["text"]
+    assert "city" in house.engine.added["grammar"]["text"]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +239,7 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
 def test_a_tool_that_must_be_called_and_is_not_served_is_named(house, choice):
     caller = call(house, tool_choice=choice)
     refuse(house, 1 if choice == "required" else 0)
-    error = caller.answer().error
+    error = caller.answer.error
     message = "tools.1.function.parameters (clock): this grammar cannot be served: no"
     assert (error["message"], error["param"]) == (message, "tools")
 
@@ -406,8 +399,8 @@ def test_a_whole_answer_has_its_calls(kind, row):
     kind, house = kind
     text, content, expected = parsed(row)
     caller = call(house)
-    house.engine.step({added(house)["id"]: with_tokens(spelled(text), MARKERS[kind])}, "length")
-    (choice,) = caller.answer().json["choices"]
+    house.engine.step(with_tokens(spelled(text), MARKERS[kind]), "length")
+    choice = caller.choice
     message = choice["message"]
     calls = message.pop("tool_calls", [])
     assert choice["finish_reason"] == "length"
@@ -467,10 +460,10 @@ def test_arguments_come_as_they_are_written(house):
     seen = []
     text = 'hi|<tool_|call>\n{"name": "weather", |"arguments": {"ci|ty": "x"}|}\n'
     for piece in text.split("|"):
-        house.engine.step({added(house)["id"]: piece.encode()})
+        house.engine.step(piece.encode())
         seen.append(len(caller.events))
     assert seen == [2, 2, 2, 4, 5, 6]
-    house.engine.step({added(house)["id"]: [*b"</tool_call>", 256]}, "stop")
+    house.engine.step([*b"</tool_call>", 256], "stop")
     deltas = [event["choices"][0]["delta"] for event in caller.events[:-1]]
     (first,) = deltas[2]["tool_calls"]
     function = {"name": "weather", "arguments": ""}
@@ -494,11 +487,8 @@ def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
     if (stop, tool_choice) == ("<", "auto"):
         return  # it ends the text, before there is a call
     caller = call(house, tool_choice=tool_choice, stop=stop)
-    tokens = [*ONE.encode(), 256]
-    for start in range(0, len(tokens), size):
-        new = tokens[start : start + size]
-        house.engine.step({added(house)["id"]: new}, "stop" if 256 in new else None)
-    [choice] = caller.answer().json["choices"]
+    house.engine.steps([*ONE.encode(), 256], size, "stop")
+    choice = caller.choice
     expected = [["weather", '{"city": "x"}']]
     assert names_and_arguments(choice["message"]["tool_calls"]) == expected
     assert choice["stop_reason"] is None
@@ -510,11 +500,11 @@ def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
     caller = call(house, stop=["<", "a<"])
     tokens = with_tokens(f"a{ONE}", MARKERS[kind])
     for start in range(0, len(tokens), size):
-        house.engine.step({added(house)["id"]: tokens[start : start + size]})
+        house.engine.step({house.engine.added["id"]: tokens[start : start + size]})
     is_token = "<tool_call>" in MARKERS[kind]
     if is_token:
-        house.engine.step({added(house)["id"]: [256]}, "stop")
-    [choice] = caller.answer().json["choices"]
+        house.engine.step([256], "stop")
+    choice = caller.choice
     assert choice["message"]["content"] == ("a" if is_token else "")
     assert ("tool_calls" in choice["message"]) == is_token
 
@@ -527,7 +517,7 @@ def test_templates_find_tags_in_answers_alone(tmp_path):
     with house_with(TEMPLATE, tmp_path, "both") as house:
         said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
         call(house, said, tool_choice="none")
-        prompt = added(house)["prompt"]
+        prompt = house.engine.added["prompt"]
         assert [i for i in prompt if i > 256] == [TAG, CLOSING]
         assert prompt[-len(ONE) - 11 : -11] == [*ONE.encode()]
 
@@ -537,8 +527,8 @@ def test_stop_strings_end_the_text_before_calls(house, size):
     caller = call(house, stop=" now")
     text = f"I call now {ONE}".encode()
     for start in range(0, len(text), size):
-        house.engine.step({added(house)["id"]: text[start : start + size]})
-    [choice] = caller.answer().json["choices"]
+        house.engine.step({house.engine.added["id"]: text[start : start + size]})
+    choice = caller.choice
     assert choice["message"] == {"role": "assistant", "content": "I call"}
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " now")
 
@@ -562,8 +552,8 @@ def test_the_reason_of_an_end_with_calls(house, row, stream):
     tool_choice = json.loads(tool_choice.replace("NAMED", json.dumps(NAMED)))
     caller = call(house, tool_choice=tool_choice, stream=stream)
     end = [256] if finish == "stop" else []
-    house.engine.step({added(house)["id"]: [*spelled(text).encode(), *end]}, finish)
-    last = caller.events[-2] if stream else caller.answer().json
+    house.engine.step([*spelled(text).encode(), *end], finish)
+    last = caller.events[-2] if stream else caller.json
     assert last["choices"][0]["finish_reason"] == reason
     assert house.service.metrics.finished[finish]._value.get() == 1
 
@@ -575,7 +565,7 @@ def test_tokens_and_their_scores_are_sent_once(house, size):
     tokens = [*ONE.encode(), 256]
     for start in range(0, len(tokens), size):
         new = tokens[start : start + size]
-        row = [added(house)["id"], new, "stop" if new[-1] == 256 else None, 0]
+        row = [house.engine.added["id"], new, "stop" if new[-1] == 256 else None, 0]
         row += [[[-1.0, [], []]] * len(new), None]
         house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
     choices = [event["choices"][0] for event in caller.events[:-1]]
@@ -586,9 +576,9 @@ def test_tokens_and_their_scores_are_sent_once(house, size):
 
 def test_each_choice_has_calls_of_its_own(house):
     caller = call(house, n=2)
-    id = added(house)["id"]
+    id = house.engine.added["id"]
     house.engine.step({id: ONE.encode(), f"{id}.1": b"hello"}, "length")
-    first, second = [choice["message"] for choice in caller.answer().json["choices"]]
+    first, second = [choice["message"] for choice in caller.json["choices"]]
     assert first["tool_calls"][0]["function"]["name"] == "weather"
     assert second == {"role": "assistant", "content": "hello"}
 
@@ -606,10 +596,10 @@ def patient(tmp_path_factory):
 
 def status_of(house, body: str) -> int:
     """The status of the answer to a chat."""
-    caller = house.call("POST", "/v1/chat/completions", body.encode())
-    house.engine.step(dict.fromkeys(house.choices, b"x"), "length")
+    caller = house.call("/v1/chat/completions", body.encode())
+    house.engine.step(b"x", "length")
     caller.hang_up()
-    answer = caller.answer()
+    answer = caller.answer
     assert answer.status in (200, 400), answer.body
     return answer.status
 
