@@ -18,11 +18,18 @@ STAGES = {
     "windows": "engine.window.Window",  # gives back the blocks that no token sees any more
     "record": "engine.events.Recorder",  # last: it writes down what the others have done
 }
+FILES = {
+    "drafts": "engine/drafts.py",
+    "grammar": "engine/grammar.py",
+    "scores": "engine/scores.py",
+    "windows": "engine/window.py",
+    "record": "engine/events.py",
+}
 
 
 def absent(name: str) -> str:
     """Return the message for a flag or a field that needs a stage that is gone."""
-    return f"this server has no {name}: its line in engine/stages.py is gone"
+    return f"this server has no {name} ({FILES[name]})"
 
 
 def require(name: str):

@@ -16,7 +16,7 @@ from callers import save_caller
 from planting import copy_repo
 from processes import RUN, Process
 
-from engine.stages import STAGES
+from engine.stages import FILES, STAGES
 
 ROOT = Path(__file__).parents[1]
 GREEDY = {"temperature": 0, "max_tokens": 24}
@@ -92,7 +92,7 @@ def test_a_feature_can_be_deleted(feature, model, expected, tmp_path):
     for command in (["test_paged.py"], ["bench.py", "--help"]):
         done = subprocess.run([sys.executable, *command], **here, capture_output=True)
         assert done.returncode == 0, done.stdout + done.stderr
-    missing = f"this server has no {feature}: its line in engine/stages.py is gone"
+    missing = f"this server has no {feature} ({FILES.get(feature)})"
     if feature in FLAGS:
         command = [sys.executable, "serve.py", "--model", str(model), *FLAGS[feature]]
         done = subprocess.run(command, **here, capture_output=True)
