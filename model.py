@@ -383,6 +383,9 @@ class GPTConfig:
                 check_value(int, "sliding_window", window)
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
+        if self.rope and not self.rope.keys() >= set(self.windows):
+            windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
+            raise ValueError(f"{windows}: give each its positions")
         if self.qk_norm and self.norm != "rms":
             raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
         if self.rope and self.head_size % 2:

@@ -5,6 +5,7 @@ change. One table for each file: a mutation of it, and what becomes of the direc
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -528,3 +529,20 @@ def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
     length = lie.get("length", len(text))
     path.write_bytes(length.to_bytes(8, "little") + text + data[end:])
     refused(folder, "cannot be read .*: restore or download the file")
+
+
+MISFITS = [
+    ({"windows": (4,)}, "1 windows for 2 layers"),
+    ({"windows": (8, 8), "rope": {0: Rope(1e4)}}, "rope has windows [0], layers have (8, 8)"),
+    ({"qk_norm": True}, "qk_norm is for norm 'rms'"),
+    ({"n_embd": 6, "rope": {0: Rope(1e4)}}, "head_size 3 is odd"),
+    ({"norm": "batch"}, "norm 'batch' is unknown; there is layer, rms"),
+    ({"activation": "selu"}, "activation 'selu' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), MISFITS, ids=str)
+def test_fields_that_do_not_go_together(fields, message):
+    """Would catch: a KeyError in the first forward pass; a model that computes something else."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GPTConfig(**({"n_layer": 2, "n_head": 2, "n_embd": 8} | fields))
