@@ -6,7 +6,7 @@ What an engine has on its device, and what is computed there.
     launched = device.run(packed)       # a step: forward and sampling, in one of three ways
     device.send(launched)               # its tokens, to the host
 
-The host's part of a step is in runner.py. Nothing here waits for the device.
+The host's part of a step is in runner.py. Nothing in a step waits for the device here.
 Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; N rows, one for each
 request that may run at once, and row N for padding; of a step, n decodes and C chunks.
 """
@@ -64,7 +64,7 @@ class Launched:
     done: torch.cuda.Event | None = None
 
     def place_of(self) -> dict[Request, int]:
-        """The place in `tokens` of the first token of each request."""
+        """Return the place in `tokens` of the first token of each request."""
         plan = self.packed.plan
         places = {}
         place = 0
@@ -127,15 +127,9 @@ class Device:
             settings.attention, device, dtype, settings.deterministic
         )
         self.model = self.ops.pack_weights(model, settings.quantize)
-        self.pool = KVBlockPool(
-            settings.num_blocks,
-            settings.block_size,
-            config.n_layer,
-            config.n_kv_head,
-            config.head_size,
-            device,
-            kv_dtype(model),
-        )
+        blocks = (settings.num_blocks, settings.block_size)
+        layers = (config.n_layer, config.n_kv_head, config.head_size)
+        self.pool = KVBlockPool(*blocks, *layers, device, kv_dtype(model))
         self.windows = set(config.windows)
         N = settings.max_num_seqs
         M = -(-(settings.max_model_len or config.context_length) // settings.block_size)
