@@ -459,10 +459,12 @@ def test_hostile_grammars_are_served_or_refused(grammars, name):
     """
     kind, text, reason = HOSTILE[name]
     if reason:
-        with pytest.raises(ValueError) as refusal:
-            grammars.compile(kind, text)
-        is_late = name in LARGE and TOO_LARGE in str(refusal.value)
-        assert is_late or reason in str(refusal.value)
+        for _ in range(3):  # a busy machine may need more than the two seconds
+            with pytest.raises(ValueError) as refusal:
+                grammars.compile(kind, text)
+            if TOO_LARGE not in str(refusal.value):
+                break
+        assert reason in str(refusal.value)
         assert len(str(refusal.value)) < 600
     else:
         grammar = grammars.compile(kind, text).copy()
