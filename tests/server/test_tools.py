@@ -1,13 +1,11 @@
 """
-Tools: what a template shows of them, the grammar that an answer with calls is held to, and the
-calls that are read off its text, however the steps cut it.
+Tools and thoughts: what a template shows of them, the grammar that an answer is held to, and what
+is read off its text, however the steps cut it.
 """
 
 import json
-import re
-from itertools import accumulate, pairwise
+from itertools import product
 
-import llguidance
 import pytest
 from callers import (
     CLOSING,
@@ -17,7 +15,6 @@ from callers import (
     TAG,
     TALK,
     TEMPLATE,
-    ids_of,
     save_caller,
     save_tokens,
     with_tokens,
@@ -29,8 +26,8 @@ from processes import Process
 from test_api import VALUES
 from wires import House
 
-from server.protocol import ChatRequest
-from server.tools import NO_TAGS, Reader, find_tags, grammar_of_calls
+from engine.matcher import Library
+from server.tools import NO_TAGS, find_tags, find_thoughts
 from tokenizer import load_tokenizer
 
 TOOLS = """[
@@ -39,59 +36,66 @@ TOOLS = """[
         "additionalProperties": false}}},
     {"type": "function", "function": {"name": "clock", "description": "the time"}}
 ]"""
-TOOLS = json.loads(TOOLS)
 HELLO = [{"role": "user", "content": "hello"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
+ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 
+# In the manner of Qwen3's, which writes empty thoughts where a model is not to think. With `opens`
+# it begins them, as that of the thinking variant.
+THINKS = TEMPLATE + "{% if enable_thinking is false %}<think>\n\n</think>\n\n"
+THINKS += "{% elif opens %}<think>\n{% endif %}"
 # Qwen3-Coder's
 XML = "{% if tools %}<tools>{{ tools }}</tools>{% endif %}" + TALK
 XML = XML.replace("CALL", "<tool_call><function={{ call.name }}>{{ call.arguments }}")
-
-
-def body_of(**fields) -> ChatRequest:
-    return ChatRequest(**{"messages": HELLO, "tools": TOOLS} | fields)
-
-
-# --------------------------------------------------------------------------------------------------
-# The template
-
-
+MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+# Which of the markers the tokenizer has as tokens, and whether these are control tokens.
 KINDS = {
-    "tool_call": [TEMPLATE, SHOWN + TALK.replace("CALL", HERMES), TEMPLATE.replace('"', r"\"")],
-    "": [TALK.replace("CALL", QWEN), XML, "{{ messages[0].content }}"],
-}
-TAGS = {"tool_call": ["<tool_call>", "</tool_call>"], "": NO_TAGS}
-
-
-@pytest.mark.parametrize("tag, source", [(tag, one) for tag in KINDS for one in KINDS[tag]])
-def test_the_tag_of_calls_is_read_off_the_template(tag, source):
-    """
-    Would catch: Qwen3-Coder's tags, which have no JSON inside, taken for Qwen3's; a template that
-    writes calls, but would not tell the model of any tool.
-    """
-    assert find_tags(source) == TAGS[tag]
-
-
-# Which of the tags the tokenizer has as tokens, and whether these are control tokens.
-MARKERS = {
     "text": {},
-    "both": {"<tool_call>": True, "</tool_call>": True},
-    "plain": {"<tool_call>": False, "</tool_call>": False},
-    "opening": {"<tool_call>": True},
-    "closing": {"</tool_call>": True},
-    "mixed": {"<tool_call>": False, "</tool_call>": True},
+    "plain": dict.fromkeys(MARKERS, False),
+    "control": dict.fromkeys(MARKERS, True),
+    "opening": dict.fromkeys(MARKERS[::2], True),
 }
+# What stands for longer words in the tables below. The parameters of REFERS are said to be a text,
+# and their references are meant from the parameters on.
+WORDS = {
+    "REFERS": """[{"type": "function", "function": {"name": "f", "parameters": {"type": "string",
+        "$defs": {"c": {"properties": {"city": {"type": "string"}}}},
+        "properties": {"a": {"$ref": "#/$defs/c"}}}}}]""",
+    "TOOLS": TOOLS,
+    "NAMED": json.dumps(NAMED),
+    "OPENS": '"chat_template_kwargs": {"opens": true}',
+    "OFF": '"chat_template_kwargs": {"enable_thinking": false}',
+    "WEATHER": r'["weather", "{\"city\": \"x\"}"]',
+    "SIXTEEN": 16 * ONE,
+    "CLOCK": ONE.replace("weather", "clock"),
+    "ONE": ONE,
+    "⏎": "\n",
+}
+TOOLS = json.loads(TOOLS)
 
 
-def house_with(template: str, folder, kind: str = "text") -> House:
-    save_tokens(folder, MARKERS[kind], template)
-    return House(directory=folder, tokenizer=load_tokenizer(folder) if MARKERS[kind] else None)
+def columns(row: str) -> list[str]:
+    for word, meaning in WORDS.items():
+        row = row.replace(word, meaning)
+    return row.split(" | ")
+
+
+def house_with(template: str, folder, kind: str = "text", *flags: str) -> House:
+    save_tokens(folder, KINDS[kind], template)
+    return House(*flags, directory=folder, tokenizer=load_tokenizer(folder))
 
 
 @pytest.fixture
 def house(tmp_path):
-    with house_with(TEMPLATE, tmp_path) as house:
+    with house_with(THINKS, tmp_path) as house:
         yield house
+
+
+@pytest.fixture(params=KINDS, scope="module")
+def kind(request, tmp_path_factory):
+    """A kind of tokenizer, and a house of such a directory."""
+    with house_with(THINKS, tmp_path_factory.mktemp("kind"), request.param) as house:
+        yield request.param, house
 
 
 def call(house, messages=HELLO, tools=TOOLS, **fields):
@@ -99,18 +103,56 @@ def call(house, messages=HELLO, tools=TOOLS, **fields):
     return house.call("/v1/chat/completions", body)
 
 
+def tool(**function) -> dict:
+    return {"type": "function", "function": {"name": "f"} | function}
+
+
 def prompt_of(house) -> str:
+    """Raises ValueError if there is a control token in it."""
     return bytes(house.engine.added["prompt"]).decode()
+
+
+# --------------------------------------------------------------------------------------------------
+# The template
+
+
+TAGS = {
+    "tool_call": [TEMPLATE, SHOWN + TALK.replace("CALL", HERMES), TEMPLATE.replace('"', r"\"")],
+    "": [TALK.replace("CALL", QWEN), XML, "{{ messages[0].content }}"],
+}
+
+
+@pytest.mark.parametrize("tag", TAGS)
+def test_the_tag_of_calls_is_read_off_the_template(tag):
+    """
+    Would catch: Qwen3-Coder's tags, which have no JSON inside, taken for Qwen3's; a template that
+    writes calls, but would not tell the model of any tool.
+    """
+    for source in TAGS[tag]:
+        assert find_tags(source) == (MARKERS[:2] if tag else NO_TAGS)
+
+
+FOUND = """
+{% if '</think>' in content %} -> <think> </think>
+[THINK]{{ thought }}[/THINK] -> [THINK] [/THINK]
+<seed:think>{{ x }}</seed:think> -> <seed:think> </seed:think>
+<Thinking></Thinking> -> <Thinking> </Thinking>
+<b></b> <tool_call></tool_call> ->
+"""
+
+
+@pytest.mark.parametrize("row", FOUND.strip().splitlines())
+def test_the_markers_of_thoughts_are_read_off_the_template(row):
+    source, markers = row.split(" ->")
+    assert find_thoughts(source) == markers.split()
 
 
 def test_tools_are_shown_and_results_go_back(house):
     """Would catch: arguments as text, which Qwen2.5's template would write as a string of JSON."""
     function = {"name": "weather", "arguments": '{"city":"Zürich"}'}
     called = [{"id": "a", "type": "function", "function": function, "index": 0}]
-    talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": called}]
-    talk.append(
-        {"role": "tool", "content": [{"type": "text", "text": "rain"}], "tool_call_id": "a"}
-    )
+    result = {"role": "tool", "content": [{"type": "text", "text": "rain"}], "tool_call_id": "a"}
+    talk = [*HELLO, {"role": "assistant", "content": None, "tool_calls": called}, result]
     call(house, talk)
     prompt = prompt_of(house)
     shown = [json.loads(line) for line in prompt.splitlines() if line.startswith('{"type"')]
@@ -122,40 +164,35 @@ def test_tools_are_shown_and_results_go_back(house):
 
 
 @pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
-def test_a_result_has_the_name_of_the_function_that_was_called(house, ids):
+def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
     """Some servers count their calls anew in each turn: the last name stood at all results."""
-    talk = [*HELLO]
-    names = ["weather", "clock", "weather"][: len(ids)]
+    names = ["weather", "clock", "rain"][: len(ids)]
+    talk = []
     for id, name in zip(ids, names, strict=True):
         made = {"id": id, "function": {"name": name, "arguments": "{}"}}
         talk.append({"role": "assistant", "tool_calls": [made]})
         talk.append({"role": "tool", "content": "6", "tool_call_id": id})
-    named = "{% for m in messages %}{{ m.name }}{% endfor %}"
-    chat = house.encoder.chat
-    chat.templates = [None, chat.templates[0].environment.from_string(named)]
-    call(house, talk, tool_choice="required")
-    assert prompt_of(house) == "".join(names)
+    with house_with("{% for m in messages %}{{ m.name }}{% endfor %}", tmp_path) as house:
+        call(house, talk, [])
+        assert prompt_of(house) == "".join(names)
 
 
 def test_no_text_of_tools_becomes_a_control_token(house):
     """Against prompt injection: in descriptions, schemas, arguments and results, too."""
     end = "<|endoftext|>"
-    tool = {"name": "f", "description": end, "parameters": {"title": end, end: {"enum": [end]}}}
     function = {"name": "f", "arguments": json.dumps({end: [end]})}
     called = [{"id": end, "type": "function", "function": function}]
-    talk = [*HELLO, {"role": "assistant", "tool_calls": called}]
+    talk = [{"role": "assistant", "tool_calls": called}]
     talk.append({"role": "tool", "content": end, "tool_call_id": end})
-    call(house, talk, [{"type": "function", "function": tool}])
-    assert 256 not in house.engine.added["prompt"]
+    call(house, talk, [tool(description=end, parameters={"title": end, end: {"enum": [end]}})])
     assert prompt_of(house).count(end) == 7
 
 
 def test_none_is_like_no_tools(house):
     """Neither shown nor called, and not looked at for contradictions."""
-    form = {"type": "json_object"}
-    call(house, tool_choice="none", response_format=form)
+    call(house, tool_choice="none", response_format={"type": "json_object"})
     assert prompt_of(house) == "user:\nhello\nassistant:"
-    assert house.engine.added["grammar"] == {"kind": "json", "text": '{"type": "object"}'}
+    assert house.engine.added["grammar"]["text"] == '{"type": "object"}'
     call(house, tool_choice="none")
     assert "grammar" not in house.engine.added
 
@@ -167,13 +204,14 @@ def test_auto_needs_a_template_with_tags(tmp_path):
         assert error["param"] == "tool_choice"
         assert error["message"].startswith('tool_choice is "auto", but this model\'s chat template')
         assert error["message"].endswith('send "required", "none" or a function')
-        for choice in ("required", NAMED):
-            caller = call(house, tool_choice=choice)
+        _, line, _ = ONE.split("\n")
+        for choice, size in product(("required", NAMED), (1, 3, 200)):
+            caller = call(house, tool_choice=choice, stream=True, return_token_ids=True)
             assert prompt_of(house) == "hello"
-            line = '{"name": "weather", "arguments": {"city": "x"}}\n'
-            house.engine.step([*line.encode(), 256], "stop")
-            (called,) = caller.choice["message"]["tool_calls"]
-            assert called["function"] == {"name": "weather", "arguments": '{"city": "x"}'}
+            house.engine.steps([*f"{line}\n{line}\n".encode(), 256], size, "stop")
+            (message,) = told(caller, True)
+            functions = [made["function"] for made in message["tool_calls"]]
+            assert functions == 2 * [{"name": "weather", "arguments": '{"city": "x"}'}]
 
 
 def test_tools_have_a_template_of_their_own(tmp_path):
@@ -186,6 +224,29 @@ def test_tools_have_a_template_of_their_own(tmp_path):
         assert "weather" in prompt_of(house)
         call(house, tool_choice="none")
         assert prompt_of(house) == "hello"
+
+
+def test_templates_find_tags_in_answers_alone(tmp_path):
+    """
+    Some read calls off the text of an answer. Would catch: a tag that is a control token and
+    therefore disguised there; one that a user writes.
+    """
+    with house_with(THINKS, tmp_path, "control") as house:
+        said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
+        call(house, said, [])
+        prompt = house.engine.added["prompt"]
+        assert [i for i in prompt if i > 256] == [TAG, CLOSING]
+        assert prompt[-len(ONE) - 11 : -11] == [*ONE.encode()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_template_finds_thoughts_in_answers(kind, tmp_path):
+    """Under both names, and in the text, as Qwen3's looks for them."""
+    shows = "{% for m in messages %}{{ m.reasoning_content or m.content.split('</think>')[-1] }}"
+    with house_with(shows + "{% endfor %}", tmp_path, kind) as house:
+        for fields in ({"reasoning": "h"}, {"reasoning_content": "h"}, {"content": "x</think>h"}):
+            call(house, [{"role": "assistant", "content": "5"} | fields], [])
+            assert prompt_of(house) == "h"
 
 
 def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
@@ -204,27 +265,33 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
 def test_the_largest_tools_fit_into_a_message(house):
     """A socket takes 400 KB. Would catch characters that are spelled, and the spelling escaped."""
     house.engine.ready(10**6)
-    function = {"name": "f", "parameters": {"description": "é" * 32_000}}
-    call(house, tools=[{"type": "function", "function": function}])
+    call(house, tools=[tool(parameters={"description": "é" * 32_000})])
     assert len(house.engine.added["grammar"]["text"].encode()) < 400_000
 
 
-def refuse(house, *numbers: int):
-    """As the engine does where these tools have schemas that are not served."""
-    house.engine.fail("this grammar cannot be served: no", tools=numbers)
+def test_a_tool_loses_its_options(house):
+    """`x-guidance` could have keywords ignored that the library does not know."""
+    call(house, tools=[tool(parameters={"x-guidance": {"lenient": True}})])
+    lark, _ = json.loads(house.engine.added["grammar"]["text"])
+    assert "lenient" not in lark
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
-    """One of 40 stopped every chat. Would catch: a choice that waits for ever, or comes twice."""
+    """
+    One of 40 stopped every chat. The call begins again, with another grammar for the same answer.
+    Would catch: a choice that waits for ever, or comes twice.
+    """
     caller = call(house, stream=stream, n=2)
-    refuse(house, 1, 0)
-    lark, schemas = json.loads(house.engine.added["grammar"]["text"])
+    first = house.engine.added["grammar"]
+    house.engine.fail("this grammar cannot be served: no", tools=[1, 0])
+    again = house.engine.added["grammar"]
+    lark, schemas = json.loads(again["text"])
     assert schemas == ['{"type": "object"}'] * 2
-    assert "city" not in lark
+    assert "city" in first["text"] and "city" not in lark
+    assert again["before"] == first["before"]
     assert len(house.engine.of("add")) == 2
-    id = house.engine.added["id"]
-    house.engine.step({id: [*ONE.encode(), 256], f"{id}.1": [*ONE.encode(), 256]}, "stop")
+    house.engine.step([*ONE.encode(), 256], "stop")
     (answer,) = caller.answers
     assert answer.headers["x-unheld-tools"] == "clock, weather"
     assert answer.body.count('"finish_reason":"tool_calls"') == 2
@@ -233,225 +300,198 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     assert "city" in house.engine.added["grammar"]["text"]
 
 
-@pytest.mark.parametrize(
-    "choice", ["required", {"type": "function", "function": {"name": "clock"}}]
-)
-def test_a_tool_that_must_be_called_and_is_not_served_is_named(house, choice):
-    caller = call(house, tool_choice=choice)
-    refuse(house, 1 if choice == "required" else 0)
-    error = caller.answer.error
-    message = "tools.1.function.parameters (clock): this grammar cannot be served: no"
-    assert (error["message"], error["param"]) == (message, "tools")
+def test_a_tool_that_must_be_called_and_is_not_served_is_named(house):
+    clock = {"type": "function", "function": {"name": "clock"}}
+    for choice, number in ("required", 1), (clock, 0):
+        caller = call(house, tool_choice=choice)
+        house.engine.fail("no", tools=[number])
+        error = caller.answer.error
+        assert error["message"] == "tools.1.function.parameters (clock): no"
+        assert error["param"] == "tools"
 
 
 # --------------------------------------------------------------------------------------------------
 # The grammar
 
-
-class Bytes:
-    """A vocabulary for llguidance: a token a byte, an end, and tags."""
-
-    def __init__(self, markers: dict[str, bool]):
-        self.bos_token_id = None
-        self.eos_token_id = 256
-        self.special_token_ids = [256]
-        self.special_token_ids += [i for i, name in enumerate(markers, 257) if markers[name]]
-        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end|>", *map(str.encode, markers)]
-
-    def __call__(self, text):
-        return list(text.encode() if isinstance(text, str) else text)
-
-
-def tokens_of(kind: str) -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes(MARKERS[kind])))
-
-
-def allowed(body: ChatRequest, tag: str, tokens: list[int], kind: str = "text") -> tuple[int, bool]:
-    """How many of the tokens the grammar takes, and whether it may end there."""
-    lark = grammar_of_calls(body, TAGS[tag], ids_of(MARKERS[kind]))
-    lark = llguidance.LLMatcher.grammar_from_lark(lark)
-    matcher = llguidance.LLMatcher(tokens_of(kind), lark, log_level=0)
-    assert not matcher.is_error(), matcher.get_error()
-    return matcher.try_consume_tokens(tokens), matcher.is_accepting()
-
-
-ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
-CLOCK = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
-
-
-def spelled(text: str, tag: str = "tool_call") -> str:
-    """A text of the tables below, without a tag as lines."""
-    text = text.replace("SIXTEEN", 16 * "ONE").replace("ONE", ONE).replace("CLOCK", CLOCK)
-    text = re.sub(r"(?<!\\)\\n", "\n", text).replace(r"\\n", r"\n")
-    if not tag:
-        text = text.replace("<tool_call>\n", "").replace("\n</tool_call>", "\n")
-    return text
-
-
-# Fields of the call; a text, whose part behind ¦ is refused; whether it may end there.
-# ONE is a call, CLOCK another one.
+# Fields of the call, a text whose part behind ¦ is refused, and whether it may end there.
 HELD = r"""
-{} free <text -> true
-{} free <tool_call>¦ text -> false
-{} free\nONE¦ text -> true
-{} ONE\nCLOCKONE -> true
-{} SIXTEEN¦ONE -> true
-{"parallel_tool_calls": false} freeONE¦ONE -> true
-{"tool_choice": "required"} SIXTEEN¦ONE -> true
-{"tool_choice": "required"} ¦free -> false
-{"tool_choice": "required", "parallel_tool_calls": false} ONE¦ONE -> true
-{"tool_choice": NAMED} ONE¦ONE -> true
-{"tool_choice": NAMED} <tool_call>\n{"name": "¦clock -> false
-{"tool_choice": "required"} <tool_call>\n{"name": "clock", "arguments": {"a": [1, {"b": null}], "c": "}\\n</tool_call>"}}\n</tool_call> -> true
-{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {"city": ¦1 -> false
-{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {"city":¦"x" -> false
-{"tool_choice": "required"} <tool_call>\n{"name": "weather", "arguments": {¦ "city" -> false
-{"tool_choice": "required"} <tool_call>\n{"name": "clock", "arguments": {¦\n} -> false
+{} | free <text | true
+{} | free <tool_call>¦ text | false
+{} | free⏎ONE¦ text | true
+{} | ONE⏎CLOCKONE | true
+{} | SIXTEEN¦ONE | true
+{"parallel_tool_calls": false} | freeONE¦ONE | true
+{"tool_choice": "required"} | SIXTEEN¦ONE | true
+{"tool_choice": "required"} | ¦free | false
+{"tool_choice": "required", "parallel_tool_calls": false} | ONE¦ONE | true
+{"tool_choice": NAMED} | ONE¦ONE | true
+{"tool_choice": NAMED} | <tool_call>⏎{"name": "¦clock | false
+{"tool_choice": "required"} | <tool_call>⏎{"name": "clock", "arguments": {"a": [1, {"b": null}], "c": "}\n</tool_call>"}}⏎</tool_call> | true
+{"tool_choice": "required"} | <tool_call>⏎{"name": "weather", "arguments": {"city": ¦1 | false
+{"tool_choice": "required"} | <tool_call>⏎{"name": "weather", "arguments": {"city":¦"x" | false
+{"tool_choice": "required"} | <tool_call>⏎{"name": "weather", "arguments": {¦ "city" | false
+{"tool_choice": "required"} | <tool_call>⏎{"name": "clock", "arguments": {¦⏎} | false
+{"tool_choice": "required", "tools": REFERS} | <tool_call>⏎{"name": "f", "arguments": {"a": {"city": ¦1 | false
+{"tool_choice": "required", "tools": REFERS} | <tool_call>⏎{"name": "f", "arguments": ¦"x" | false
+{"tools": [], "response_format": {"type": "json_object"}} | {"a": 1} | true
+{"tools": [], "response_format": {"type": "json_object"}} | ¦x | false
+{"tools": [], "structured_outputs": {"json": {"enum": ["ab"]}}} | "ab"¦b | true
+{"tools": [], "structured_outputs": {"regex": "[ab]+"}} | ab¦c | true
+{"tools": [], "structured_outputs": {"choice": ["ab", "{"]}} | a¦a | false
+{"tools": [], "structured_outputs": {"grammar": "start: \"a\" \"b\""}} | ab¦b | true
+{"tools": [], "structured_outputs": {"grammar": "root ::= \"a\" x\nx ::= \"b\""}} | ab¦b | true
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("tag, kind", [("", "text"), *(("tool_call", kind) for kind in MARKERS)])
+@pytest.fixture(scope="module")
+def library(kind) -> Library:
+    _, house = kind
+    tokenizer = house.encoder.tokenizer
+    return Library(tokenizer, tokenizer.vocab_size, [256])
+
+
 @pytest.mark.parametrize("row", HELD.strip().splitlines())
-def test_answers_are_held_to_calls(row, tag, kind):
+def test_answers_are_held_after_their_thoughts(row, kind, library):
     """
-    Would catch: a tag that is a control token, and so no text, which no answer could have; or that
-    would be spelled by tokens that no model has learnt for it.
+    A model that thinks by default would be held from it, and would answer worse. Its thoughts may
+    mention calls; where none need follow, the text may end within them. Would catch: a tag that is
+    a control token, and so no text, which no answer could have; or that would be spelled by tokens
+    that no model has learnt for it.
     """
-    fields, text, may_end = re.fullmatch(r"(\{.*?\}+) (.*) -> (\w+)", row).groups()
-    fields = json.loads(fields.replace("NAMED", json.dumps(NAMED)))
-    if not tag and "tool_choice" not in fields:
-        return  # the call is refused
-    taken, _, refused = spelled(text, tag).partition("¦")
-    expected = len(with_tokens(taken, MARKERS[kind])), json.loads(may_end)
-    assert (
-        allowed(body_of(**fields), tag, with_tokens(taken + refused, MARKERS[kind]), kind)
-        == expected
-    )
-    if (kind, fields) == ("both", {"tool_choice": "required"}):
-        assert allowed(body_of(**fields), tag, list(taken.encode()), kind)[0] == 0
+    kind, house = kind
+    fields, text, may_end = columns(row)
+    fields = json.loads(fields)
+    taken, _, refused = text.partition("¦")
+    is_free = fields.keys().isdisjoint({"tool_choice", "tools"})
 
+    def held(text: str, refused: str = "") -> tuple[bool, bool]:
+        """Whether the grammar takes this text and no more, and whether it may end there."""
+        answer = matcher.deep_copy()
+        taken, all_tokens = (with_tokens(part, KINDS[kind]) for part in (text, text + refused))
+        return answer.try_consume_tokens(all_tokens) == len(taken), answer.is_accepting()
 
-def test_a_schema_keeps_its_references_and_loses_its_options():
-    """
-    `$ref` is meant from the parameters on, not from the whole; `x-guidance` could have keywords
-    ignored that the library does not know. Arguments are an object, whatever the schema says.
-    """
-
-    city = TOOLS[0]["function"]["parameters"]
-
-    def body(**more) -> ChatRequest:
-        parameters = {"$defs": {"c": city}, "properties": {"a": {"$ref": "#/$defs/c"}}} | more
-        tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
-        return body_of(tools=[tool], tool_choice="required")
-
-    start = b'{"name": "f", "arguments": '
-    assert allowed(body(), "", [*start, *b'{"a": {"city": "x"}}}\n'])[1]
-    assert allowed(body(), "", [*start, *b'{"a": {"x'])[0] == len(start + b'{"a": {"')
-    assert allowed(body(type="string"), "", [*start, *b'"'])[0] == len(start)
-    schema = {"x-guidance": {"lenient": True}, "not": {}}
-    lark = llguidance.LLMatcher.grammar_from_lark(grammar_of_calls(body(**schema), NO_TAGS, {}))
-    assert '["not"]' in llguidance.LLMatcher.validate_grammar(lark, tokens_of("text"))
+    for opens in (False, True):
+        caller = call(house, **fields, chat_template_kwargs={"opens": opens})
+        matcher = library.compile(**house.engine.added["grammar"])
+        caller.hang_up()
+        start = ("" if opens else "<think>\n") + ("<tool_call>" if kind == "plain" else "x < y")
+        assert held(start) == (True, is_free)
+        for ahead in [f"{start}</think>", f"{start}</think>\n\n", ""][: 3 - opens]:
+            assert held(ahead + taken, refused) == (True, json.loads(may_end))
+    if kind == "control" and "tool_choice" in fields and taken:
+        assert matcher.try_consume_tokens([*b"x", TAG + 3, *taken.encode()]) == 2
 
 
 # --------------------------------------------------------------------------------------------------
-# Reading calls
+# Reading answers
 
-# a text -> its content and its calls; the last ones are cut off by the length
+# Fields of the call, an answer, how the engine ends it -> what is thought, what is said, the reason
+# or the stop string that ended it, and the calls.
 ANSWERS = r"""
-hello <tool -> ["hello <tool"]
- -> [""]
-ONE -> [null, "weather", "{\"city\": \"x\"}"]
-hi é\nONE -> ["hi é\n", "weather", "{\"city\": \"x\"}"]
-ONE\nCLOCK -> [null, "weather", "{\"city\": \"x\"}", "clock", "{}"]
-ONE\n -> [null, "weather", "{\"city\": \"x\"}"]
-<tool_call>\n{"name": "clock", "arguments": {"a": "}\\n</tool_call>"}}\n</tool_call> -> [null, "clock", "{\"a\": \"}\\n</tool_call>\"}"]
-a<tool_call>\n{ -> ["a"]
-a<tool_call>\n{"name": "clo -> ["a"]
-a<tool_call>\n{"name": "clock", "arguments":  -> ["a", "clock", ""]
-<tool_call>\n{"name": "clock", "arguments": {"a": "é -> [null, "clock", "{\"a\": \"é"]
-<tool_call>\n{"name": "clock", "arguments": {"a": 1}} -> [null, "clock", "{\"a\": 1}"]
-ONE<tool_call>\n{"name": "clock", "arguments": {}}\n</tool -> [null, "weather", "{\"city\": \"x\"}", "clock", "{}"]
+{} | <think>⏎hm⏎⏎so⏎⏎</think>⏎⏎5⏎ | stop | ["hm\n\nso", "5\n", "stop"]
+{} | <think>hm</think>5 | stop | ["hm", "5", "stop"]
+{} | 5 </thi | stop | [null, "5 </thi", "stop"]
+{} | ⏎ 5 | stop | [null, "\n 5", "stop"]
+{} | <thin | length | [null, "<thin", "length"]
+{} | <think>⏎ | length | [null, null, "length"]
+{} | ⏎<think>hm⏎</thi | length | ["hm\n</thi", null, "length"]
+{} | <think>never closed | stop | ["never closed", null, "stop"]
+{} | <think>⏎⏎</think>⏎⏎5 | stop | [null, "5", "stop"]
+{} | <think>a</think>b<think>c</think><tool_call> | stop | ["a", "b<think>c</think><tool_call>", "stop"]
+{"skip_special_tokens": false} | <think>a</think>b<think>c</think> | stop | ["a", "b<think>c</think>", "stop"]
+{OPENS} | ⏎hm⏎</think>⏎⏎5 | stop | ["hm", "5", "stop"]
+{OPENS} | hm | length | ["hm", null, "length"]
+{OPENS} | </think>5 | stop | [null, "5", "stop"]
+{OFF} | ⏎5 <thi | stop | [null, "\n5 <thi", "stop"]
+{"stop": "5"} | <think>45</think>a5b | stop | ["45", "a", "5"]
+{"stop": ["<", "n", "\n"]} | <think>a⏎⏎b</think>⏎⏎c<d | stop | ["a\n\nb", "c", "<"]
+{"stop": "5", "min_tokens": 12} | <think>45</think>a | stop | ["45", "a", "stop"]
+{"stop": "5", "tools": TOOLS} | <think>5 <tool_call></think>aONE | stop | ["5 <tool_call>", "a", "tool_calls", WEATHER]
+{"stop": "5", "tools": TOOLS} | <think>5</think>a5ONE | stop | ["5", "a", "5"]
+{OPENS, "tools": TOOLS} | hm</think>ONE | stop | ["hm", null, "tool_calls", WEATHER]
+{"tools": TOOLS} | hello <tool | stop | [null, "hello <tool", "stop"]
+{"tools": TOOLS} |  | stop | [null, null, "stop"]
+{"tools": TOOLS} | ONE | length | [null, null, "length", WEATHER]
+{"tools": TOOLS} | hi⏎ONE | stop | [null, "hi\n", "tool_calls", WEATHER]
+{"tools": TOOLS} | ONE⏎CLOCK⏎ | stop | [null, null, "tool_calls", WEATHER, ["clock", "{\"city\": \"x\"}"]]
+{"tools": TOOLS} | <tool_call>⏎{"name": "clock", "arguments": {"a": "}\n</tool_call>"}}⏎</tool_call> | stop | [null, null, "tool_calls", ["clock", "{\"a\": \"}\\n</tool_call>\"}"]]
+{"tools": TOOLS} | a<tool_call>⏎{ | length | [null, "a", "length"]
+{"tools": TOOLS} | a<tool_call>⏎{"name": "clo | length | [null, "a", "length"]
+{"tools": TOOLS} | a<tool_call>⏎{"name": "clock", "arguments":  | length | [null, "a", "length", ["clock", ""]]
+{"tools": TOOLS} | <tool_call>⏎{"name": "clock", "arguments": {"a": "b | length | [null, null, "length", ["clock", "{\"a\": \"b"]]
+{"tools": TOOLS} | <tool_call>⏎{"name": "clock", "arguments": {"a": 1}} | length | [null, null, "length", ["clock", "{\"a\": 1}"]]
+{"tools": TOOLS} | ONE<tool_call>⏎{"name": "clock", "arguments": {}}⏎</tool | length | [null, null, "length", WEATHER, ["clock", "{}"]]
+{"tools": TOOLS, "tool_choice": NAMED} | ONE | stop | [null, null, "stop", WEATHER]
+{"tools": TOOLS, "tool_choice": NAMED} | <tool_call> | length | [null, null, "length"]
+{"tools": TOOLS, "stop": ["\"name\"", "weather", "}\n</tool_call>"]} | ONE | stop | [null, null, "tool_calls", WEATHER]
+{"tools": TOOLS, "stop": ">\n{"} | ONE | stop | [null, null, "tool_calls", WEATHER]
+{"tools": TOOLS, "stop": ["weather", "<"], "tool_choice": NAMED} | ONE | stop | [null, null, "stop", WEATHER]
+{"tools": TOOLS, "stop": ["weather", "<"], "tool_choice": "required"} | ONE | stop | [null, null, "tool_calls", WEATHER]
+{"tools": TOOLS, "stop": ["<", "a<"]} | aONE | stop | [null, "a", "tool_calls", WEATHER]
+{"tools": TOOLS, "stop": " now"} | I call now ONE | stop | [null, "I call", " now"]
 """  # noqa: E501
-ANSWERS = ANSWERS[1:-1].split("\n")
 
 
-def parsed(row: str) -> tuple:
-    """The text, its content, [[name, arguments], ..]."""
-    text, expected = row.split(" -> ")
-    content, *calls = json.loads(expected)
-    return text, content, [[*pair] for pair in zip(calls[::2], calls[1::2], strict=True)]
-
-
-def names_and_arguments(calls: list[dict]) -> list[list[str]]:
-    return [[*call["function"].values()] for call in calls]
-
-
-@pytest.fixture(params=MARKERS, scope="module")
-def kind(request, tmp_path_factory):
-    """A kind of MARKERS, and a house of such a directory."""
-    with house_with(TEMPLATE, tmp_path_factory.mktemp("kind"), request.param) as house:
-        yield request.param, house
-
-
-@pytest.mark.parametrize("row", ANSWERS)
-def test_a_whole_answer_has_its_calls(kind, row):
-    """Would catch: tags that are control tokens, and so hidden from the server, too."""
-    kind, house = kind
-    text, content, expected = parsed(row)
-    caller = call(house)
-    house.engine.step(with_tokens(spelled(text), MARKERS[kind]), "length")
-    choice = caller.choice
-    message = choice["message"]
-    calls = message.pop("tool_calls", [])
-    assert choice["finish_reason"] == "length"
-    assert message == {"role": "assistant", "content": content}
-    assert names_and_arguments(calls) == expected
-    assert len({called["id"] for called in calls}) == len(calls)
-    for called in calls:
-        assert called.keys() == {"id", "type", "function"}
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    row=st.sampled_from(ANSWERS),
-    cuts=st.lists(st.integers(1, 30), max_size=80),
-    tag=st.sampled_from(["tool_call", ""]),
-)
-def test_a_stream_of_calls_is_the_same_however_it_is_cut(row, cuts, tag):
-    """
-    The first delta of a call has all but its arguments, which come as they are written. Would
-    catch: a piece of a tag sent as text, a brace behind the arguments, a call without its index.
-    """
-    text, content, expected = parsed(row)
-    if not tag and content is not None:
-        return
-    text = spelled(text, tag)
-    reader = Reader(TAGS[tag], [], ())
-    said = ""
-    calls = []
-    places = [0, *accumulate(cuts)]
-    for start, end in pairwise([*places, max(len(text), places[-1])]):
-        is_end = end >= len(text)
-        for delta in reader.read(text[start:end], is_end):
-            if "content" in delta:
-                assert delta["content"]
-                assert not calls
-                said += delta["content"]
-                continue
-            (new,) = delta["tool_calls"]
-            if new["index"] == len(calls):
-                assert new.keys() == {"index", "id", "type", "function"}
+def told(caller, stream: bool) -> list[dict]:
+    """The message of each choice, whole or put together of its deltas, and how it ended."""
+    if not stream:
+        return [choice.pop("message") | choice for choice in caller.json["choices"]]
+    messages = {}
+    for event in caller.events[:-1]:
+        (choice,) = event["choices"]
+        message = messages.setdefault(choice["index"], {"token_ids": [], "tool_calls": []})
+        message["token_ids"] += choice.pop("token_ids")
+        delta = choice.pop("delta")
+        calls = message["tool_calls"]
+        for new in delta.pop("tool_calls", []):
+            if new.pop("index") == len(calls):
                 assert new["function"]["arguments"] == ""
                 calls.append(new)
-            else:
-                assert new.keys() == {"index", "function"}
-                assert new["index"] == len(calls) - 1
+            else:  # of the last one
                 calls[-1]["function"]["arguments"] += new["function"].pop("arguments")
-                assert not new["function"]
-        if is_end:
-            break
-    assert said == (content or "")
-    assert names_and_arguments(calls) == expected
+                assert new == {"function": {}}
+        assert not (delta and calls)
+        for name, value in delta.items():
+            message[name] = message.get(name, "") + value
+        message |= choice
+    return [*messages.values()]
+
+
+@pytest.mark.parametrize("row", ANSWERS.strip().splitlines())
+def test_answers_are_read_however_they_are_cut(row, kind):
+    """
+    Whole and as streams, two choices side by side. OpenAI's reason is "tool_calls", but for the
+    function that the caller named; stop strings, which smolagents sends with each call, end neither
+    calls nor thoughts. Would catch: a piece of a marker sent as text; tags that are control tokens,
+    and so hidden from the server, too; a call in thoughts; newlines that depend on how the steps
+    cut a text; a brace behind the arguments; tokens that are sent twice.
+    """
+    kind, house = kind
+    fields, text, finish, expected = columns(row)
+    fields = {"tools": []} | json.loads(fields)
+    if kind == "text" and fields.get("stop", [""])[0] == "<":
+        return  # it ends the text, which is not known to begin thoughts or a call
+    thought, said, reason, *expected = json.loads(expected)
+    for marker in KINDS[kind] if kind in ("control", "opening") else ():
+        if fields.get("skip_special_tokens", True):  # it is hidden where it marks nothing
+            thought, said = (part and part.replace(marker, "") for part in (thought, said))
+    tokens = with_tokens(text, KINDS[kind]) + [256] * (finish == "stop")
+    for stream, size in product((False, True), (1, 3, 200)):
+        caller = call(house, **fields, stream=stream, n=2, return_token_ids=True)
+        house.engine.steps(tokens, size, finish)
+        first, second = told(caller, stream)
+        for message in (first, second):
+            assert message["role"] == "assistant"
+            assert message.get("reasoning") == message.get("reasoning_content") == thought
+            ended_by = message["stop_reason"] or message["finish_reason"]
+            assert (message["content"] or None, ended_by) == (said, reason)
+            calls = message.get("tool_calls", [])
+            assert [[*made["function"].values()] for made in calls] == expected
+            assert all(made.keys() == {"id", "type", "function"} for made in calls)
+            ids = message["token_ids"]
+            assert ids == (tokens[: len(ids)] if message["stop_reason"] else tokens)
+        made = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
+        assert len({each["id"] for each in made}) == len(made)
 
 
 def test_arguments_come_as_they_are_written(house):
@@ -463,124 +503,19 @@ def test_arguments_come_as_they_are_written(house):
         house.engine.step(piece.encode())
         seen.append(len(caller.events))
     assert seen == [2, 2, 2, 4, 5, 6]
-    house.engine.step([*b"</tool_call>", 256], "stop")
-    deltas = [event["choices"][0]["delta"] for event in caller.events[:-1]]
-    (first,) = deltas[2]["tool_calls"]
-    function = {"name": "weather", "arguments": ""}
-    assert first == {"index": 0, "id": first["id"], "type": "function", "function": function}
-    pieces = [{"role": "assistant", "content": ""}, {"content": "hi"}, deltas[2]]
-    for arguments in ('{"ci', 'ty": "x"', "}"):
-        pieces.append({"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]})
-    assert deltas[:6] == pieces
-    assert not any(deltas[6:])
-    assert caller.events[-2]["choices"][0]["finish_reason"] == "tool_calls"
 
 
-@pytest.mark.parametrize("size", [1, 7, 200])
-@pytest.mark.parametrize("tool_choice", ["auto", "required", NAMED])
-@pytest.mark.parametrize("stop", ['"name"', "weather", "<", ">\n{", "}\n</tool_call>"])
-def test_stop_strings_do_not_end_calls(house, stop, tool_choice, size):
-    """
-    As OpenAI has it: smolagents send some with each call. Would catch an empty message, arguments
-    that are no JSON, and an end that depends on how many tokens a step brings.
-    """
-    if (stop, tool_choice) == ("<", "auto"):
-        return  # it ends the text, before there is a call
-    caller = call(house, tool_choice=tool_choice, stop=stop)
-    house.engine.steps([*ONE.encode(), 256], size, "stop")
-    choice = caller.choice
-    expected = [["weather", '{"city": "x"}']]
-    assert names_and_arguments(choice["message"]["tool_calls"]) == expected
-    assert choice["stop_reason"] is None
-
-
-@pytest.mark.parametrize("size", [1, 200])
-def test_no_stop_string_reaches_into_a_tag_that_is_a_token(kind, size):
-    kind, house = kind
-    caller = call(house, stop=["<", "a<"])
-    tokens = with_tokens(f"a{ONE}", MARKERS[kind])
-    for start in range(0, len(tokens), size):
-        house.engine.step({house.engine.added["id"]: tokens[start : start + size]})
-    is_token = "<tool_call>" in MARKERS[kind]
-    if is_token:
+def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
+    with house_with(THINKS, tmp_path, "plain", "--reasoning", "off") as house:
+        for stream in (False, True):
+            caller = call(house, stream=stream, return_token_ids=True)
+            assert "before" not in house.engine.added["grammar"]
+            house.engine.step(with_tokens("<think>hm</think>", KINDS["plain"]), "length")
+            (message,) = told(caller, stream)
+            assert message["content"] == "<think>hm</think>"
+        caller = call(house)
         house.engine.step([256], "stop")
-    choice = caller.choice
-    assert choice["message"]["content"] == ("a" if is_token else "")
-    assert ("tool_calls" in choice["message"]) == is_token
-
-
-def test_templates_find_tags_in_answers_alone(tmp_path):
-    """
-    Some read calls off the text of an answer. Would catch: a tag that is a control token and
-    therefore disguised there; one that a user writes.
-    """
-    with house_with(TEMPLATE, tmp_path, "both") as house:
-        said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
-        call(house, said, tool_choice="none")
-        prompt = house.engine.added["prompt"]
-        assert [i for i in prompt if i > 256] == [TAG, CLOSING]
-        assert prompt[-len(ONE) - 11 : -11] == [*ONE.encode()]
-
-
-@pytest.mark.parametrize("size", [1, 200])
-def test_stop_strings_end_the_text_before_calls(house, size):
-    caller = call(house, stop=" now")
-    text = f"I call now {ONE}".encode()
-    for start in range(0, len(text), size):
-        house.engine.step({house.engine.added["id"]: text[start : start + size]})
-    choice = caller.choice
-    assert choice["message"] == {"role": "assistant", "content": "I call"}
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", " now")
-
-
-# tool_choice, the text, how the engine ends it -> what the client is told
-REASONS = r"""
-"auto" ONE stop -> tool_calls
-"auto" ONE length -> length
-"auto" hello stop -> stop
-"required" ONE stop -> tool_calls
-NAMED ONE stop -> stop
-NAMED <tool_call> length -> length
-"""
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("row", REASONS.strip().splitlines())
-def test_the_reason_of_an_end_with_calls(house, row, stream):
-    """OpenAI's: "tool_calls", but for the function that the caller named. Metrics keep "stop"."""
-    tool_choice, text, finish, _, reason = row.split()
-    tool_choice = json.loads(tool_choice.replace("NAMED", json.dumps(NAMED)))
-    caller = call(house, tool_choice=tool_choice, stream=stream)
-    end = [256] if finish == "stop" else []
-    house.engine.step([*spelled(text).encode(), *end], finish)
-    last = caller.events[-2] if stream else caller.json
-    assert last["choices"][0]["finish_reason"] == reason
-    assert house.service.metrics.finished[finish]._value.get() == 1
-
-
-@pytest.mark.parametrize("size", [1, 50])
-def test_tokens_and_their_scores_are_sent_once(house, size):
-    """Though text is held back, and though the tokens of a step make several deltas."""
-    caller = call(house, stream=True, logprobs=True, return_token_ids=True)
-    tokens = [*ONE.encode(), 256]
-    for start in range(0, len(tokens), size):
-        new = tokens[start : start + size]
-        row = [house.engine.added["id"], new, "stop" if new[-1] == 256 else None, 0]
-        row += [[[-1.0, [], []]] * len(new), None]
-        house.engine.say({"op": "step", "out": [row], "stats": house.engine.stats})
-    choices = [event["choices"][0] for event in caller.events[:-1]]
-    assert [token for choice in choices for token in choice["token_ids"]] == tokens
-    scored = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
-    assert sum(map(len, scored)) == len(tokens)
-
-
-def test_each_choice_has_calls_of_its_own(house):
-    caller = call(house, n=2)
-    id = house.engine.added["id"]
-    house.engine.step({id: ONE.encode(), f"{id}.1": b"hello"}, "length")
-    first, second = [choice["message"] for choice in caller.json["choices"]]
-    assert first["tool_calls"][0]["function"]["name"] == "weather"
-    assert second == {"role": "assistant", "content": "hello"}
+        assert caller.choice["message"]["content"] == ""
 
 
 # --------------------------------------------------------------------------------------------------
@@ -589,24 +524,18 @@ def test_each_choice_has_calls_of_its_own(house):
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    with house_with(TEMPLATE, tmp_path_factory.mktemp("patient")) as house:
+    with house_with(THINKS, tmp_path_factory.mktemp("patient")) as house:
         house.engine.ready(9000)
         yield house
 
 
-def status_of(house, body: str) -> int:
-    """The status of the answer to a chat."""
-    caller = house.call("/v1/chat/completions", body.encode())
+def status_of(house, fields: str) -> int:
+    """The status of the answer to a chat with these fields, as JSON."""
+    start = json.dumps({"messages": HELLO, "max_tokens": 5})[:-1]
+    caller = house.call("/v1/chat/completions", f"{start}, {fields[1:]}".encode())
     house.engine.step(b"x", "length")
     caller.hang_up()
-    answer = caller.answer
-    assert answer.status in (200, 400), answer.body
-    return answer.status
-
-
-def ask_patient(house, fields: dict) -> int:
-    """With these fields."""
-    return status_of(house, json.dumps({"messages": HELLO, "max_tokens": 5} | fields))
+    return caller.answer.status
 
 
 @settings(max_examples=150, deadline=None)
@@ -617,35 +546,34 @@ def ask_patient(house, fields: dict) -> int:
 def test_no_tools_make_a_500(patient, values, choice):
     """Any JSON in the places of schemas, arguments and results: an answer or a refusal."""
     parameters, arguments, result, schema, options = values
-    function = {"name": "f", "arguments": json.dumps(arguments)}
-    calls = [{"id": "a", "function": function}]
-    talk = [*HELLO, {"role": "assistant", "tool_calls": calls}]
+    calls = [{"id": "a", "function": {"name": "f", "arguments": json.dumps(arguments)}}]
+    talk = [{"role": "assistant", "tool_calls": calls}]
     talk.append({"role": "tool", "tool_call_id": "a", "content": result})
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"a": parameters}}}
-    ask_patient(patient, {"messages": talk})
-    ask_patient(patient, {"tools": [tool], "tool_choice": choice})
-    ask_patient(patient, {"tools": [tool | {"function": options}], "tool_choice": schema})
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    ask_patient(patient, {"response_format": form})
-    ask_patient(patient, {"structured_outputs": {"json": schema, "regex": options}})
+    for fields in (
+        {"messages": talk},
+        {"tools": [tool(parameters={"a": parameters})], "tool_choice": choice},
+        {"tools": [{"type": "function", "function": options}], "tool_choice": schema},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}},
+        {"structured_outputs": {"json": schema, "regex": options}},
+    ):
+        assert status_of(patient, json.dumps(fields)) in (200, 400)
+
+
+NESTED = """
+{"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}
+{"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}
+{"structured_outputs": {"json": DEEP}}
+{"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": TEXT}}]}]}
+{"structured_outputs": {"json": TEXT}}
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize("depth", [150, 190, 250, 100_000])
 def test_nesting_is_served_or_refused(patient, depth):
     """The body's reader stops at some 200 levels: nothing behind it may stop earlier."""
     deep = '{"a":' * depth + "1" + "}" * depth
-    function = {"name": "f", "arguments": deep}
-    calls = [{"id": "a", "type": "function", "function": function}]
-    bodies = ['{"tools": [{"type": "function", "function": {"name": "f", "parameters": DEEP}}]}']
-    bodies.append('{"response_format": {"type": "json_schema", "json_schema": {"schema": DEEP}}}')
-    bodies.append('{"structured_outputs": {"json": DEEP}}')
-    bodies.append(json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]}))
-    bodies.append(json.dumps({"structured_outputs": {"json": deep}}))
-    statuses = []
-    for body in bodies:
-        start = json.dumps({"messages": HELLO, "max_tokens": 5})[:-1]
-        body = f"{start}, {body[1:]}".replace("DEEP", deep)
-        statuses.append(status_of(patient, body))
+    bodies = NESTED.replace("DEEP", deep).replace("TEXT", json.dumps(deep))
+    statuses = [status_of(patient, body) for body in bodies.strip().splitlines()]
     assert statuses[:4] == [200 if depth < 200 else 400] * 4
     assert statuses[4] == (200 if depth < 10_000 else 400)  # as text it is the engine's to read
 
@@ -653,27 +581,11 @@ def test_nesting_is_served_or_refused(patient, depth):
 # --------------------------------------------------------------------------------------------------
 # With an engine
 
-
-@pytest.fixture(scope="module", params=["opening", "both", "plain"])
-def served(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tools")
-    save_caller(folder, MARKERS[request.param])
-    with Process(folder, "--served-model-name", "tiny") as server:
-        yield OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-
-
 SHORT = """{
     "type": "object", "required": ["city", "days"], "additionalProperties": false,
     "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2.5, null]}}
 }"""
 SHORT = json.loads(SHORT)
-
-
-def ask(served, **fields):
-    function = {"name": "weather", "parameters": SHORT}
-    call = {"model": "tiny", "messages": HELLO, "max_tokens": 250}
-    call |= {"seed": 5, "tools": [{"type": "function", "function": function}]} | fields
-    return served.chat.completions.create(**call)
 
 
 def check_short(text: str):
@@ -683,59 +595,47 @@ def check_short(text: str):
     assert value["days"] in (1, 2.5, None)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"tool_choice": NAMED},
-        {"tool_choice": "required", "parallel_tool_calls": False},
-        {"logit_bias": {TAG: 100}, "parallel_tool_calls": False},  # it begins with the tag
-    ],
-)
-def test_a_model_that_knows_no_json_calls(served, fields):
+def test_a_model_that_knows_no_json_calls_and_answers_by_schema(tmp_path):
     """
     Whole, and in a stream, where the same seed has the same arguments. The tag is the token for it,
-    also where that is a control token and nothing but the grammar asks for it.
+    a control token, and nothing but the grammar asks for it. What the library does not know is
+    refused by its keyword, with nothing of the server's own grammar; or, where another tool may be
+    called, goes unheld.
     """
-    (choice,) = ask(served, **fields, extra_body={"return_token_ids": True}).choices
-    (called,) = choice.message.tool_calls
-    assert choice.token_ids[0] == TAG
-    assert choice.message.content is None
-    check_short(called.function.arguments)
-    chunks = [*ask(served, **fields, stream=True)]
-    deltas = [chunk.choices[0].delta for chunk in chunks]
-    functions = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
-    assert functions[0].name == "weather"
-    assert "".join(f.arguments for f in functions) == called.function.arguments
-    assert chunks[-1].choices[0].finish_reason == choice.finish_reason
-
-
-def test_a_tool_that_is_not_served_is_named_or_goes_unheld(served):
-    """With nothing of the server's own grammar."""
-    bad = {"name": "bad", "parameters": {"type": "object", "contains": {}}}
-    good = {"name": "weather", "parameters": SHORT | {"propertyNames": {"type": "string"}}}
-    tools = [{"type": "function", "function": function} for function in (good, bad)]
-    with pytest.raises(BadRequestError) as caught:
-        ask(served, tools=tools, tool_choice="required")
-    reason = 'this grammar cannot be served: Unimplemented keys: ["contains"]'
-    assert caught.value.body["message"] == f"tools.1.function.parameters (bad): {reason}"
-    more = {"logit_bias": {TAG: 100}, "parallel_tool_calls": False, "tools": tools}
-    for seed in range(9):
-        answer = ask(served.with_raw_response, **more, seed=seed)
-        assert answer.headers["x-unheld-tools"] == "bad"
-        function = answer.parse().choices[0].message.tool_calls[0].function
-        if function.name == "weather":
-            return check_short(function.arguments)
-    raise AssertionError("no call of it")
-
-
-def test_a_model_that_knows_no_json_answers_by_schema(served):
-    """And a schema that the library does not know is refused by its keyword, before any token."""
+    tools = [tool(name="weather", parameters=SHORT | {"propertyNames": {"type": "string"}})]
+    bad = [*tools, tool(name="bad", parameters={"contains": {}})]
     form = {"type": "json_schema", "json_schema": {"name": "short", "schema": SHORT}}
-    (choice,) = ask(served, tools=[], response_format=form).choices
-    check_short(choice.message.content)
-    assert choice.finish_reason == "stop"
-    for keyword in ("not", "uniqueItems"):
-        form["json_schema"]["schema"] = SHORT | {keyword: {}}
-        with pytest.raises(BadRequestError, match=keyword) as caught:
-            ask(served, tools=[], response_format=form, stream=True)
+    save_caller(tmp_path, dict.fromkeys(MARKERS[:2], True))
+    with Process(tmp_path, "--served-model-name", "tiny") as server:
+        client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
+
+        def ask(create=client.chat.completions.create, **fields):
+            body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "seed": 5}
+            return create(**body, **fields)
+
+        for fields in ({"tool_choice": NAMED}, {"logit_bias": {TAG: 100}}):
+            fields |= {"tools": tools, "parallel_tool_calls": False}
+            (choice,) = ask(**fields, extra_body={"return_token_ids": True}).choices
+            (called,) = choice.message.tool_calls
+            assert choice.token_ids[0] == TAG
+            assert choice.message.content is None
+            check_short(called.function.arguments)
+            chunks = [*ask(**fields, stream=True)]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            functions = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+            assert functions[0].name == "weather"
+            assert "".join(f.arguments for f in functions) == called.function.arguments
+            assert chunks[-1].choices[0].finish_reason == choice.finish_reason
+        with pytest.raises(BadRequestError) as caught:
+            ask(tools=bad, tool_choice="required")
+        reason = 'this grammar cannot be served: Unimplemented keys: ["contains"]'
+        assert caught.value.body["message"] == f"tools.1.function.parameters (bad): {reason}"
+        raw = client.chat.completions.with_raw_response.create
+        assert ask(raw, tools=bad).headers["x-unheld-tools"] == "bad"
+        (choice,) = ask(response_format=form).choices
+        check_short(choice.message.content)
+        assert choice.finish_reason == "stop"
+        form["json_schema"]["schema"] = {"not": {}}
+        with pytest.raises(BadRequestError, match="not") as caught:
+            ask(response_format=form, stream=True)
         assert caught.value.param == "response_format"
