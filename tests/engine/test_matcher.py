@@ -6,34 +6,25 @@ import gc
 import json
 import marshal
 import os
-import random
 import re
-import resource
 import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
 from unittest.mock import Mock
 
-import httpx
 import pytest
-from callers import save_caller
-from processes import Process, python, wait_until
+from processes import python, wait_until
 from simulated_device import simulated_engine
 from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammars, Refused
+from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammar, Grammars, Refused
 from engine.link import Link, to_line
-from engine.matcher import DEAD_END, Library
-from engine.matcher import mask_of as mask_in
 from engine.process import serve
 from tokenizer import load_tokenizer
-from training.corpus import bpe_tokenizer
 
 pytest.importorskip("llguidance")
 
@@ -57,12 +48,10 @@ def lark(expressions: list[str], operator: str = " & ") -> str:
     return "start: T\nT: " + operator.join(expressions)
 
 
-def chain(count: int, is_gbnf: bool) -> str:
+def chain(count: int) -> str:
     """Rules, each of which is the next one."""
-    start, colon = ("root", " ::= ") if is_gbnf else ("start", ": ")
-    names = [start, *(f"a{i}" for i in range(count))]
-    rules = [name + colon + following for name, following in pairwise(names)]
-    return "\n".join([*rules, f'{names[-1]}{colon}"x"'])
+    rules = [f"a{i} ::= a{i + 1}" for i in range(count)]
+    return "\n".join(["root ::= a0", *rules, f'a{count} ::= "x"'])
 
 
 def references(count: int) -> str:
@@ -70,42 +59,41 @@ def references(count: int) -> str:
     return json.dumps({"$defs": parts | {str(count): {}}, "$ref": "#/$defs/0"})
 
 
+def of_properties(count: int) -> str:
+    return json.dumps({"type": "object", "properties": {str(i): {} for i in range(count)}})
+
+
 TOO_LARGE = "compiling it takes more than 2 s or 256 MB"
-FAILS = "the grammar library fails at it"
 # forty letters later
 TRAPS = [f"/z{{40}}b*(cc(.|\\n)*a(.|\\n){{{i}}})?/" for i in range(17)]
-FORMATS = [{"type": "string", "format": name} for name in ("email", "uri", "hostname", "date-time")]
-SCHEMAS = [f'x{i}: %json {{"properties": {{"a{i}": {{"type": "number"}}}}}}' for i in range(300)]
-SCHEMAS = "\n".join([f"start: {' '.join(f'x{i}' for i in range(300))}", *SCHEMAS])
-QUICK = {
-    "GBNF's rules": ("grammar", chain(9000, True), TOO_LARGE),
+ENDINGS = {f".*a.{{{i}}}b": {} for i in range(20)}
+# Attacks, and what is said of them. Where that depends on the machine it may be anything.
+SERVED = "^$|parser stopped"  # the answer goes on, or has ended
+ATTACKS = {
+    "GBNF's rules": ("grammar", chain(9000), TOO_LARGE),
     "trap": ("grammar", lark(TRAPS), "takes more than 50 ms for a token or 64 MB"),
     "small trap": ("grammar", lark(TRAPS[:8]), "too many expressions"),
-    "panic": ("grammar", 'start: a b\na[lazy]: /x*/\nb: "y"', FAILS),
     "references": ("json", references(1600), ""),
-    "formats": ("json", json.dumps({"allOf": FORMATS}), "Regex is empty"),
+    "deep parentheses": ("regex", "(" * 500 + "a" + ")" * 500, "invalid regex"),
+    "long words": ("regex", r"(\w{1,50} ?){1,500}", ""),
+    "ambiguous rules": ("grammar", 'start: a\na: a a | "x" | ""', SERVED),
+    "backtracking": ("regex", "(x+x+)+y", SERVED),
+    "a million thousand": ("regex", "((a{0,1000}){0,1000}){0,1000}", SERVED),
+    "three runs": ("regex", r"\w{0,3000}\d{0,3000}\w{0,3000}", SERVED),
 }
 SLOW = {
     "conjunctions": ("grammar", lark([f"/.*a.{{{i}}}/" for i in range(30)]), TOO_LARGE),
     "negations": ("grammar", lark([f"~/.*a.{{{i}}}/" for i in range(20)]), ""),
-    "patternProperties": (
-        "json",
-        json.dumps({"patternProperties": {f".*a.{{{i}}}b": {} for i in range(20)}}),
-        "",
-    ),
+    "patternProperties": ("json", json.dumps({"patternProperties": ENDINGS}), ""),
+    "patterns": ("json", json.dumps({"allOf": patterns(20)}), TOO_LARGE),
     "a million": ("regex", "(a{1000}){1000}", ""),
     "nested quantifiers": ("regex", "((a+)+b?)+(.{0,300}x){0,300}", ""),
     "determinised": ("regex", "(.*a.{25})+", ""),
-    "Lark's rules": ("grammar", chain(5000, False), ""),
-    "patterns": ("json", json.dumps({"allOf": patterns(20)}), TOO_LARGE),
-    "multiples": ("json", '{"type": "integer", "multipleOf": 4294967291}', ""),
-    "spelled": ("json", '{"type": "integer", "\\u006dultipleOf": 1000003}', ""),
     "common multiple": ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}]}', ""),
-    "300 schemas": ("grammar", SCHEMAS, ""),
-    "enum": ("json", json.dumps({"enum": [f"w{i}" for i in range(7000)]}), ""),
-    "lengths": ("json", json.dumps({"allOf": [p | {"minLength": 9} for p in patterns(12)]}), ""),
+    "wide choice": ("choice", json.dumps([f"w{i}" for i in range(8000)]), SERVED),
+    "2,000 properties": ("json", of_properties(2000), SERVED),
+    "4,500 properties": ("json", of_properties(4500), f"too big|{TOO_LARGE}"),
 }
-CODES = ["<", "panic", "NoExtension", "backtrace", "(And"]
 
 
 def fate(grammars: Grammars, kind: str, text: str) -> str:
@@ -113,192 +101,27 @@ def fate(grammars: Grammars, kind: str, text: str) -> str:
     compiled = grammars.begin(kind, text)
     try:
         grammar = grammars.finish(compiled, time.monotonic() + 10)
-    except ValueError as error:
+    except Refused as error:
         return str(error)
     assert grammar, "it is still being compiled"
     return "" if len(walk(grammar, 60)) == 60 else grammar.failure
 
 
 @pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+    "name", [*ATTACKS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 )
 def test_an_attack_ends_alone(grammars, name):
     """
     Would catch: a grammar that is compiled for minutes, in all of the memory; one that compiles in
     a millisecond, and after 40 tokens takes for ever to say what may come; a chain of rules that
-    overflows the stack; words of the library that nobody else can read.
+    overflows the stack.
     """
-    kind, text, reason = (QUICK | SLOW)[name]
+    kind, text, reason = (ATTACKS | SLOW)[name]
     beside = grammars.compile("regex", "[a-y]+")
     said = fate(grammars, kind, text)
-    assert reason in said
-    assert not any(code in said for code in CODES if code not in text)
+    assert re.search(reason, said)
     assert walk(beside, 9)
     assert grammars.compile("choice", json.dumps([name])).mask.any()
-
-
-# --------------------------------------------------------------------------------------------------
-# Answers that can be finished
-
-# Of these schemas, none names a property that could follow the comma that the library allows.
-DEAD_ENDS = r"""
-{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false}
-{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false}
-{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false}
-{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]}
-{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}}
-"""  # noqa: E501
-# Every value of these has another one inside.
-ENDLESS = r"""
-{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}
-{"type": "array", "minItems": 1, "items": {"$ref": "#"}}
-{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]}
-{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}}
-{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]}
-{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]}
-{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}}
-{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}}
-{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]}
-{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}}
-{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}}
-{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}}
-{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}}
-"""  # noqa: E501
-WITH_AN_END = r"""
-{"type": "object", "required": ["v", "next"], "properties": {"v": {}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}}
-{"type": "object", "required": ["a"], "properties": {"a": {"type": "array", "items": {"$ref": "#"}}}}
-{"type": "object", "properties": {"a": {"$ref": "#"}}}
-{"required": ["a"], "properties": {"a": {"$ref": "#"}}}
-{"type": "array", "minItems": 1, "items": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}}
-{"type": "object", "properties": {"a": {"$ref": "#"}, "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]}
-{"type": "object", "const": {"$ref": "#"}}
-{"type": "object", "enum": [{"a": {"$ref": "#"}}]}
-{"type": "object", "required": ["$ref"], "properties": {"$ref": {"type": "string"}}}
-{"type": "object", "required": ["const"], "properties": {"const": {"type": "object", "properties": {"a": {"$ref": "#"}}}}}
-{"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/$defs/b"}}}, "b": {"type": "array", "items": {"$ref": "#/$defs/a"}}}}
-"""  # noqa: E501
-
-
-UNSERVED = [(schema, re.escape(DEAD_END)) for schema in DEAD_ENDS.strip().splitlines()]
-UNSERVED += [(s, r"no value of #.* has an end") for s in ENDLESS.strip().splitlines()]
-
-
-@pytest.mark.parametrize(("schema", "words"), UNSERVED, ids=next(zip(*UNSERVED, strict=True)))
-def test_a_schema_with_a_dead_end_or_no_end_is_refused(grammars, schema, words):
-    """Half of such an answer had been sent when nothing could follow, or it went on for ever."""
-    with pytest.raises(Refused, match=f"^this grammar cannot be served: .*{words}"):
-        grammars.compile("json", schema)
-    tools = json.dumps([f"start: %json {schema}", ['{"type": "object"}', schema]])
-    with pytest.raises(Refused, match=words) as caught:
-        grammars.compile("tools", tools)
-    assert caught.value.tools == [1]
-
-
-@pytest.mark.parametrize("schema", WITH_AN_END.strip().splitlines())
-def test_recursion_that_can_end_is_served(grammars, schema):
-    """Would catch: each schema that names itself taken for endless."""
-    assert grammars.compile("json", schema).mask.any()
-
-
-@pytest.mark.parametrize("step", [1, -1])
-def test_a_chain_of_references_is_served_in_either_order(grammars, step):
-    """Would catch: one found at a time, until the time for compiling is over."""
-    names = [f"#/$defs/{i}" for i in range(300)]
-    schemas = [{"type": "array", "minItems": 1, "items": {"$ref": name}} for name in names[1:]]
-    schemas = [*enumerate([*schemas, {}])][::step]
-    schema = {"$ref": names[0], "$defs": {str(i): schema for i, schema in schemas}}
-    assert grammars.compile("json", json.dumps(schema)).mask.any()
-
-
-SCHEMAS_TO_FINISH = r"""
-{}
-{"type": "object"}
-{"type": "string"}
-{"type": "number"}
-{"type": "integer"}
-{"type": "boolean"}
-{"type": "null"}
-{"type": "array"}
-{"type": ["string", "null", "integer"]}
-{"enum": ["a", 1, null, {"b": [2]}]}
-{"const": {"a": [1, {"b": null}], "required": true, "patternProperties": 5}}
-{"type": "string", "minLength": 2, "maxLength": 4}
-{"type": "string", "pattern": "^[a-f]+$"}
-{"type": "string", "pattern": "^a.b$"}
-{"type": "string", "pattern": "^[^ -~]$"}
-{"type": "string", "pattern": "^[a-z]{2,5}$", "maxLength": 3}
-{"type": "string", "format": "date"}
-{"type": "string", "format": "date-time"}
-{"type": "string", "format": "uuid"}
-{"type": "string", "format": "email"}
-{"type": "string", "format": "ipv4"}
-{"type": "integer", "minimum": 3, "maximum": 12}
-{"type": "integer", "exclusiveMinimum": -7, "exclusiveMaximum": 7}
-{"type": "integer", "multipleOf": 5, "minimum": 1}
-{"type": "number", "minimum": 0.25, "maximum": 0.75}
-{"type": "number", "multipleOf": 0.1}
-{"type": "array", "items": {"type": "integer", "minimum": 6, "maximum": 9, "multipleOf": 5}}
-{"type": "array", "items": {"type": "integer", "minimum": 1.2, "maximum": 1.8}}
-{"type": "array", "items": {"enum": ["a", "b"]}, "minItems": 1, "maxItems": 3}
-{"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "items": false}
-{"type": "array", "prefixItems": [{"type": "null"}, false]}
-{"type": "array", "items": false}
-{"type": "array", "items": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}
-{"type": "array", "items": {"type": "string", "pattern": "^abc$", "maxLength": 2}}
-{"type": "array", "items": {"type": "string", "format": "uuid", "maxLength": 3}}
-{"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": false}
-{"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]}
-{"type": "object", "properties": {"a": {}, "b": {}}, "required": ["c"]}
-{"type": "object", "properties": {"a": false, "b": {}}, "additionalProperties": false}
-{"type": "object", "properties": {"a": {"type": "integer", "minimum": 3, "maximum": 2}}}
-{"type": "object", "properties": {"a b": {}, "é": {}}, "additionalProperties": false}
-{"type": "object", "additionalProperties": {"type": "integer"}}
-{"type": "object", "additionalProperties": false}
-{"type": "object", "maxProperties": 2}
-{"type": "object", "minProperties": 1, "additionalProperties": false, "properties": {"a": {}, "b": {}}}
-{"type": "object", "patternProperties": {"^x_": {"type": "integer"}}, "additionalProperties": false}
-{"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}}
-{"type": "object", "properties": {"a": {}}, "patternProperties": {"^[ab]$": {}}, "additionalProperties": false}
-{"type": "object", "properties": {"a": {}}, "patternProperties": {"^a$": {}}, "additionalProperties": {"type": "null"}}
-{"type": "object", "patternProperties": {"^b": false}}
-{"type": "object", "patternProperties": {"^a": {"type": "null"}, "^b": {"type": "null"}}, "additionalProperties": false}
-{"anyOf": [{"type": "integer"}, {"type": "object", "properties": {"a": {}}, "required": ["a"]}]}
-{"anyOf": [false, {"type": "string", "maxLength": 1}]}
-{"oneOf": [{"type": "integer"}, {"type": "string"}]}
-{"oneOf": [{"type": "object", "properties": {"k": {"const": "a"}}, "required": ["k"]}, {"type": "null"}]}
-{"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]}
-{"allOf": [{"type": "integer", "minimum": 3}, {"maximum": 5}]}
-{"$ref": "#/$defs/n", "$defs": {"n": {"type": "object", "properties": {"next": {"$ref": "#/$defs/n"}}, "additionalProperties": false}}}
-{"type": "array", "items": {"$ref": "#"}, "maxItems": 2}
-{"type": "object", "properties": {"t": {"type": ["array", "null"], "items": {"$ref": "#"}}}, "additionalProperties": false}
-"""  # noqa: E501
-SHORT = b'",:{}[] 01aen'  # bytes that bring answers to an end, or to a corner
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schema", SCHEMAS_TO_FINISH.strip().splitlines())
-def test_no_answer_gets_stuck(schema, tmp_path):
-    """Forty walks at random, of a token a byte: each ends, or goes on for long."""
-    bpe_tokenizer([]).save(tmp_path)
-    library = Library(load_tokenizer(tmp_path), 257, [256])
-    first, _ = library.try_to_compile("json", schema)
-    ends = 0
-    for seed in range(40):
-        choose = random.Random(seed)
-        matcher = first.deep_copy()
-        text = []
-        while 256 not in text and len(text) < 150:
-            mask = mask_in(matcher)
-            assert isinstance(mask, bytes), bytes(text)
-            bits = int.from_bytes(mask, "little")
-            allowed = [i for i in range(257) if bits >> i & 1]
-            short = [i for i in allowed if i == 256 or i in SHORT]
-            text.append(choose.choice(short if short and choose.random() < 0.7 else allowed))
-            matcher.consume_token(text[-1])
-        if 256 in text:
-            ends += 1
-            json.loads(bytes(text[:-1]))
-    assert ends
 
 
 def children(pid: int) -> list[int]:
@@ -382,60 +205,42 @@ def test_who_waits_for_a_fork_server_that_was_killed_may_ask_again(tmp_path, bef
     assert grammars.compile("regex", "a+").mask.any()
 
 
-def test_a_compiler_ends_when_the_http_process_is_gone(grammars, monkeypatch):
+def test_a_compiler_ends_when_the_http_process_is_gone(monkeypatch):
     """Would catch an engine that stays until grammars are compiled that nobody wants."""
-    server = grammars.process.pid
-    grammars.compile("regex", "a")
-    before = {*children(server)}
-    asked = [
-        {"op": "add", "id": str(i), "prompt": [1], "params": {}, "owner": ""}
-        | {"grammar": dict(zip(["kind", "text"], bomb(i), strict=True))}
-        for i in range(10)
-    ]
-    monkeypatch.setattr(grammar_module, "Grammars", lambda *_: grammars)
+    library = Mock(finish=Mock(return_value=None))  # as long as it compiles
+    monkeypatch.setattr(grammar_module, "Grammars", lambda *_: library)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        theirs.sendall(b"".join(map(to_line, asked)))
+        asked = {"op": "add", "id": "a", "owner": "", "grammar": {"kind": "regex", "text": "a"}}
+        theirs.sendall(to_line(asked))
         theirs.shutdown(socket.SHUT_WR)
-        began = time.monotonic()
         serve(simulated_engine(), Link(ours))
-    wait_until(lambda: {*children(server)} <= before)
-    assert time.monotonic() - began < 10  # each would take two seconds
-
-
-def test_usual_multiples_are_served(grammars):
-    """Would catch fields that are multiplied with each other."""
-    price = {"type": "number", "multipleOf": 0.01}
-    each = {f"price{i}": price for i in range(9)} | {"weight": {"multipleOf": 100}}
-    grammars.compile("json", json.dumps({"type": "object", "properties": each}))
+    library.begin.assert_called_once_with(kind="regex", text="a")
 
 
 def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     """Would catch 64 of 175 MB; the one used last thrown away first; a refused one that is kept."""
     monkeypatch.setattr(grammars, "kept", {})
-    for i in range(100):
-        grammars.finish(compiled_of(f"small {i}", 2**20))
+
+    def finish(key: str, *report):
+        compiled = Compiled(key, Mock(fileno=lambda: -1), [])
+        compiled.report.reply = report
+        grammars.finish(compiled)
+
+    for i in [*range(100), 0]:
+        finish(f"small {i}", PROCESS_MIB * 2**20, 2**20, b"")
     assert len(grammars.kept) == 100
-    grammars.finish(compiled_of("small 0", 2**20))
-    grammars.finish(compiled_of("large", (KEPT_MIB - 1) * 2**20))
+    finish("large", PROCESS_MIB * 2**20, (KEPT_MIB - 1) * 2**20, b"")
     assert [*grammars.kept] == ["small 0", "large"]
-    refused = compiled_of("refused", 0)
-    refused.report.reply = ("why not", [])
-    with pytest.raises(ValueError, match="why not"):
-        grammars.finish(refused)
+    with pytest.raises(Refused, match="why not"):
+        finish("refused", "why not", [])
     assert "refused" not in grammars.kept
-
-
-def compiled_of(key: str, size: int) -> Compiled:
-    compiled = Compiled(key, Mock(fileno=lambda: -1), [])
-    compiled.report.reply = (PROCESS_MIB * 2**20, size, b"")
-    return compiled
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
     """Would catch the memory of the library's code, or none, as that of a grammar."""
     small = grammars.compile("regex", "ab").compiled.size
-    large = grammars.compile("regex", "a{100000}").compiled.size
+    large = grammars.compile("regex", "a{30000}").compiled.size
     assert small < 5 * 2**20 < large
 
 
@@ -500,20 +305,6 @@ def test_what_was_killed_starts_anew(grammars):
         assert len(walk(grammars.compile("regex", text), 9)) == 9
 
 
-def test_what_an_answer_exceeds_ends_all_of_its_grammar(grammars):
-    """Would catch: an answer that waits for ever, or one of another grammar that ends, too."""
-    kind, text, reason = QUICK["trap"]
-    beside = grammars.compile("regex", "[a-u]{99}")
-    first = grammars.compile(kind, text)
-    others = [first.copy() for _ in range(3)]
-    assert all(len(walk(answer, 3)) == 3 for answer in [*others, beside])
-    assert len(walk(first, 60)) < 60
-    assert not any(mask_of(answer).any() for answer in others)
-    assert all(reason in answer.failure for answer in [first, *others])
-    assert len(walk(grammars.compile(kind, text), 3)) == 3
-    assert len(walk(beside, 9)) == 9
-
-
 @pytest.mark.parametrize("replies", [0, 1, 4])
 def test_all_who_wait_are_told_that_a_process_has_ended(replies):
     """Also if nobody waits any more. Would catch: one of them that is told, the others later."""
@@ -537,8 +328,8 @@ def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
     monkeypatch.setattr(Compiled, "_send", lambda self: messages.append(self) or send(self))
     for answer, token in zip(answers, tokens, strict=True):
         answer.offer(token)
-    assert all(answer.accept(token) for answer, token in zip(answers, tokens, strict=True))
-    assert messages and len(messages) == len({*messages}) == 3
+    assert all(map(Grammar.accept, answers, tokens))
+    assert len(messages) == len({*messages}) == 3
 
 
 def test_the_memory_of_answers_is_freed(grammars):
@@ -582,39 +373,3 @@ def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
     for answer in answers:
         answer.begin_mask()
     assert all(mask_of(answer).any() for answer in answers)
-
-
-@pytest.mark.slow
-def test_a_server_with_little_memory_serves_on(tmp_path):
-    """
-    Sixteen calls of one key, each too large to be compiled. Would catch an engine that ends for
-    want of memory, and another key's client that waits for all of them.
-    """
-    save_caller(tmp_path / "model")
-    (tmp_path / "keys").write_text("a\nb\n")
-    with Process(tmp_path / "model", "--api-key-file", str(tmp_path / "keys")) as server:
-        engine = server.engine_pid
-        # of torch built for CUDA the code alone takes more than `ulimit -v 1800000` allows
-        pages = int(Path(f"/proc/{engine}/statm").read_text().split()[0])
-        limit = max(1_800_000 * 1024, pages * resource.getpagesize() + 2**29)
-        resource.prlimit(engine, resource.RLIMIT_AS, (limit, limit))
-
-        def post(key: str, schema: dict) -> httpx.Response:
-            form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            body = {"prompt": "x", "max_tokens": 9, "response_format": form}
-            headers = {"Authorization": f"Bearer {key}"}
-            return httpx.post(
-                f"{server.url}/v1/completions", json=body, headers=headers, timeout=90
-            )
-
-        assert post("b", {"enum": ["warm"]}).status_code == 200
-        with ThreadPoolExecutor(16) as pool:
-            large = [{"allOf": patterns(20 + i)} for i in range(16)]
-            refused = [pool.submit(post, "a", schema) for schema in large]
-            time.sleep(0.5)
-            began = time.monotonic()
-            assert post("b", {"enum": ["new"]}).status_code == 200
-            waited = time.monotonic() - began
-            assert all(TOO_LARGE in future.result().text for future in refused)
-        assert waited < 5  # 2.2 s on an idle machine; after all of them it would be 30
-        assert server.engine_pid == engine

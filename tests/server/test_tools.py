@@ -291,7 +291,8 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     assert "city" in first["text"] and "city" not in lark
     assert again["before"] == first["before"]
     assert len(house.engine.of("add")) == 2
-    house.engine.step([*ONE.encode(), 256], "stop")
+    id = house.engine.added["id"]
+    house.engine.step(dict.fromkeys([id, f"{id}.1"], [*ONE.encode(), 256]), "stop")
     (answer,) = caller.answers
     assert answer.headers["x-unheld-tools"] == "clock, weather"
     assert answer.body.count('"finish_reason":"tool_calls"') == 2
