@@ -11,7 +11,8 @@ import random
 import re
 from pathlib import Path
 
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+from tokenizers.processors import TemplateProcessing
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = re.split(
@@ -185,20 +186,15 @@ def spec(kind: str) -> str:
         text = text.replace(name, step)
     content = {"version": "1.0", "decoder": json.loads(SHARED["LEVEL"])} | json.loads(text)
     content["model"] = model_of(kind, **{"vocabulary": None} | content.get("model", {}))
-    vocab = content["model"]["vocab"]
-    ids = dict(vocab) if isinstance(vocab, dict) else numbered([piece for piece, _ in vocab])
-    front = [name for name in ("<unk>", "<s>", "</s>") if name in ids] or ["<s>", "<|end|>"]
-    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
-    tokens = [{"content": name} for name in front] + content.get("added_tokens", [])
-    for token in tokens:
-        place = ids.setdefault(token["content"], max(ids.values()) + 1)
-        token |= {"special": True} | flags | {"id": place} | token
-    content["added_tokens"] = sorted(tokens, key=lambda token: token["id"])
-    start = {"SpecialToken": {"id": "<s>", "type_id": 0}}
-    template = [start, {"Sequence": {"id": "A", "type_id": 0}}]
-    bos = {"type": "TemplateProcessing", "single": template, "pair": template}
-    bos["special_tokens"] = {"<s>": {"id": "<s>", "ids": [ids["<s>"]], "tokens": ["<s>"]}}
-    return json.dumps({"post_processor": bos} | content)
+    added = content.pop("added_tokens", [])
+    backend = Tokenizer.from_str(json.dumps({"added_tokens": [], "post_processor": None} | content))
+    known = [name for name in ("<unk>", "<s>", "</s>") if backend.token_to_id(name) is not None]
+    for token in [*({"content": name} for name in known or ("<s>", "<|end|>")), *added]:
+        backend.add_tokens([AddedToken(**{"special": True, "normalized": False} | token)])
+    if "post_processor" not in content:
+        bos = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[bos])
+    return backend.to_str()
 
 
 def save(kind: str, folder: Path) -> Path:

@@ -21,7 +21,7 @@ from test_grammar import mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
-from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammar, Grammars, Refused
+from engine.grammar import KEPT_MIB, MASK, PROCESS_MIB, Compiled, Grammars, Refused
 from engine.link import Link, to_line
 from engine.process import serve
 from tokenizer import load_tokenizer
@@ -37,11 +37,6 @@ def grammars(tmp_path_factory) -> Grammars:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
     monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)
-
-
-def patterns(count: int) -> list[dict]:
-    """Schemas of strings; to find that one fits them all takes twice as long for each."""
-    return [{"type": "string", "pattern": f".*a.{{{i}}}"} for i in range(count)]
 
 
 def lark(expressions: list[str], operator: str = " & ") -> str:
@@ -85,9 +80,6 @@ SLOW = {
     "conjunctions": ("grammar", lark([f"/.*a.{{{i}}}/" for i in range(30)]), TOO_LARGE),
     "negations": ("grammar", lark([f"~/.*a.{{{i}}}/" for i in range(20)]), ""),
     "patternProperties": ("json", json.dumps({"patternProperties": ENDINGS}), ""),
-    "patterns": ("json", json.dumps({"allOf": patterns(20)}), TOO_LARGE),
-    "a million": ("regex", "(a{1000}){1000}", ""),
-    "nested quantifiers": ("regex", "((a+)+b?)+(.{0,300}x){0,300}", ""),
     "determinised": ("regex", "(.*a.{25})+", ""),
     "common multiple": ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}]}', ""),
     "wide choice": ("choice", json.dumps([f"w{i}" for i in range(8000)]), SERVED),
@@ -146,7 +138,9 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
 
 def bomb(i: int) -> tuple[str, str]:
     """A grammar of its own that takes longer to compile than it may."""
-    return "json", json.dumps({"allOf": patterns(25 + i)})
+    # to find that a string fits them all takes twice as long for each
+    parts = [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(25 + i)]
+    return "json", json.dumps({"allOf": parts})
 
 
 def test_one_compiles_at_a_time_and_none_whose_client_has_gone(grammars):
@@ -222,19 +216,18 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     """Would catch 64 of 175 MB; the one used last thrown away first; a refused one that is kept."""
     monkeypatch.setattr(grammars, "kept", {})
 
-    def finish(key: str, *report):
+    def keep(key: str, mib: int):
         compiled = Compiled(key, Mock(fileno=lambda: -1), [])
-        compiled.report.reply = report
+        compiled.report.reply = PROCESS_MIB * 2**20, mib * 2**20, b""
         grammars.finish(compiled)
 
     for i in [*range(100), 0]:
-        finish(f"small {i}", PROCESS_MIB * 2**20, 2**20, b"")
+        keep(f"small {i}", 1)
     assert len(grammars.kept) == 100
-    finish("large", PROCESS_MIB * 2**20, (KEPT_MIB - 1) * 2**20, b"")
+    keep("large", KEPT_MIB - 1)
+    with pytest.raises(Refused):
+        grammars.compile("regex", "(")
     assert [*grammars.kept] == ["small 0", "large"]
-    with pytest.raises(Refused, match="why not"):
-        finish("refused", "why not", [])
-    assert "refused" not in grammars.kept
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
@@ -288,23 +281,6 @@ def test_the_engine_gets_no_threads(grammars):
     assert (threading.enumerate(), threading.stack_size()) == before
 
 
-def descendants(pid: int) -> list[int]:
-    return [pid, *(each for child in children(pid) for each in descendants(child))]
-
-
-def test_what_was_killed_starts_anew(grammars):
-    """As by the system where memory is lacking. Would catch: no grammars from then on."""
-    grammar = grammars.compile("regex", "[a-w]{99}")
-    assert walk(grammar, 9)
-    for pid in descendants(grammars.process.pid):
-        os.kill(pid, signal.SIGKILL)
-    assert not mask_of(grammar).any()
-    assert "the answer cannot go on: its grammar takes more than" in grammar.failure
-    grammars.process.wait()
-    for text in ("[a-w]{99}", "[a-v]{99}"):  # the first one was kept
-        assert len(walk(grammars.compile("regex", text), 9)) == 9
-
-
 @pytest.mark.parametrize("replies", [0, 1, 4])
 def test_all_who_wait_are_told_that_a_process_has_ended(replies):
     """Also if nobody waits any more. Would catch: one of them that is told, the others later."""
@@ -321,21 +297,23 @@ def test_all_who_wait_are_told_that_a_process_has_ended(replies):
 
 def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
     """Would catch a message an answer, which costs 30 us."""
-    answers = [grammars.compile("regex", f"[a-{end}]+").copy() for end in "rst" for _ in range(9)]
-    tokens = [walk(answer, 1)[0] for answer in answers]
+    compiled = [grammars.compile("regex", f"[a-{end}]+") for end in "rst"]
+    [letter] = walk(compiled[0].copy(), 1)
+    answers = [grammar.copy() for grammar in compiled for _ in range(9)]
+    assert all(answer.accept(letter) for answer in answers)  # by the first mask
     messages = []
     send = Compiled._send
     monkeypatch.setattr(Compiled, "_send", lambda self: messages.append(self) or send(self))
-    for answer, token in zip(answers, tokens, strict=True):
-        answer.offer(token)
-    assert all(map(Grammar.accept, answers, tokens))
+    for answer in answers:
+        answer.offer(letter)
+    assert all(answer.accept(letter) for answer in answers)
     assert len(messages) == len({*messages}) == 3
 
 
 def test_the_memory_of_answers_is_freed(grammars):
     """Would catch a process that ends, for want of memory, after 500 answers."""
     first = grammars.compile("choice", json.dumps([f"w{i}" for i in range(5000)]))
-    for _ in range(1200):
+    for _ in range(800):
         assert len(walk(first.copy(), 2)) == 2
 
 
@@ -366,8 +344,8 @@ def test_ctrl_c_at_a_terminal_is_the_engines(grammars):
 
 def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
     """A megabyte of them. Would catch a message that no socket takes."""
-    first = open_grammars(save("gpt2", tmp_path), rows=2**18).compile("regex", "[a-z]+")
-    answers = [first.copy() for _ in range(30)]
+    first = open_grammars(save("gpt2", tmp_path), rows=2**16).compile("regex", "[a-z]+")
+    answers = [first.copy() for _ in range(100)]
     [letter] = load_tokenizer(tmp_path).encode("a")
     assert all(answer.accept(letter) for answer in answers)
     for answer in answers:

@@ -21,7 +21,7 @@ from callers import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai import BadRequestError, OpenAI
+from openai import OpenAI
 from processes import Process
 from test_api import VALUES
 from wires import House
@@ -292,13 +292,11 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     assert again["before"] == first["before"]
     assert len(house.engine.of("add")) == 2
     id = house.engine.added["id"]
-    house.engine.step(dict.fromkeys([id, f"{id}.1"], [*ONE.encode(), 256]), "stop")
+    house.engine.step(dict.fromkeys([id, f"{id}.1"], (*ONE.encode(), 256)), "stop")
     (answer,) = caller.answers
     assert answer.headers["x-unheld-tools"] == "clock, weather"
     assert answer.body.count('"finish_reason":"tool_calls"') == 2
     assert not house.choices
-    call(house)
-    assert "city" in house.engine.added["grammar"]["text"]
 
 
 def test_a_tool_that_must_be_called_and_is_not_served_is_named(house):
@@ -508,15 +506,11 @@ def test_arguments_come_as_they_are_written(house):
 
 def test_thoughts_stay_in_the_text_where_they_are_not_wanted_apart(tmp_path):
     with house_with(THINKS, tmp_path, "plain", "--reasoning", "off") as house:
-        for stream in (False, True):
-            caller = call(house, stream=stream, return_token_ids=True)
+        for text in ("<think>hm</think>5", ""):
+            caller = call(house)
             assert "before" not in house.engine.added["grammar"]
-            house.engine.step(with_tokens("<think>hm</think>", KINDS["plain"]), "length")
-            (message,) = told(caller, stream)
-            assert message["content"] == "<think>hm</think>"
-        caller = call(house)
-        house.engine.step([256], "stop")
-        assert caller.choice["message"]["content"] == ""
+            house.engine.step([*with_tokens(text, KINDS["plain"]), 256], "stop")
+            assert caller.choice["message"]["content"] == text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -539,9 +533,9 @@ def status_of(house, fields: str) -> int:
     return caller.answer.status
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(
-    values=st.lists(VALUES, min_size=5, max_size=5),
+    values=st.tuples(*[VALUES] * 5),
     choice=st.sampled_from(["none", "auto", "required", {}]),
 )
 def test_no_tools_make_a_500(patient, values, choice):
@@ -582,26 +576,16 @@ def test_nesting_is_served_or_refused(patient, depth):
 # --------------------------------------------------------------------------------------------------
 # With an engine
 
-SHORT = """{
-    "type": "object", "required": ["city", "days"], "additionalProperties": false,
-    "properties": {"city": {"type": "string", "maxLength": 9}, "days": {"enum": [1, 2.5, null]}}
-}"""
-SHORT = json.loads(SHORT)
-
-
-def check_short(text: str):
-    value = json.loads(text)
-    assert value.keys() == {"city", "days"}
-    assert len(value["city"]) <= 9
-    assert value["days"] in (1, 2.5, None)
+DAYS = [{"days": 1}, {"days": 2.5}, {"days": None}]
+SHORT = {"type": "object", "required": ["days"], "additionalProperties": False}
+SHORT["properties"] = {"days": {"enum": [1, 2.5, None]}}
 
 
 def test_a_model_that_knows_no_json_calls_and_answers_by_schema(tmp_path):
     """
     Whole, and in a stream, where the same seed has the same arguments. The tag is the token for it,
-    a control token, and nothing but the grammar asks for it. What the library does not know is
-    refused by its keyword, with nothing of the server's own grammar; or, where another tool may be
-    called, goes unheld.
+    a control token, and nothing but the grammar asks for it. A tool that the library does not know
+    goes unheld.
     """
     tools = [tool(name="weather", parameters=SHORT | {"propertyNames": {"type": "string"}})]
     bad = [*tools, tool(name="bad", parameters={"contains": {}})]
@@ -611,32 +595,20 @@ def test_a_model_that_knows_no_json_calls_and_answers_by_schema(tmp_path):
         client = OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
 
         def ask(create=client.chat.completions.create, **fields):
-            body = {"model": "tiny", "messages": HELLO, "max_tokens": 250, "seed": 5}
-            return create(**body, **fields)
+            return create(model="tiny", messages=HELLO, max_tokens=250, seed=5, **fields)
 
-        for fields in ({"tool_choice": NAMED}, {"logit_bias": {TAG: 100}}):
-            fields |= {"tools": tools, "parallel_tool_calls": False}
-            (choice,) = ask(**fields, extra_body={"return_token_ids": True}).choices
-            (called,) = choice.message.tool_calls
-            assert choice.token_ids[0] == TAG
-            assert choice.message.content is None
-            check_short(called.function.arguments)
-            chunks = [*ask(**fields, stream=True)]
-            deltas = [chunk.choices[0].delta for chunk in chunks]
-            functions = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
-            assert functions[0].name == "weather"
-            assert "".join(f.arguments for f in functions) == called.function.arguments
-            assert chunks[-1].choices[0].finish_reason == choice.finish_reason
-        with pytest.raises(BadRequestError) as caught:
-            ask(tools=bad, tool_choice="required")
-        reason = 'this grammar cannot be served: Unimplemented keys: ["contains"]'
-        assert caught.value.body["message"] == f"tools.1.function.parameters (bad): {reason}"
+        fields = {"tools": tools, "tool_choice": NAMED}
+        (choice,) = ask(**fields, extra_body={"return_token_ids": True}).choices
+        (called,) = choice.message.tool_calls
+        assert choice.token_ids[0] == TAG
+        assert json.loads(called.function.arguments) in DAYS
+        deltas = [chunk.choices[0].delta for chunk in ask(**fields, stream=True)]
+        functions = [delta.tool_calls[0].function for delta in deltas if delta.tool_calls]
+        assert "".join(f.arguments for f in functions) == called.function.arguments
         raw = client.chat.completions.with_raw_response.create
-        assert ask(raw, tools=bad).headers["x-unheld-tools"] == "bad"
+        answer = ask(raw, tools=bad, logit_bias={TAG: 100})  # it begins with the tag
+        assert answer.headers["x-unheld-tools"] == "bad"
+        assert answer.parse().choices[0].message.tool_calls
         (choice,) = ask(response_format=form).choices
-        check_short(choice.message.content)
+        assert json.loads(choice.message.content) in DAYS
         assert choice.finish_reason == "stop"
-        form["json_schema"]["schema"] = {"not": {}}
-        with pytest.raises(BadRequestError, match="not") as caught:
-            ask(response_format=form, stream=True)
-        assert caught.value.param == "response_format"
