@@ -6,7 +6,6 @@ The oracle recomputes every position alone: the dense model's logits, a mask of 
 own, and the sampling rules of oracle.py. The model is random, so that most tokens are refused.
 """
 
-import json
 import random
 from dataclasses import replace
 from functools import partial
@@ -45,21 +44,16 @@ from tokenizer import Tokenizer, load_tokenizer
 
 pytest.importorskip("llguidance")
 
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 8},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3},
-    },
-    "required": ["name", "age"],
-    "additionalProperties": False,
-}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 each_overlap = pytest.mark.parametrize("overlap", [False, True])
+PERSON = """{"type": "object", "properties": {
+    "name": {"type": "string", "maxLength": 8},
+    "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    "tags": {"type": "array", "items": {"enum": ["a", "bb"]}, "maxItems": 3}
+}, "required": ["name", "age"], "additionalProperties": false}"""
 GRAMMARS = [
-    ("json", json.dumps(PERSON)),
-    ("json", json.dumps({"type": "array", "items": {"type": "boolean"}, "maxItems": 4})),
+    ("json", PERSON),
+    ("json", '{"type": "array", "items": {"type": "boolean"}, "maxItems": 4}'),
     ("regex", "(ab|cd)+e[0-9]{2,5}"),
     ("choice", '["yes", "no", "yesterday"]'),
     ("grammar", 'start: "<" word ">"\nword: /[a-f]{3,6}/'),
@@ -300,7 +294,7 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     assert engine.scheduler.waiting and len(waits) == 2
 
 
-def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random, V: int):
+def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random):
     """Otherwise what comes in the answers, lists of tokens by id."""
 
     def guess(text: GrowingText, most: int) -> list[int]:
@@ -308,7 +302,7 @@ def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random
         num_known = r.num_generated - r.num_to_come
         draft = answers[r.id][num_known:][: choose.randint(0, max(0, most))]
         if draft and choose.random() < 0.4:
-            draft[choose.randrange(len(draft))] = choose.randrange(V)
+            draft[choose.randrange(len(draft))] = choose.randrange(VOCABULARY)
         return draft if text.can_guess else []
 
     monkeypatch.setattr(GrowingText, "guess", guess)
@@ -525,7 +519,7 @@ def test_simulated_lives(seed, monkeypatch):
     replies = random.Random(seed)
     answers = {}
     wanted = {}
-    guess_now_and_then_wrongly(monkeypatch, wanted, choose, VOCABULARY)
+    guess_now_and_then_wrongly(monkeypatch, wanted, choose)
     for i in range(12):
         prompt = [choose.randrange(1, VOCABULARY) for _ in range(choose.randrange(1, 12))]
         params = SamplingParams(
@@ -548,5 +542,4 @@ def test_simulated_lives(seed, monkeypatch):
         assert error is None
         assert tokens == wanted[id][: len(tokens)], f"{id} is wrong"
         assert reason is None or tokens == wanted[id]
-    assert_idle(engine)
     assert_idle(engine)

@@ -78,7 +78,6 @@ ATTACKS = {
 }
 SLOW = {
     "conjunctions": ("grammar", lark([f"/.*a.{{{i}}}/" for i in range(30)]), TOO_LARGE),
-    "negations": ("grammar", lark([f"~/.*a.{{{i}}}/" for i in range(20)]), ""),
     "patternProperties": ("json", json.dumps({"patternProperties": ENDINGS}), ""),
     "determinised": ("regex", "(.*a.{25})+", ""),
     "common multiple": ("json", '{"allOf": [{"multipleOf": 7919}, {"multipleOf": 7907}]}', ""),

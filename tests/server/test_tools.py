@@ -478,8 +478,9 @@ def test_answers_are_read_however_they_are_cut(row, kind):
     for stream, size in product((False, True), (1, 3, 200)):
         caller = call(house, **fields, stream=stream, n=2, return_token_ids=True)
         house.engine.steps(tokens, size, finish)
-        first, second = told(caller, stream)
-        for message in (first, second):
+        both = told(caller, stream)
+        assert len(both) == 2
+        for message in both:
             assert message["role"] == "assistant"
             assert message.get("reasoning") == message.get("reasoning_content") == thought
             ended_by = message["stop_reason"] or message["finish_reason"]
@@ -487,10 +488,9 @@ def test_answers_are_read_however_they_are_cut(row, kind):
             calls = message.get("tool_calls", [])
             assert [[*made["function"].values()] for made in calls] == expected
             assert all(made.keys() == {"id", "type", "function"} for made in calls)
+            assert len({made["id"] for made in calls}) == len(calls)
             ids = message["token_ids"]
             assert ids == (tokens[: len(ids)] if message["stop_reason"] else tokens)
-        made = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
-        assert len({each["id"] for each in made}) == len(made)
 
 
 def test_arguments_come_as_they_are_written(house):
