@@ -63,7 +63,7 @@ def bpe() -> Tokenizer:
 @pytest.fixture(scope="module")
 def gpt2() -> Iterator[Tokenizer]:
     """GPT-2's own, from an offline copy of its vocabulary."""
-    shared = ROOT.parent / "shared" / "data" / "tiktoken_cache"
+    shared = ROOT.parent / "shared/data/tiktoken_cache"
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or shared
     if not (Path(folder) / sha1(GPT2_MERGES.encode()).hexdigest()).is_file():  # tiktoken's name
         pytest.skip("needs GPT-2's vocabulary: set TIKTOKEN_CACHE_DIR")

@@ -35,6 +35,7 @@ from tests.engine.test_runner import capture
 from tests.simulated_device import (
     VOCABULARY,
     SimulatedDevice,
+    greedy,
     noise_key,
     seen,
     simulated_engine,
@@ -277,10 +278,9 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
 
     monkeypatch.setattr(Grammar, "has_mask", has_mask)
     engine = new_engine(model, overlap=overlap, num_blocks=12, block_size=4)
-    params = SamplingParams(max_tokens=9, temperature=0)
-    held = replace(params, grammar=grammars.compile("regex", "(yes|no)+"))
-    engine.add_request("held", [5, 6, 7], held)
-    engine.add_request("free", [5, 6, 7], params)
+    grammar = grammars.compile("regex", "(yes|no)+")
+    engine.add_request("held", [5, 6, 7], greedy(9, grammar=grammar))
+    engine.add_request("free", [5, 6, 7], greedy(9))
     answers = {}
     while "free" in engine.requests:
         assert not waits
@@ -289,7 +289,7 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     step(engine, answers)
     assert len(waits) == 1
     free = engine.scheduler.block_allocator.num_free
-    engine.add_request("waits", [5] * (4 * free + 1), replace(params, max_tokens=1))
+    engine.add_request("waits", [5] * (4 * free + 1), greedy(1))
     step(engine, answers)
     assert engine.scheduler.waiting and len(waits) == 2
 
@@ -312,9 +312,10 @@ def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random
 # Messages to the engine's loop
 
 
-def ask(id: str, kind: str | None = None, text: str = "", owner: str = "") -> dict:
-    grammar = {"grammar": {"kind": kind, "text": text}, "owner": owner} if kind else {}
-    return {"op": "add", "id": id, "prompt": [1], "params": {"max_tokens": 2}} | grammar
+def ask(id: str, owner: str = "") -> dict:
+    """The message of a request that is held to its name."""
+    message = {"op": "add", "id": id, "prompt": [1], "params": {}, "owner": owner}
+    return message | {"grammar": {"kind": "regex", "text": id}}
 
 
 class SlowLibrary:
@@ -340,8 +341,8 @@ def test_messages_go_by_one_whose_grammar_is_compiled():
     """
     library = SlowLibrary()
     queue = CompileQueue(lambda: library)
-    first = [ask("a", "regex", "a"), ask("b", "regex", "b"), ask("c"), ask("d", "regex", "d")]
-    assert [message["id"] for message in queue.pass_on(first)] == ["c"]
+    free = {"op": "add", "id": "c"}
+    assert list(queue.pass_on([ask("a"), ask("b"), free, ask("d")])) == [free]
     aborts = [{"op": "abort", "id": id} for id in "bc"]
     assert list(queue.pass_on(aborts)) == aborts
     library.done.add("a")
@@ -350,7 +351,7 @@ def test_messages_go_by_one_whose_grammar_is_compiled():
     assert library.begun == ["a", "d"]
     list(queue.pass_on([{"op": "abort", "id": "d"}]))
     assert not queue.waiting
-    assert not list(queue.pass_on([ask("e", "regex", "e")]))
+    assert not list(queue.pass_on([ask("e")]))
     assert library.begun == ["a", "d", "e"]
 
 
@@ -359,7 +360,7 @@ def test_owners_take_turns():
     library = SlowLibrary()
     queue = CompileQueue(lambda: library)
     texts = ["x0", "x1", "x2", "y0", "y1", "z0"]
-    asked = [ask(text, "regex", text, owner=text[0]) for text in texts]
+    asked = [ask(text, owner=text[0]) for text in texts]
     assert not [*queue.pass_on(asked[:3]), *queue.pass_on(asked[3:])]
     library.done.update(texts)
     passed = [message["id"] for message in queue.pass_on([])]
@@ -378,7 +379,7 @@ def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message
     """Would catch: its reason as an internal error; a 400 for want of files, processes, memory."""
     refusals = []
     queue = CompileQueue(Mock(side_effect=error))
-    for passed in queue.pass_on([ask("a", "regex", "(")]):
+    for passed in queue.pass_on([ask("a")]):
         handle_message(simulated_engine(), SimpleNamespace(queue=refusals.append), passed)
     assert (refusals[0].pop("kind"), refusals[0].pop("message")) == (kind, message)
     assert len(refusals) == 1

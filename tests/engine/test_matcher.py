@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 from processes import python, wait_until
 from simulated_device import simulated_engine
-from test_grammar import mask_of, open_grammars, walk
+from test_grammar import ask, mask_of, open_grammars, walk
 from tokenizer_kinds import save
 
 from engine import grammar as grammar_module
@@ -204,8 +204,7 @@ def test_a_compiler_ends_when_the_http_process_is_gone(monkeypatch):
     monkeypatch.setattr(grammar_module, "Grammars", lambda *_: library)
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        asked = {"op": "add", "id": "a", "owner": "", "grammar": {"kind": "regex", "text": "a"}}
-        theirs.sendall(to_line(asked))
+        theirs.sendall(to_line(ask("a")))
         theirs.shutdown(socket.SHUT_WR)
         serve(simulated_engine(), Link(ours))
     library.begin.assert_called_once_with(kind="regex", text="a")
