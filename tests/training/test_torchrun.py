@@ -240,11 +240,12 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     assert len(is_prepared) == 2  # a process that is alone waits for nobody
 
 
-def test_a_batch_that_does_not_divide_is_refused(tiny, monkeypatch):
+def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
     monkeypatch.setattr(train, "init_process", lambda args: place(0, 3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
         train.main([*tiny, "--steps=2"])
+    assert not out.exists()
 
 
 def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):

@@ -254,10 +254,10 @@ def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
 # Flags
 
 
-# as typed: RUN are the flags of a run, MODEL is its directory, which holds a model -> the message
+# as typed, RUN for the flags of a run into a model's directory -> the message
 MISTAKES = """
 --resume --steps=9 --seed=1 -> leave out --seed, --steps
---overwrite -> --overwrite deletes a model: name its directory with --out DIR
+--overwrite --data=nowhere -> --overwrite deletes a model: name its directory with --out DIR
 --minutes=0 -> --minutes: 0 is too small, wanted at least 0.01
 --minutes=nan -> --minutes: nan is too small
 --dropout=2 -> --dropout: 2 is too large, wanted less than 1
@@ -265,11 +265,11 @@ MISTAKES = """
 --bias -> --bias: Llama has no biases, leave it out or take --arch gpt2
 --data=CHAT -> has the tokens of smollm2: did you mean --init smollm2?
 --init=nowhere -> there is no directory nowhere
---init=MODEL --preset=gpt2-124M --no-bias --n_head=3 -> AdamW trains it: leave out --bias, --n_head, --preset
---init=MODEL --arch=gpt2 --matrix_lr=0.1 --momentum=0.9 -> it: leave out --arch, --matrix_lr, --momentum
---init=MODEL --context_length=34 -> --context_length is larger than the model's own, 33
---init=MODEL --out=MODEL/../out -> out: name another folder, as --out
---init=MODEL --out=MODEL/../out --overwrite -> --init and --out are both
+--init=out --preset=gpt2-124M --no-bias --n_head=3 -> AdamW trains it: leave out --bias, --n_head, --preset
+--init=out --arch=gpt2 --matrix_lr=0.1 --momentum=0.9 -> it: leave out --arch, --matrix_lr, --momentum
+--init=out --context_length=34 -> --context_length is larger than the model's own, 33
+--init=out --out=out/../out --data=nowhere -> out: name another folder, as --out
+--init=out --out=out/../out --data=nowhere --overwrite -> --init and --out are both
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
 RUN --data=nowhere -> does not exist; there is stdlib and shakespeare_char, and data/text
 RUN --n_embd=1000000 -> GiB free: lower --n_embd or --n_layer
@@ -279,8 +279,11 @@ RUN --context_length=1000000 -> training tokens are too few for windows of 10000
 
 
 @pytest.fixture
-def chat(tmp_path) -> str:
-    """A corpus of dialogues, as far as the flags see it."""
+def chat(tmp_path, monkeypatch) -> str:
+    """A corpus of dialogues, as far as flags see it; two models are here, of 33 and 600 tokens."""
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint(random_model(), "out")
+    save_checkpoint(random_model(context_length=600), "long")
     (tmp_path / "meta.json").write_text('{"init": "smollm2"}')
     return str(tmp_path)
 
@@ -293,10 +296,9 @@ def test_mistakes_get_a_message_and_delete_nothing(row, chat, tiny, out, monkeyp
     minutes; where --init and --out were one, --overwrite deleted the model to begin from.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    save_checkpoint(random_model(), out)
     typed, message = row.split(" -> ")
     run = " ".join([*tiny, "--steps=2 --overwrite"])
-    typed = typed.replace("RUN", run).replace("MODEL", str(out)).replace("CHAT", chat)
+    typed = typed.replace("RUN", run).replace("CHAT", chat)
     with pytest.raises(SystemExit) as error:
         train.main(typed.split())
     assert error.value.code not in (0, None)
@@ -363,6 +365,8 @@ SETTINGS = """
 --preset=shakespeare_char --device=cuda -> {"n_layer": 6, "dropout": 0.2, "matrix_decay": 2.0}
 --data=CHAT --n_layer=1 -> {"n_layer": 1}
 --data=CHAT --arch=gpt2 --out=a --overwrite -> {"out": "a"}
+--init=out -> {"context_length": 33, "short_context": 33, "out": "out/finetuned", "batch_size": 4}
+--init=long --data=x -> {"context_length": 512, "short_context": 512, "out": "out/finetuned"}
 """
 
 
