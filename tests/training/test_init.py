@@ -20,7 +20,7 @@ import train
 from checkpoint import load_checkpoint
 from common import read_json, write_json
 from training import machine
-from training.corpus import batch_rows, bpe_tokenizer, load_corpus, read_corpus
+from training.corpus import batch_rows, char_tokenizer, load_corpus, read_corpus
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
 RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
@@ -166,7 +166,7 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
             setattr(loaded, split, np.array([1, token] * 200, np.int32))
             with nullcontext() if token in (319, ~319) else refused:
                 assert machine.load_to_train(args, loaded, MACHINE)
-    loaded.tokenizer = bpe_tokenizer([("a", "b")])
+    loaded.tokenizer = char_tokenizer("".join(map(chr, range(300, 600))))
     with refused:
         machine.load_to_train(args, loaded, MACHINE)
 
@@ -187,7 +187,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     free = 0  # to resume, what was saved is in memory before this is asked
     train.main(["--resume", f"--out={out}"])
     with pytest.raises(SystemExit, match=f"{needed}.* 0.00 GiB free: end other"):
-        finetune(base, corpus, out, "--overwrite")
+        finetune(base, corpus, out, "--steps=1 --overwrite")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     loaded = load_corpus(str(corpus), MACHINE)
     args = train.parse_args(argv(base, corpus, out))
