@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import MACHINE, PICTURE, assert_loads, read_log, same, stop_after
+from runs import MACHINE, PICTURE, after_update, assert_loads, read_log, same, stop_after
 from test_data import shakespeare
 
 import train
@@ -58,41 +58,6 @@ class Disk:
         return operate
 
 
-def lay_out(files: dict[str, bytes], folder: Path) -> Path:
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-@pytest.fixture
-def corpora(tmp_path) -> dict[int, Path]:
-    """Two corpora of as many characters, but others: one for each seed."""
-    folders = {}
-    for seed, text in TEXTS.items():
-        folders[seed] = tmp_path / f"corpus{seed}"
-        folders[seed].mkdir()
-        tokenizer = char_tokenizer(text)
-        ids = tokenizer.encode(text)
-        write_corpus(folders[seed], [ids], [ids[:100]], tokenizer)
-    return folders
-
-
-@pytest.fixture
-def saved(monkeypatch) -> dict:
-    """The weights of each save: (seed, step) -> {name: tensor}."""
-    save = train.Run.save
-    weights = {}
-
-    def noted(self):
-        state = self.model.state_dict()
-        weights[self.args.seed, self.step] = {name: w.clone() for name, w in state.items()}
-        save(self)
-
-    monkeypatch.setattr(train.Run, "save", noted)
-    return weights
-
-
 def whose(folder: Path, saved: dict) -> tuple | None:
     """(seed, step) of the save that serving finds in a folder, None if it finds no model."""
     try:
@@ -116,9 +81,7 @@ def resumed(folder: Path, saved: dict) -> tuple | None:
     return whose(folder, saved)
 
 
-def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
-    tmp_path, corpora, saved
-):
+def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_path):
     """
     A first training, and then another in its place by --overwrite. When --overwrite left
     train_state.pt behind and was killed before its first save, --resume brought the training back
@@ -128,16 +91,30 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
     out.mkdir()
     moments = []
     logs = {}
-    for seed, corpus in corpora.items():
+    saved = {}  # (seed, step) -> weights
+
+    def note_weights(run, result):
+        state = run.model.state_dict()
+        saved[run.args.seed, run.step] = {name: w.clone() for name, w in state.items()}
+
+    for seed, text in TEXTS.items():
+        corpus = tmp_path / f"corpus{seed}"
+        tokenizer = char_tokenizer(text)
+        ids = tokenizer.encode(text)
+        write_corpus(corpus, [ids], [ids[:100]], tokenizer)
         flags = [*FLAGS.split(), "--steps=2", f"--seed={seed}", f"--data={corpus}", f"--out={out}"]
         with pytest.MonkeyPatch.context() as patch:
+            after_update(patch, note_weights)
             disk = Disk(out, patch)
             train.main(flags if seed == 1 else [*flags, "--overwrite"])
         moments += disk.moments
         logs[seed] = read_log(out)
     verdicts = []
     for i, files in enumerate(moments):
-        folder = lay_out(files, tmp_path / str(i))
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
         served = whose(folder, saved)
         if "loss.png" in files:  # for the Makefile: this training is done, and may be served
             assert files["loss.png"] == PICTURE
