@@ -264,25 +264,27 @@ def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_pat
     assert subprocess.run(command, cwd=ROOT, env=environment, timeout=40).returncode == 0
 
 
-def test_without_a_compiler_of_cpp_no_model_is_given_up(tiny, out, start, monkeypatch):
-    """It failed at the first step, when --overwrite had deleted the model."""
+def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
+    """
+    It failed at the first step, when --overwrite had deleted the model. Processes that were forked
+    before one could not be, for which torch would wait for ever, are ended.
+    """
     out.mkdir()
     model = out / "config.json"
     model.write_text("{}")
-    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
-    with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., name a C.. compiler in CXX"):
-        train.main([*tiny, "--compile", "--overwrite"])
-    assert model.exists()
-
-
-def test_processes_that_cannot_be_forked_are_one_message(tiny, start, monkeypatch):
-    """And those that were, for which torch would wait for ever, are ended."""
     child = MagicMock()
     error = BlockingIOError(11, "no more processes")
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
     monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
-    with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
-        train.main([*tiny, "--device=cuda"])
+    messages = {
+        "cpu": r"no-such-g.*: install g.., name a C.. compiler in CXX",
+        "cuda": r"no more processes.*: raise `ulimit -u`, set TORCHIND",
+    }
+    for device, message in messages.items():
+        with pytest.raises(SystemExit, match=message):
+            train.main([*tiny, "--compile", "--overwrite", f"--device={device}"])
+    assert model.exists()
     child.kill.assert_called_once_with()
 
 

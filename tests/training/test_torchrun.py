@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, new_run, read_log
+from runs import MACHINE, ROOT, read_log
 
 import train
 from checkpoint import load_checkpoint
@@ -226,18 +226,3 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, o
     with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
         train.main([*tiny, "--steps=2"])
     assert not out.exists()
-
-
-def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
-    """One that stepped on alone would wait for the others' gradients for ever."""
-    run = new_run([*tiny, "--steps=9"], corpus, place(1, 4))
-    one_of_four = torch.tensor([0.25, 0.0], dtype=torch.float64)
-    monkeypatch.setattr(train.Process, "sum_gradients", lambda process, model: None)
-    monkeypatch.setattr(train.Process, "gather", lambda process, x: x.repeat(4, 1, 1))
-
-    def mean(process, x):
-        return x + one_of_four if x.shape == (2,) else x
-
-    monkeypatch.setattr(train.Process, "mean", mean)
-    assert train.train(run, [], train.Clock(run, 0.0)) is False
-    assert run.step == 1

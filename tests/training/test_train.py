@@ -392,12 +392,7 @@ def test_a_llama_has_the_weights_of_a_gpt2(corpus):
 def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_path, monkeypatch):
     train.main([*tiny, "--steps=1"])
     asked = []
-
-    def note(args):
-        asked.append(vars(args))
-        sys.exit()
-
-    monkeypatch.setattr(train, "init_process", note)
+    monkeypatch.setattr(train, "init_process", lambda args: sys.exit(asked.append(vars(args))))
     moved = out.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
         train.main(["--resume", f"--out={moved}", "--device=cuda", "--compile"])
@@ -445,26 +440,27 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     logits = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1)
+    prompts = []
     drawn = []
 
-    def generate(prompts, length, choose):
-        assert prompts.tolist() == [prompt]
+    def generate(tokens, length, choose):
+        [prompt] = tokens.tolist()
         assert length == report.SAMPLE_TOKENS
+        prompts.append(prompt)
         drawn.append(choose(logits, 0).double())
         return torch.tensor([prompt + line + end + line])
 
     monkeypatch.setattr(run.model, "generate", generate)
-    prompt = end
     for run.args.seed in (1, 2, 1):
         assert report.generate_text(run) == "x = 1\n"
-    first, other, again = drawn
-    prompt = run.corpus.tokenizer.bos = [7]
+    run.corpus.tokenizer.bos = [7]
     assert report.generate_text(run) == "x = 1\n"
-    prompt = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
-    run.corpus.val = ~np.array(prompt * 2)
-    run.corpus.val[len(prompt) :] = 5
-    shown = run.corpus.tokenizer.decode([*prompt, *line])
+    question = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
+    run.corpus.val = np.array([~token for token in question] + [5])
+    shown = run.corpus.tokenizer.decode([*question, *line])
     assert report.generate_text(run) == shown
+    assert prompts == [end, end, end, [7], question]
+    first, other, again = drawn[:3]
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
     assert torch.equal(first, again)
