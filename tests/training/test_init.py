@@ -40,7 +40,6 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
     for name, text in COMPANIONS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    return hf_model
 
 
 def argv(base: Path, corpus: Path, out: Path, flags="--steps=1") -> list[str]:
