@@ -348,16 +348,6 @@ def test_operators_that_train_are_the_references(fields, device, dtype, monkeypa
         assert (f - e).norm() <= bound
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_windows_of_one_token_have_their_own_targets(device):
-    """As a view of (tokens, target) they are two apart, and were read as if side by side."""
-    model = small_gpt2()
-    x, y = train.tokens_and_targets(torch.randint(60, (7, 2)))
-    _, expected = model(x, y)
-    _, found = model(x, y, training_ops(device))
-    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
 def test_an_evaluation_multiplies_for_no_gradients():
     """Which took two thirds of the loss's time: a weight asks for one all the same."""
     model = small_gpt2()

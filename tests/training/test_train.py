@@ -440,27 +440,26 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     logits = torch.tensor([[0.0, 1.0]]).repeat(20_000, 1)
-    prompts = []
     drawn = []
 
-    def generate(tokens, length, choose):
-        [prompt] = tokens.tolist()
+    def generate(prompts, length, choose):
+        assert prompts.tolist() == [prompt]
         assert length == report.SAMPLE_TOKENS
-        prompts.append(prompt)
         drawn.append(choose(logits, 0).double())
         return torch.tensor([prompt + line + end + line])
 
     monkeypatch.setattr(run.model, "generate", generate)
+    prompt = end
     for run.args.seed in (1, 2, 1):
         assert report.generate_text(run) == "x = 1\n"
-    run.corpus.tokenizer.bos = [7]
+    first, other, again = drawn
+    prompt = run.corpus.tokenizer.bos = [7]
     assert report.generate_text(run) == "x = 1\n"
-    question = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
-    run.corpus.val = np.array([~token for token in question] + [5])
-    shown = run.corpus.tokenizer.decode([*question, *line])
+    prompt = run.corpus.tokenizer.encode("1 + 1?") + end + [7]
+    run.corpus.val = ~np.array(prompt * 2)
+    run.corpus.val[len(prompt) :] = 5
+    shown = run.corpus.tokenizer.decode([*prompt, *line])
     assert report.generate_text(run) == shown
-    assert prompts == [end, end, end, [7], question]
-    first, other, again = drawn[:3]
     share = 1 / (1 + math.exp(-1 / report.TEMPERATURE))
     assert first.mean().item() == pytest.approx(share, abs=0.02)
     assert torch.equal(first, again)
