@@ -534,10 +534,8 @@ def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
 
 
 MISFITS = [
-    ({"windows": (4,)}, "1 windows for 2 layers"),
     ({"windows": (8, 8), "rope": {0: Rope(1e4)}}, "rope has windows [0], layers have (8, 8)"),
     ({"qk_norm": True}, "qk_norm is for norm 'rms'"),
-    ({"n_embd": 6, "rope": {0: Rope(1e4)}}, "head_size 3 is odd"),
     ({"norm": "batch"}, "norm 'batch' is unknown; there is layer, rms"),
     ({"activation": "selu"}, "activation 'selu' is unknown"),
 ]

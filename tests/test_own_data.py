@@ -11,7 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -48,10 +48,6 @@ def turns(*contents: str) -> list[dict]:
     roles = ["user", "assistant"] * len(contents)
     pairs = zip(roles, contents, strict=False)
     return [{"role": role, "content": content} for role, content in pairs]
-
-
-def unscored(*tokens: int) -> list[int]:
-    return [~token for token in tokens]
 
 
 def write_lines(path: Path, *dialogues: list[dict]) -> Path:
@@ -239,14 +235,8 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
 # without an end-of-turn token, all that the template puts behind the prompt
 PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
-START, END = 257, 258
-ASKED = unscored(START, *b"user\nhi", END, *b"\n", START, *b"assistant\n")
-AGAIN = unscored(*b"\n", START, *b"user\n<|im_end|>", END, *b"\n", START, *b"assistant\n")
 TALK = [{"messages": turns("hi", " yes", "<|im_end|>", "no")}]
 SAID = {"messages": turns("hi", "yes")}
-TOOLS = [{"type": "function"}]
-REST = [*unscored(*b"u:hi\na:"), *b"yes\n"]
-NONE = unscored(*b"null") + REST
 
 
 def call(arguments) -> dict:
@@ -254,27 +244,37 @@ def call(arguments) -> dict:
     return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
 
 
-# template, the lines of the file, their tokens
+# template, the lines of the file, their tokens as `shown` writes them
 HANDMADE = {
-    "chatml": (CHATML, TALK, [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")]),
-    "plain": (
-        PLAIN,
+    "chatml": (
+        CHATML,
         TALK,
-        [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+        "[«user\nhi»\n«assistant\n] yes»[\n«user\n<|im_end|>»\n«assistant\n]no»[\n]",
     ),
+    "plain": (PLAIN, TALK, "[u:hi\na:] yes\n[u:<|im_end|>\na:]no\n"),
     # they were ignored; as in a request, an empty list is none, and each dialogue has its own
     "tools": (
         "{{ tools | tojson }}" + PLAIN,
-        [SAID | {"tools": TOOLS}, SAID, SAID | {"tools": []}],
-        [*unscored(*b'[{"type": "function"}]'), *REST, *NONE, *NONE],
+        [SAID | {"tools": ["f"]}, SAID, SAID | {"tools": []}],
+        '[["f"]u:hi\na:]yes\n[nullu:hi\na:]yes\n[nullu:hi\na:]yes\n',
     ),
     # a text, as OpenAI's files have it, was written as a string of JSON, with its quotes
     "arguments": (
         PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson"),
         [call('{"a": 1}'), call({"a": 1})],
-        [*unscored(*b"a:"), *b'{"a": 1}\n'] * 2,
+        '[a:]{"a": 1}\n[a:]{"a": 1}\n',
     ),
 }
+
+
+def shown(tokens) -> str:
+    """Bytes; control tokens are « and »; in brackets what is not predicted."""
+    text = ""
+    for is_predicted, group in groupby(tokens.tolist(), lambda token: token >= 0):
+        characters = (chr(max(token, ~token)) for token in group)
+        part = "".join(characters).replace(chr(257), "«").replace(chr(258), "»")
+        text += part if is_predicted else f"[{part}]"
+    return text
 
 
 @pytest.mark.parametrize("kind", HANDMADE)
@@ -286,7 +286,7 @@ def test_answers_are_found_without_tags(kind, checkpoint, tmp_path):
     for file in files:
         file.write_text("\n".join(map(json.dumps, lines)))
     corpus = prepare("chat", files[0], tmp_path, f"--init={checkpoint}", f"--val={files[1]}")
-    assert corpus.train.tolist() == corpus.val.tolist() == expected
+    assert shown(corpus.train) == shown(corpus.val) == expected
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):

@@ -189,34 +189,28 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     assert shown in capsys.readouterr().out
 
 
-def break_loss(run, result):
-    return result * math.nan
-
-
-def break_norm(run, result):
-    return result * torch.tensor([1, math.inf])
-
-
-def break_weights(run, result):
-    """Noticed by an evaluation: the loss of the step is that before its update."""
-    run.model.wte.weight.data.fill_(math.nan)
-
-
-# step, and how many are read together -> what breaks in it, the message, the step that is kept
+# step, and how many are read together -> what its loss and norm are times, or the weights, which an
+# evaluation notices: the loss is that before its step's update; the message, the step that is kept
 DIVERGED = {
-    (8, 10): (break_loss, "^step 8, loss nan, norm nan: stopped", 5),
-    (9, 1): (break_norm, r"^step 9, loss [\d.]+, norm inf: stopped", 5),
-    (10, 1): (break_weights, "^step 10, val_loss nan: stopped", 5),
-    (20, 10): (break_weights, "^step 20, val_loss nan, bits_per_byte nan: stopped", 20),
+    (8, 10): ([math.nan, math.nan], "^step 8, loss nan, norm nan: stopped", 5),
+    (9, 1): ([1, math.inf], r"^step 9, loss [\d.]+, norm inf: stopped", 5),
+    (10, 1): (math.nan, "^step 10, val_loss nan: stopped", 5),
+    (20, 10): (math.nan, "^step 20, val_loss nan, bits_per_byte nan: stopped", 20),
 }
 
 
 @pytest.mark.parametrize(("at", "stride"), DIVERGED)
 def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkeypatch):
     """Of steps whose losses are read together, the first bad one is named."""
-    react, message, kept = DIVERGED[at, stride]
+    factor, message, kept = DIVERGED[at, stride]
+
+    def diverge(run, result):
+        broken = run.model.wte.weight.data if factor is math.nan else result
+        if run.step == at:
+            broken *= torch.tensor(factor)
+
     monkeypatch.setitem(train.STRIDES, "cpu", stride)
-    after_update(monkeypatch, lambda run, result: react(run, result) if run.step == at else None)
+    after_update(monkeypatch, diverge)
     with pytest.raises(SystemExit, match=f"{message}.* lower --matrix_lr"):
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
