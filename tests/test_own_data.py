@@ -170,27 +170,6 @@ def test_the_tokenizer_is_that_of_init(kind, path, tmp_path):
         assert tokens.tolist() == [~first if has_bos else first, *rest, *end]
 
 
-# what is in a file, None where there is none -> the message
-BAD_TEXTS = {
-    None: "No such file .*a.txt",
-    b"gr\xfc\xdfe": r"a\.txt is not UTF-8 \(.*0xfc in position 2.*\): convert",
-    b"": "out: 0 tokens to train on and 0 to hold out are too few: add texts",
-    b"ab": "out: 1 tokens to train on and 1 to hold out are too few",
-    b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
-}
-
-
-@pytest.mark.parametrize("content", BAD_TEXTS)
-def test_texts_that_will_not_do_are_named_and_nothing_is_written(content, tmp_path):
-    path = tmp_path / "a.txt"
-    if content is not None:
-        path.write_bytes(content)
-    char_tokenizer("abc").save(tmp_path / "init")
-    with pytest.raises(SystemExit, match=BAD_TEXTS[content]):
-        prepare("text", path, tmp_path / "out", f"--init={tmp_path / 'init'}")
-    assert not (tmp_path / "out").exists()
-
-
 # --------------------------------------------------------------------------------------------------
 # Dialogues
 
@@ -305,8 +284,12 @@ REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.rol
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "rewrites": REWRITES, "first": "{{ messages[0].content }}"}
 TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
-# the template, the line that stands behind a good one, the message
-BAD_LINES = """
+# a text; or the template of dialogues, and the line that stands behind a good one; the message
+UNFIT = r"""
+text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
+text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
+text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
+text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
 chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
@@ -321,18 +304,23 @@ fails    | {"messages": [ME, YOU]}            | line 1: TokenizerError: no
 """
 
 
-@pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
-def test_a_line_that_will_not_do_is_named(row, checkpoint, tmp_path):
-    template, line, message = re.split(r" +\| ", row, maxsplit=2)
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[template])
-    path = write_lines(tmp_path / "a.jsonl", turns("a", "b"))
-    line = line.replace("ME", '{"role": "user", "content": "a"}')
-    line = line.replace("YOU", '{"role": "assistant", "content": "b"}')
-    with open(path, "a", encoding="latin-1") as file:  # in which ü is not UTF-8
-        file.write(f"\n{line}\n")
-    with pytest.raises(SystemExit, match=message) as error:
-        prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
-    assert str(error.value).startswith(f"{path}, line ")
+@pytest.mark.parametrize("row", UNFIT.strip().splitlines())
+def test_what_will_not_do_is_named_and_nothing_is_written(row, checkpoint, path, tmp_path):
+    """A text, or a line."""
+    kind, content, message = re.split(r" +\| ", row, maxsplit=2)
+    content = content.replace("ME", '{"role": "user", "content": "a"}')
+    content = content.replace("YOU", '{"role": "assistant", "content": "b"}')
+    recipe = "text" if kind == "text" else "chat"
+    if recipe == "text":
+        char_tokenizer("abc").save(checkpoint)
+        path.write_bytes(content.encode("latin-1"))  # in which ü is not UTF-8
+    else:
+        (checkpoint / "chat_template.jinja").write_text(TEMPLATES[kind])
+        write_lines(path, turns("a", "b"))
+        path.write_bytes(path.read_bytes() + f"\n{content}\n".encode("latin-1"))
+        message = rf"^{path}, (?=line ).*({message})"
+    with pytest.raises(SystemExit, match=message):
+        prepare(recipe, path, tmp_path / "out", f"--init={checkpoint}")
     assert not (tmp_path / "out").exists()
 
 
@@ -344,6 +332,7 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
             prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
         assert not (tmp_path / "out").exists()
 
+    refused("No such file.*a.jsonl")
     path.touch()
     (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
