@@ -174,8 +174,10 @@ def full_disk(room: int):
     """No file may be larger, in bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
