@@ -1,5 +1,5 @@
 """
-train.py: what a run leaves behind, that it can be stopped, killed and resumed, its flags, and how
+train.py: what a run leaves behind, that it can be stopped and resumed, its flags, and how
 it ends where it cannot go on.
 """
 
