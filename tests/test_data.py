@@ -80,17 +80,6 @@ def test_stdlib_is_the_same_each_time_and_learns_nothing_from_held_out_text(libr
     assert [name for name in names if third[name] != first[name]] == ["val.bin"]
 
 
-def test_stdlib_without_sources_says_so(library, tmp_path):
-    """All that is left belongs to one side."""
-    for name in INCLUDED:
-        if stdlib["is_held_out"](name):
-            (library / name).unlink()
-    with pytest.raises(
-        SystemExit, match="tokens to train on and 0 to hold out are too few: add texts or"
-    ):
-        prepare(tmp_path / "out")
-
-
 def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
     """nanoGPT's split, int(0.9 n), and a vocabulary of all characters, in order."""
     text = "To be, or not to be, that is the question" * 3 + "?"

@@ -28,8 +28,10 @@ def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> GPT:
     weights = model.state_dict()
     modules = {name.rpartition(".")[0] for name in weights}
     assert modules == NAMES | {"wte", "wpe", "ln_f", "lm_head"}
-    saved = {prefix + "lm_head.weight": weights.pop("lm_head.weight")}
-    saved |= {f"{prefix}transformer.{name}": weight for name, weight in weights.items()}
+    saved = {}
+    for name, weight in weights.items():
+        part = "" if name == "lm_head.weight" else "transformer."
+        saved[prefix + part + name] = weight
     saved[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # a causal mask
     args = {"vocab_size": V, "n_layer": 3, "n_head": 4, "n_embd": 32, "bias": bias}
     args |= {"block_size": T, "dropout": 0.2}
@@ -44,8 +46,7 @@ def convert(folder: Path):
     from_nanogpt.main(str(folder / "pt"), str(folder / "dir"))
 
 
-@pytest.mark.parametrize("prefix", ["", "_orig_mod."])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("prefix", "bias"), [("", True), ("_orig_mod.", False)])
 def test_a_checkpoint_says_the_same(tmp_path, capsys, prefix, bias):
     model = write(tmp_path, prefix, bias)
     convert(tmp_path)

@@ -6,13 +6,12 @@ is what transformers says, or what is spelled out by hand; a file that will not 
 import json
 import os
 import re
-import resource
 import runpy
 import signal
 import stat
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 
 import pytest
@@ -51,10 +50,6 @@ def turns(*contents: str) -> list[dict]:
     return [{"role": role, "content": content} for role, content in pairs]
 
 
-def unscored(*tokens: int) -> list[int]:
-    return [~token for token in tokens]
-
-
 def write_lines(path: Path, *dialogues: list[dict]) -> Path:
     lines = [json.dumps({"messages": messages}) for messages in dialogues]
     path.write_text("\n".join(lines))
@@ -70,6 +65,14 @@ def checkpoint(tmp_path) -> Path:
     tokenizer.save(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
     return folder
+
+
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """A text."""
+    path = tmp_path / "a.txt"
+    path.write_text("note 0\n" * 10)
+    return path
 
 
 # --------------------------------------------------------------------------------------------------
@@ -124,11 +127,9 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
 
 
 @pytest.mark.parametrize("inside", ["", "inner/out"])
-def test_a_corpus_within_its_own_source_is_refused(inside, notes):
+def test_a_corpus_within_its_own_source_is_refused(inside, notes, path):
     """Made again, it had its own tokenizer.json and meta.json as texts, to train on or held out."""
-    outside = notes.parent / "a.txt"
-    outside.write_text("note " * 20)
-    for sources in ([str(notes)], [f"--val={notes}", str(outside)]):
+    for sources in ([str(notes)], [f"--val={notes}", str(path)]):
         with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
             run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
@@ -152,51 +153,21 @@ def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_pat
     assert len(tokenizer.encode("quixotic")) == 8
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "gemma", "mistral", "characters"])
-def test_the_tokenizer_is_that_of_init(kind, tmp_path):
-    """
-    A document begins as a prompt does in transformers and serve.py: with a BOS, which is not
-    predicted, where the tokenizer adds one. Some have no end-of-text token to close it with.
-    """
-    if kind == "characters":
-        char_tokenizer("\n note0").save(tmp_path)
-    else:
-        save(kind, tmp_path)
-    path = tmp_path / "a.txt"
-    path.write_text("note 0\n" * 10)
+# whether texts have a BOS, and an end
+ENDS = {"gpt2": (False, True), "llama3": (True, True), "mistral": (True, False)}
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_the_tokenizer_is_that_of_init(kind, path, tmp_path):
+    """A document begins as a prompt does in transformers and serve.py; its BOS is not predicted."""
+    has_bos, has_end = ENDS[kind]
+    save(kind, tmp_path)
     corpus = prepare("text", path, tmp_path / "out", f"--init={tmp_path}")
-    end = corpus.tokenizer.eos_token_id
-    has_bos = kind in ("llama3", "mistral")
     reference = AutoTokenizer.from_pretrained(tmp_path)
     for tokens, count in (corpus.train, 9), (corpus.val, 1):
-        expected = reference("note 0\n" * count)["input_ids"]
-        if has_bos:
-            expected[0] = ~expected[0]
-        if end is not None:
-            expected.append(end)
-        assert tokens.tolist() == expected
-    assert (corpus.train < 0).sum() == has_bos
-
-
-# what is in a file, None where there is none -> the message
-BAD_TEXTS = {
-    None: "No such file .*a.txt",
-    b"gr\xfc\xdfe": r"a\.txt is not UTF-8 \(.*0xfc in position 2.*\): convert",
-    b"": "out: 0 tokens to train on and 0 to hold out are too few: add texts",
-    b"ab": "out: 1 tokens to train on and 1 to hold out are too few",
-    b"unknown?": r"character 'u' .* is not among the 3 this tokenizer knows",
-}
-
-
-@pytest.mark.parametrize("content", BAD_TEXTS)
-def test_texts_that_will_not_do_are_named_and_nothing_is_written(content, tmp_path):
-    path = tmp_path / "a.txt"
-    if content is not None:
-        path.write_bytes(content)
-    char_tokenizer("abc").save(tmp_path / "init")
-    with pytest.raises(SystemExit, match=BAD_TEXTS[content]):
-        prepare("text", path, tmp_path / "out", f"--init={tmp_path / 'init'}")
-    assert not (tmp_path / "out").exists()
+        first, *rest = reference("note 0\n" * count)["input_ids"]
+        end = [corpus.tokenizer.eos_token_id] * has_end
+        assert tokens.tolist() == [~first if has_bos else first, *rest, *end]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -215,6 +186,7 @@ DIALOGUES = [
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama3", "qwen2", "gemma", "mistral", "llama2"])
+@pytest.mark.quick("llama3", "qwen2", "llama2")
 def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path):
     """
     Neither a user's word nor the newline behind an answer. (Of an answer that begins with a blank
@@ -242,14 +214,8 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
 # without an end-of-turn token, all that the template puts behind the prompt
 PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
-START, END = 257, 258
-ASKED = unscored(START, *b"user\nhi", END, *b"\n", START, *b"assistant\n")
-AGAIN = unscored(*b"\n", START, *b"user\n<|im_end|>", END, *b"\n", START, *b"assistant\n")
 TALK = [{"messages": turns("hi", " yes", "<|im_end|>", "no")}]
 SAID = {"messages": turns("hi", "yes")}
-TOOLS = [{"type": "function"}]
-REST = [*unscored(*b"u:hi\na:"), *b"yes\n"]
-NONE = unscored(*b"null") + REST
 
 
 def call(arguments) -> dict:
@@ -257,27 +223,37 @@ def call(arguments) -> dict:
     return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
 
 
-# template, the lines of the file, their tokens
+# template, the lines of the file, their tokens as `shown` writes them
 HANDMADE = {
-    "chatml": (CHATML, TALK, [*ASKED, *b" yes", END, *AGAIN, *b"no", END, *unscored(*b"\n")]),
-    "plain": (
-        PLAIN,
+    "chatml": (
+        CHATML,
         TALK,
-        [*unscored(*b"u:hi\na:"), *b" yes\n", *unscored(*b"u:<|im_end|>\na:"), *b"no\n"],
+        "[«user\nhi»\n«assistant\n] yes»[\n«user\n<|im_end|>»\n«assistant\n]no»[\n]",
     ),
+    "plain": (PLAIN, TALK, "[u:hi\na:] yes\n[u:<|im_end|>\na:]no\n"),
     # they were ignored; as in a request, an empty list is none, and each dialogue has its own
     "tools": (
         "{{ tools | tojson }}" + PLAIN,
-        [SAID | {"tools": TOOLS}, SAID, SAID | {"tools": []}],
-        [*unscored(*b'[{"type": "function"}]'), *REST, *NONE, *NONE],
+        [SAID | {"tools": ["f"]}, SAID, SAID | {"tools": []}],
+        '[["f"]u:hi\na:]yes\n[nullu:hi\na:]yes\n[nullu:hi\na:]yes\n',
     ),
     # a text, as OpenAI's files have it, was written as a string of JSON, with its quotes
     "arguments": (
         PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson"),
         [call('{"a": 1}'), call({"a": 1})],
-        [*unscored(*b"a:"), *b'{"a": 1}\n'] * 2,
+        '[a:]{"a": 1}\n[a:]{"a": 1}\n',
     ),
 }
+
+
+def shown(tokens) -> str:
+    """Bytes; control tokens are « and »; in brackets what is not predicted."""
+    text = ""
+    for is_predicted, group in groupby(tokens.tolist(), lambda token: token >= 0):
+        characters = (chr(max(token, ~token)) for token in group)
+        part = "".join(characters).replace(chr(257), "«").replace(chr(258), "»")
+        text += part if is_predicted else f"[{part}]"
+    return text
 
 
 @pytest.mark.parametrize("kind", HANDMADE)
@@ -289,21 +265,17 @@ def test_answers_are_found_without_tags(kind, checkpoint, tmp_path):
     for file in files:
         file.write_text("\n".join(map(json.dumps, lines)))
     corpus = prepare("chat", files[0], tmp_path, f"--init={checkpoint}", f"--val={files[1]}")
-    assert corpus.train.tolist() == corpus.val.tolist() == expected
+    assert shown(corpus.train) == shown(corpus.val) == expected
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
     """Of a file that is named twice, too."""
-    dialogues = [turns("?", f"{i}!") for i in range(21)]
-    lines = write_lines(tmp_path / "a.jsonl", *dialogues)
+    lines = write_lines(tmp_path / "a.jsonl", *[turns("?", f"{i}!") for i in range(21)])
     corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", str(lines))
-
-    def answers(tokens) -> list[str]:
-        text = corpus.tokenizer.decode(tokens[tokens >= 0])
-        return text.split("!")[:-1]
-
-    assert answers(corpus.val) == ["0", "10", "20"]
-    assert answers(corpus.train) == [str(i) for i in range(21) if i % 10]
+    train = [i for i in range(21) if i % 10]
+    for tokens, numbers in (corpus.train, train), (corpus.val, [0, 10, 20]):
+        answers = corpus.tokenizer.decode(tokens[tokens >= 0])
+        assert answers == "".join(f"{i}!" for i in numbers)
 
 
 # as Qwen3's: an answer is written otherwise once another message stands behind it
@@ -312,10 +284,12 @@ REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.rol
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "rewrites": REWRITES, "first": "{{ messages[0].content }}"}
 TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
-SAY_A = '{"role": "user", "content": "a"}'
-SAY_B = '{"role": "assistant", "content": "b"}'
-# the template, the line that stands behind a good one, the message
-BAD_LINES = """
+# a text; or the template of dialogues, and the line that stands behind a good one; the message
+UNFIT = r"""
+text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
+text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
+text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
+text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
 chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
@@ -323,27 +297,30 @@ chatml   | ["messages"]                       | AttributeError
 chatml   | {"conversation": []}               | KeyError: 'messages'
 chatml   | {"messages": [{"from": "human"}]}  | KeyError|template refuses
 chatml   | {"messages": [{"role": "user"}]}   | template refuses
-chatml   | {"messages": [A]}                  | the assistant says nothing: roles here are .'user'.;
-chatml   | {"messages": [H, G]}               | roles here are .'gpt', 'human'.;
-rewrites | {"messages": [A, B, A, B]}         | cannot mark the assistant's answers
-first    | {"messages": [A, B]}               | line 1: TokenizerError: the assistant says nothing
-fails    | {"messages": [A, B]}               | line 1: TokenizerError: no
+chatml   | {"messages": [ME]}                 | the assistant says nothing: roles here are .'user'.;
+rewrites | {"messages": [ME, YOU, ME, YOU]}   | cannot mark the assistant's answers
+first    | {"messages": [ME, YOU]}            | line 1: TokenizerError: the assistant says nothing
+fails    | {"messages": [ME, YOU]}            | line 1: TokenizerError: no
 """
 
 
-@pytest.mark.parametrize("row", BAD_LINES.strip().splitlines())
-def test_a_line_that_will_not_do_is_named(row, checkpoint, tmp_path):
-    template, line, message = re.split(r" +\| ", row, maxsplit=2)
-    (checkpoint / "chat_template.jinja").write_text(TEMPLATES[template])
-    path = write_lines(tmp_path / "a.jsonl", turns("a", "b"))
-    line = line.replace("A", SAY_A).replace("B", SAY_B)
-    line = line.replace("H", SAY_A.replace("user", "human"))
-    line = line.replace("G", SAY_B.replace("assistant", "gpt"))
-    with open(path, "ab") as file:
-        file.write(f"\n{line}\n".encode("latin-1"))  # whose ü is not UTF-8
-    with pytest.raises(SystemExit, match=message) as error:
-        prepare("chat", path, tmp_path / "out", f"--init={checkpoint}")
-    assert str(error.value).startswith(f"{path}, line ")
+@pytest.mark.parametrize("row", UNFIT.strip().splitlines())
+def test_what_will_not_do_is_named_and_nothing_is_written(row, checkpoint, path, tmp_path):
+    """A text, or a line."""
+    kind, content, message = re.split(r" +\| ", row, maxsplit=2)
+    content = content.replace("ME", '{"role": "user", "content": "a"}')
+    content = content.replace("YOU", '{"role": "assistant", "content": "b"}')
+    recipe = "text" if kind == "text" else "chat"
+    if recipe == "text":
+        char_tokenizer("abc").save(checkpoint)
+        path.write_bytes(content.encode("latin-1"))  # in which ü is not UTF-8
+    else:
+        (checkpoint / "chat_template.jinja").write_text(TEMPLATES[kind])
+        write_lines(path, turns("a", "b"))
+        path.write_bytes(path.read_bytes() + f"\n{content}\n".encode("latin-1"))
+        message = rf"^{path}, (?=line ).*({message})"
+    with pytest.raises(SystemExit, match=message):
+        prepare(recipe, path, tmp_path / "out", f"--init={checkpoint}")
     assert not (tmp_path / "out").exists()
 
 
@@ -357,7 +334,6 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
 
     refused("No such file.*a.jsonl")
     path.touch()
-    refused("0 tokens to train on and 0 to hold out")
     (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
@@ -372,45 +348,39 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
 # Both
 
 
-def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, tmp_path):
+def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path, tmp_path):
     """`import common` failed where the repo's root was not the current folder."""
-    sources = {"text": tmp_path / "a.txt", "chat": write_lines(tmp_path / "b", *DIALOGUES[:2])}
-    sources["text"].write_text("note " * 20)
-    for name, path in COMMANDS.items():
-        command = [sys.executable, path, sources[name], f"--init={checkpoint}", f"--out={name}"]
+    sources = {"text": path, "chat": write_lines(tmp_path / "b", *DIALOGUES[:2])}
+    for name, recipe in COMMANDS.items():
+        command = [sys.executable, recipe, sources[name], f"--init={checkpoint}", f"--out={name}"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.stderr == ""
         assert f"{name}: " in done.stdout
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
-        if not (path.parent / "meta.json").exists():
-            with pytest.raises(SystemExit, match=f"data/{name}/prepare.py .*of your files"):
-                load_corpus(name, ALONE)
+    if not recipe.with_name("meta.json").exists():
+        with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
+            load_corpus("chat", ALONE)
 
 
-def test_a_model_keeps_its_tokenizer(checkpoint, tmp_path):
+def test_a_model_keeps_its_tokenizer(checkpoint, path):
     """--out, mistaken for --init, wrote over the chat template in tokenizer_config.json."""
     (checkpoint / "config.json").write_text("{}")
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    path = tmp_path / "a.txt"
-    path.write_text("note " * 20)
     with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
         prepare("text", path, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
-def test_a_corpus_that_is_replaced_is_named(checkpoint, tmp_path, capsys):
+def test_a_corpus_that_is_replaced_is_named(checkpoint, path, tmp_path, capsys):
     """It was overwritten without a word. One of an older version does not know what it is of."""
-    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
-    for path in a, b:
-        path.write_text("note " * 20)
     out = tmp_path / "out"
-    prepare("text", a, out, f"--init={checkpoint}", str(b))
+    prepare("text", path, out, f"--init={checkpoint}", str(tmp_path / "checkpoint"))
     assert read_about(out)["init"] == str(checkpoint)
     assert "replaces" not in capsys.readouterr().out
-    prepare("text", b, out)
-    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {b}, {a}\n")
+    prepare("text", path, out)
+    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {checkpoint}, {path}\n")
     (out / "meta.json").write_text('{"dtype": "int32"}')
-    prepare("text", a, out)
+    prepare("text", path, out)
     assert capsys.readouterr().out.endswith("it replaces the corpus of other texts\n")
 
 
@@ -418,9 +388,7 @@ DAMAGE = [("meta.json", "[]"), ("meta.json", "{"), ("train.bin", ""), ("val.bin"
 
 
 @pytest.mark.parametrize(("name", "content"), DAMAGE)
-def test_a_damaged_corpus_is_named(name, content, tmp_path):
-    path = tmp_path / "a.txt"
-    path.write_text("note " * 20)
+def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     prepare("text", path, tmp_path / "out")
     damaged = tmp_path / "out" / name
     damaged.unlink()
@@ -442,37 +410,14 @@ def test_control_c_ends_a_recipe_with_one_line(tmp_path):
     assert printed == "interrupted\n"
 
 
-@pytest.mark.parametrize("room", [100, 20_000])
-def test_a_full_disk_is_said_and_leaves_no_corpus(room, checkpoint, tmp_path):
-    """No file may be larger: neither the tokenizer's, nor that of the tokens."""
-    path = tmp_path / "a.txt"
-    path.write_text("note " * 10_000)
-    out = tmp_path / "out"
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
-    try:
-        with pytest.raises(SystemExit, match=r"out cannot be written .*: make room or choose"):
-            prepare("text", path, out, f"--init={checkpoint}")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    files = os.listdir(out)
-    written = ["tokenizer.json", "tokenizer_config.json"] if room > 10_000 else []
-    assert sorted(files) == written
-
-
 @pytest.mark.parametrize(("name", "count"), [("dialogues", 200), ("held_out", 40)])
 def test_our_dialogues_have_one_style(name, count):
     """A sentence that answers, an example and a closing line: a small model can learn that."""
-    path = COMMANDS["chat"].with_name(f"{name}.jsonl")
-    dialogues = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
-    assert len({dialogue[0]["content"] for dialogue in dialogues}) == count
-    style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^.!?]+)\.")
-    for dialogue in dialogues:
-        contents = [message["content"] for message in dialogue]
-        assert dialogue == turns(*contents)
+    lines = COMMANDS["chat"].with_name(f"{name}.jsonl").read_text().splitlines()
+    style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^ .!?]+ ?){,8}\.")
+    for line in lines:
+        contents = [message["content"] for message in json.loads(line)["messages"]]
+        assert json.loads(line)["messages"] == turns(*contents)
         for answer in contents[1::2]:
-            closing = style.fullmatch(answer)
-            assert closing, answer
-            assert len(closing[1].split()) <= 8
-            assert 30 <= len(answer.split()) <= 70
-    assert {len(dialogue) for dialogue in dialogues} <= {2, 4, 6}
+            assert style.fullmatch(answer), answer
+    assert len({*lines}) == count

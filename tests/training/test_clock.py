@@ -4,23 +4,28 @@ down, and warns if the minutes are too few.
 """
 
 import os
+import re
 import sys
 from unittest.mock import patch
 
 import pytest
 import torch
-from runs import after_update, assert_loads, new_run, read_log, stop_after
+from runs import new_run, read_log, stop_after
 
 import train
 from training import machine
 
 
 class Time:
-    """A clock on which a training step takes `step_seconds` and nothing else any time."""
+    """A clock: what it is not told of takes no time."""
 
     def __init__(self):
         self.now = 1000.0
-        self.step_seconds = lambda step: 1.0
+        self.pace = {1: 1.0}  # seconds of a step, from this one on
+        self.corpus = 0.0  # seconds until it is made, or loaded
+        self.evaluation = 0.0
+        self.closing = 3.0  # in steps
+        self.init = None
         self.steps = []  # of each step: the share of the run before it, the learning rate's factor
 
     def perf_counter(self) -> float:
@@ -29,34 +34,32 @@ class Time:
 
 @pytest.fixture
 def seconds(monkeypatch) -> Time:
+    """Of runs that compute nothing."""
     time = Time()
-    learning_rate = train.learning_rate
+    load_corpus = train.load_corpus
 
-    def noted(step, share, args):
-        factor = learning_rate(step, share, args)
-        time.steps.append((share, factor))
-        return factor
+    def train_step(run, x, y, rate):
+        run.args.init = time.init
+        begun = [first for first in time.pace if first <= run.step + 1]
+        time.now += time.pace[max(begun)]
+        time.steps.append((run.share, rate))
+        return torch.tensor([8 - run.step / 16, 1.5])
 
-    def pass_time(run, result):
-        time.now += time.step_seconds(run.step)
+    def evaluate_and_sample(run) -> str:
+        time.now += time.evaluation
+        return "evaluated"
+
+    def load_slowly(*args):
+        time.now += time.corpus
+        return load_corpus(*args)
 
     for module in (train, machine):
         monkeypatch.setattr(module, "time", time)
-    monkeypatch.setattr(train, "learning_rate", noted)
-    monkeypatch.setattr(machine, "closing_seconds", lambda run, step_seconds: 3.0)
-    after_update(monkeypatch, pass_time)
+    monkeypatch.setattr(train, "load_corpus", load_slowly)
+    monkeypatch.setattr(train.Run, "train_step", train_step)
+    monkeypatch.setattr(train.Run, "evaluate_and_sample", evaluate_and_sample)
+    monkeypatch.setattr(machine, "closing_seconds", lambda run, step: time.closing * step)
     return time
-
-
-def slowly(monkeypatch, owner, name: str, time: Time, seconds: float):
-    """Have a function take so long."""
-    function = getattr(owner, name)
-
-    def take_time(*arguments):
-        time.now += seconds
-        return function(*arguments)
-
-    monkeypatch.setattr(owner, name, take_time)
 
 
 def test_the_clock_keeps_time_for_the_end(tiny, corpus):
@@ -69,141 +72,74 @@ def test_the_clock_keeps_time_for_the_end(tiny, corpus):
     assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
 
 
-# a step's seconds -> steps done in a minute of which three seconds are kept for the end
-PACES = {
-    "steady": (lambda step: 1.0, 57),
-    "a slow first step": (lambda step: 20.0 if step == 1 else 1.0, 38),
-    "busy from the tenth step on": (lambda step: 1.0 if step < 10 else 2.5, 29),
-    "far too busy": (lambda step: 1.0 if step < 10 else 20.0, 12),
+# A run; seconds until the corpus is made, of the steps from each number on, of an evaluation; steps
+# of the end; who begins it, its length -> how many steps it has, of the last one the factor of the
+# learning rate; steps and minutes of the warning while there is time to begin again, and at the end
+SCENES = """
+steady           |  0 | 1:1           |  0 |  3 | user | 1 minute     |  57 0.030 |  57 4 |  57  4
+slow at first    |  0 | 1:20 2:1      |  0 |  3 | user | 1 minute     |  38 0.045 |  38 5 |  38  5
+busy later       |  0 | 1:1 10:2.5    |  0 |  3 | user | 1 minute     |  27 0.035 |  57 4 |  27 10
+one slow step    |  0 | 1:1 40:5 41:1 |  0 |  5 | user | 1 minute     |  51 0.031 |  55 4 |  51  5
+a fresh clone    | 46 | 1:1           |  0 |  3 | user | 0.8 minutes  |  45 0.038 |  45 4 |  45  4
+one too few      |  0 | 1:1           |  0 | 41 | user | 4 minutes    | 199 0.008 | 199 5 | 199  5
+just enough      |  0 | 1:1           |  0 | 40 | user | 4 minutes    | 200 0.008 |       |
+as asked for     |  0 | 1:1           |  0 |  3 | user | 30 steps     |  30 0.056 |       |
+seen at the end  |  0 | 1:1           |  0 |  3 | user | 0.08 minutes |   2 1.000 |   2 4 |   2  4
+enough at first  |  0 | 1:0.25 20:2   |  0 |  3 | user | 1 minute     |  44 0.041 |       |  44  7
+evaluations      |  0 | 1:1           | 30 |  3 | user | 1 minute     |  27 0.030 |  57 4 |  27  8
+a long end       |  0 | 1:1           |  0 | 90 | make | 1 minute     |   2 1.000 |   2 6 |   2  6
+finetuned        |  0 | 1:1           |  0 | 41 | init | 1 minute     |  19 0.093 |  19 2 |  19  2
+finetuned enough |  0 | 1:1           |  0 | 40 | init | 1 minute     |  20 0.088 |       |
+"""
+WARNING = (
+    "only about {} steps fit into {}, and in fewer than {} a model learns little: begin again "
+)
+WARNING += "with {} --minutes {} --out {} --overwrite{}"
+AGAIN = {
+    "user": (200, "the same flags and", ""),
+    "make": (200, f"`{os.path.relpath(sys.executable)} train.py", "`, then make run"),
+    "init": (20, "the same flags and", ""),
 }
 
 
-@pytest.mark.parametrize("pace", PACES)
-def test_a_busy_machine_does_fewer_steps_and_ends_well(tiny, out, seconds, pace):
-    """Before, a slow first step, which allocates, ended the run."""
-    seconds.step_seconds, steps = PACES[pace]
-    train.main([*tiny, "--minutes=1", "--eval_every=1000"])
-    assert assert_loads(out)["step"] == steps
-    first = seconds.step_seconds(1)
-    last = seconds.step_seconds(steps)
-    assert 57 <= seconds.now - 1000 < 57 + last
-    [*_, (share, factor)] = seconds.steps
-    assert share > 1 - 2 * last / (57 - first)
-    assert factor == pytest.approx(min(1, (1 - share) / 0.6))
-
-
-def test_one_slow_step_does_not_end_a_run(tiny, out, seconds, monkeypatch):
-    """The time for the end is estimated by the median step: else 25 s would be kept for it here."""
-    monkeypatch.setattr(machine, "closing_seconds", lambda run, step_seconds: 5 * step_seconds)
-    seconds.step_seconds = lambda step: 5.0 if step == 40 else 1.0
-    train.main([*tiny, "--minutes=1", "--eval_every=1000"])
-    assert assert_loads(out)["step"] == 51
-
-
-def test_the_minutes_begin_when_the_corpus_is_made(tiny, out, monkeypatch, seconds, capsys):
-    """In a fresh clone the corpus took most of the minutes: 2 steps, noise, and no word of it."""
-    monkeypatch.setattr(machine, "LEAST_STEPS", 20)
-    slowly(monkeypatch, train, "load_corpus", seconds, 46)
-    train.main([*tiny, "--minutes=0.8"])
-    assert assert_loads(out)["step"] == 45  # of 48 seconds three are for the end
-    printed = capsys.readouterr().out
-    assert "\n45 steps, 91 s in all; checkpoint in" in printed
-    assert "warning: only about" not in printed
-
-
-FEW = "warning: only about {} steps fit into {}, and in fewer than {} a model learns little: begin "
-FEW += "again with "
-FLAGS = "the same flags and --minutes {} --out OUT --overwrite"
-WARNINGS = {
-    "one short": (58, "--minutes=1", [57, "1 minute", 58, 2]),
-    "just enough": (57, "--minutes=1", None),
-    "steps": (400, "--steps=30", None),  # as asked for
-    "at the end": (200, "--minutes=0.08", [2, "0.08 minutes", 200, 4]),  # nothing to wait for
-}
-
-
-@pytest.mark.parametrize("case", WARNINGS)
-def test_too_few_minutes_are_warned_of(tiny, out, monkeypatch, seconds, capsys, case):
-    """While there is time to begin again, and at the end; with the minutes that would do."""
-    least, flags, numbers = WARNINGS[case]
-    monkeypatch.setattr(machine, "LEAST_STEPS", least)
+@pytest.mark.parametrize("row", SCENES.strip().splitlines())
+def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
+    row, tiny, out, monkeypatch, seconds, capsys
+):
+    """
+    A slow first step, which allocates, ended the run; one slow step decided about the time for the
+    end; the corpus of a fresh clone took most of the minutes; a busy machine's model of 84 steps
+    was kept without a word; 3 minutes were advised for 19. With those advised there is no warning.
+    """
+    columns = [column.strip() for column in row.split("|")]
+    _, corpus, pace, evaluation, closing, who, length, done, *warnings = columns
+    pairs = [part.split(":") for part in pace.split()]
+    seconds.pace = {int(first): float(step) for first, step in pairs}
+    seconds.corpus = int(corpus)
+    seconds.evaluation = int(evaluation)
+    seconds.closing = int(closing)
+    seconds.init = who == "init"
     monkeypatch.delenv("MAKELEVEL", raising=False)
-    train.main([*tiny, flags, "--eval_every=10"])
-    early, late = capsys.readouterr().out.split("scoring")
-    warning = (FEW + FLAGS).format(*numbers).replace("OUT", str(out)) if numbers else "no warning"
-    for printed in early.partition("step 10,")[0], late:
-        assert (warning in printed) == ("warning" in printed) == bool(numbers)
-
-
-def test_a_busy_machine_is_warned_of_what_became_of_its_minutes(tiny, seconds, capsys):
-    """When it began there was time for 200 steps: a model of 84 was kept without a word."""
-    seconds.step_seconds = lambda step: 0.25 if step < 20 else 2.0
-    train.main([*tiny, "--minutes=1", "--eval_every=1000"])
-    early, late = capsys.readouterr().out.split("scoring")
-    assert "warning" not in early
-    assert "warning: only about 46 steps fit into 1 minute, " in late
-    assert " --minutes 7 " in late  # 57 s, 154 steps of 2 s, 3 s for the end; and a tenth
-
-
-# seconds a step, an evaluation, and the end -> the steps of a minute, of 60, and minutes
-ADVICE = {
-    "slow": (4.0, 0.0, 3.0, 15, 5),
-    "evaluations take longer than steps": (1.0, 9.0, 3.0, 12, 6),
-    "the end takes longer than the run": (1.0, 0.0, 90.0, 2, 3),
-}
-
-
-@pytest.mark.parametrize("case", ADVICE)
-def test_the_minutes_of_a_warning_suffice(tiny, monkeypatch, seconds, capsys, case):
-    """As `make run` is told, with a command that can be pasted. 3 minutes were advised for 19."""
-    step, evaluation, closing, steps, minutes = ADVICE[case]
-    monkeypatch.setattr(machine, "LEAST_STEPS", 60)
-    monkeypatch.setenv("MAKELEVEL", "1")
-    monkeypatch.setattr(machine, "closing_seconds", lambda run, step_seconds: closing)
-    slowly(monkeypatch, train.Run, "evaluate_and_sample", seconds, evaluation)
-    seconds.step_seconds = lambda at: step
-    often = f"--eval_every={2 if evaluation else 1000}"
-    train.main([*tiny, "--minutes=1", often])
-    late = capsys.readouterr().out.partition("scoring")[2]
-    assert f"only about {steps} steps fit into 1 minute" in late
-    command = f"`{os.path.relpath(sys.executable)} train.py --minutes {minutes} --out "
-    assert command in late and "--overwrite`, then make run\n" in late
-    train.main([*tiny, f"--minutes={minutes}", often, "--overwrite"])
-    assert "warning:" not in capsys.readouterr().out.partition("scoring")[2]
-
-
-@pytest.mark.parametrize("steps", [2, 19.9, 20, 57])
-def test_a_finetune_needs_fewer_steps(tiny, corpus, capsys, seconds, steps):
-    """`--init --minutes 1` made 2 steps, and said nothing."""
-    run = new_run(tiny, corpus)
-    run.args.init = "base"
-    clock = machine.Clock(run, seconds.now)
-    for run.step in (1, 2):
-        clock.share(6.0)
-        seconds.now += 6.0
-    capsys.readouterr()
-    clock.warn_of_few_steps(steps)
+    if who == "make":
+        monkeypatch.setenv("MAKELEVEL", "1")
+    flags = [*tiny, "--eval_every=20", "--overwrite"]
+    number, unit = length.split()
+    train.main([*flags, f"--{unit.removesuffix('s')}s={number}"])
     printed = capsys.readouterr().out
-    assert ("in fewer than 20 a model" in printed) == (steps < 20)
-    assert steps > 2 or " --minutes 3 " in printed  # 12 s, 18 steps of 6 s, 3 s for the end
-
-
-def test_evaluations_are_part_of_a_timed_run(tiny, monkeypatch, seconds):
-    """
-    Only the steps' own time made the learning rate fall: with evaluations in between, and on a GPU,
-    where each tenth step alone is timed, a run ended at nearly its peak.
-    """
-    slowly(monkeypatch, train.Run, "evaluate_and_sample", seconds, 4.0)
-    train.main([*tiny, "--minutes=1", "--eval_every=5"])
-    shares = [share for share, _ in seconds.steps]
-    # a step takes a second, each fifth is followed by four: 57 s are 33 steps and 6 evaluations ..
-    assert len(shares) == 33
-    assert seconds.now - 1000 == 57
-    # .. and the first second, in which nothing is known yet, counts for the steps that follow
-    for step, share in enumerate(shares):
-        most = max(0, (step + 4 * (step // 5) - 1) / 56)
-        # an evaluation is seen after the step behind it
-        assert max(0, most - 4 / 56) - 1e-9 <= share <= most + 1e-9
+    steps = len(seconds.steps)
+    assert done == f"{steps} {seconds.steps[-1][1]:.3f}"
+    assert f"\n{steps} steps, {seconds.now - 1000:.0f} s in all; checkpoint in" in printed
+    early, late = printed.split("scoring")
+    least, again, then = AGAIN[who]
+    for text, warning in zip((early.partition("evaluated")[0], late), warnings, strict=True):
+        expected = []
+        if warning:
+            steps, minutes = warning.split()
+            expected = [WARNING.format(steps, length, least, again, minutes, out, then)]
+        assert re.findall("warning: (.*)", text) == expected
+    if expected:
+        train.main([*flags, f"--minutes={minutes}"])
+        assert "warning:" not in capsys.readouterr().out.partition("scoring")[2]
 
 
 # after which steps the run is stopped -> the share done before each life, the steps of all
@@ -212,17 +148,16 @@ STOPS = {"once": ([12], [0, 11 / 41], 42), "twice": ([1, 8], [0, 0, 6 / 41], 44)
 
 @pytest.mark.parametrize("case", STOPS)
 def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
-    tiny, out, monkeypatch, seconds, capsys, case
+    case, tiny, out, monkeypatch, seconds
 ):
     """
     A resumed run took all its --minutes again. Loading does not count, nor does the first step of
     each life, for it may be slow.
     """
     stops, begins, steps = STOPS[case]
-    slowly(monkeypatch, train, "load_corpus", seconds, 10)
+    seconds.corpus = 10.0
     stop_after(monkeypatch, stops)
     train.main([*tiny, "--minutes=0.75", "--eval_every=1000"])
-    capsys.readouterr()
     for _ in stops:
         seconds.now += 3600  # however long it lay there
         train.main(["--resume", f"--out={out}"])
@@ -239,19 +174,17 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     Its loss and the norm of its gradient; on a terminal, how many tokens a second that was, how
     much of the machine's arithmetic (7,792 weights, a window of 16), and how long the rest takes.
     """
-    results = []
-    after_update(monkeypatch, lambda run, result: results.append(result.tolist()))
     with monkeypatch.context() as patch:
         patch.setitem(train.STRIDES, "cpu", 4)  # as on a GPU: the last steps are fewer
         train.main([*tiny, "--steps=6"])
     assert "loss" not in capsys.readouterr().err  # no terminal
-    logged = [[line["loss"], line["norm"]] for line in read_log(out, "loss")]
-    assert logged == [pytest.approx(result, abs=1e-4) for result in results]
+    logged = [(line["loss"], line["norm"]) for line in read_log(out, "loss")]
+    assert logged == [(8 - step / 16, 1.5) for step in range(6)]
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr(train.Process, "peak", 2 * 128 * (6 * 7792 + 12 * 16 * 16))
     train.main([*tiny, "--steps=60", "--overwrite"])
-    shown = f"step 24, 40%: loss {results[6 + 23][0]:.3f}, 0.1k tokens/s, MFU 50%, 0.6 min left"
-    assert f"{shown}\x1b[K\r" in capsys.readouterr().err
+    shown = "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, 0.6 min left\x1b[K\r"
+    assert shown in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", None)  # of another GPU
     train.main([*tiny, "--minutes=1", "--overwrite"])
     shown = capsys.readouterr().err

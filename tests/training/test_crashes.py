@@ -1,6 +1,6 @@
 """
-Kills at each write: whenever a process dies while it trains, it leaves a directory that is whole:
-served, resumed or begun anew, never a mixture.
+Kills at each write, and full disks: whenever a process dies while it trains, it leaves a directory
+that is whole: served, resumed or begun anew, never a mixture.
 
 Nothing is killed. A `Disk` notes the files after each rename and each deletion, while a training
 runs once, undisturbed; each of these moments is then laid out in a directory of its own, and opened
@@ -9,16 +9,19 @@ in all ways.
 
 import io
 import os
+import resource
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from runs import MACHINE, PICTURE, read_log, same
+from runs import MACHINE, PICTURE, after_update, assert_loads, read_log, same, stop_after
 from test_data import shakespeare
 
 import train
 from checkpoint import CheckpointError, load_checkpoint
 from tokenizer import load_tokenizer
-from training.corpus import char_tokenizer, write_corpus
+from training import report
+from training.corpus import bpe_tokenizer, char_tokenizer, write_corpus
 
 FLAGS = """--device=cpu --dtype=float32 --n_layer=1 --n_head=1 --n_embd=16
     --context_length=16 --batch_size=2 --eval_tokens=32 --eval_every=1"""
@@ -55,41 +58,6 @@ class Disk:
         return operate
 
 
-def lay_out(files: dict[str, bytes], folder: Path) -> Path:
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
-    return folder
-
-
-@pytest.fixture
-def corpora(tmp_path) -> dict[int, Path]:
-    """Two corpora of as many characters, but others: one for each seed."""
-    folders = {}
-    for seed, text in TEXTS.items():
-        folders[seed] = tmp_path / f"corpus{seed}"
-        folders[seed].mkdir()
-        tokenizer = char_tokenizer(text)
-        ids = tokenizer.encode(text)
-        write_corpus(folders[seed], [ids], [ids[:100]], tokenizer)
-    return folders
-
-
-@pytest.fixture
-def saved(monkeypatch) -> dict:
-    """The weights of each save: (seed, step) -> {name: tensor}."""
-    save = train.Run.save
-    weights = {}
-
-    def noted(self):
-        state = self.model.state_dict()
-        weights[self.args.seed, self.step] = {name: w.clone() for name, w in state.items()}
-        save(self)
-
-    monkeypatch.setattr(train.Run, "save", noted)
-    return weights
-
-
 def whose(folder: Path, saved: dict) -> tuple | None:
     """(seed, step) of the save that serving finds in a folder, None if it finds no model."""
     try:
@@ -113,9 +81,7 @@ def resumed(folder: Path, saved: dict) -> tuple | None:
     return whose(folder, saved)
 
 
-def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
-    tmp_path, corpora, saved
-):
+def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_path):
     """
     A first training, and then another in its place by --overwrite. When --overwrite left
     train_state.pt behind and was killed before its first save, --resume brought the training back
@@ -125,16 +91,30 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
     out.mkdir()
     moments = []
     logs = {}
-    for seed, corpus in corpora.items():
+    saved = {}  # (seed, step) -> weights
+
+    def note_weights(run, result):
+        state = run.model.state_dict()
+        saved[run.args.seed, run.step] = {name: w.clone() for name, w in state.items()}
+
+    for seed, text in TEXTS.items():
+        corpus = tmp_path / f"corpus{seed}"
+        tokenizer = char_tokenizer(text)
+        ids = tokenizer.encode(text)
+        write_corpus(corpus, [ids], [ids[:100]], tokenizer)
         flags = [*FLAGS.split(), "--steps=2", f"--seed={seed}", f"--data={corpus}", f"--out={out}"]
         with pytest.MonkeyPatch.context() as patch:
+            after_update(patch, note_weights)
             disk = Disk(out, patch)
             train.main(flags if seed == 1 else [*flags, "--overwrite"])
         moments += disk.moments
         logs[seed] = read_log(out)
     verdicts = []
     for i, files in enumerate(moments):
-        folder = lay_out(files, tmp_path / str(i))
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
         served = whose(folder, saved)
         if "loss.png" in files:  # for the Makefile: this training is done, and may be served
             assert files["loss.png"] == PICTURE
@@ -165,31 +145,62 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(
     ]
 
 
-def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(corpora, monkeypatch):
+def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_path, monkeypatch):
     """
-    Prepared again with other characters: one's tokens with the other's tokenizer would be nonsense.
-    Without meta.json a folder is no corpus.
+    Fetched whole, for half a text would be taken for the corpus from then on; and prepared again
+    with other characters, where one's tokens with the other's tokenizer would be nonsense. Without
+    meta.json a folder is no corpus.
     """
-    folder = corpora[1]
-    disk = Disk(folder, monkeypatch)
-    tokenizer = char_tokenizer(TEXTS[2])
-    write_corpus(folder, [tokenizer.encode(TEXTS[2])], [[0, 0]], tokenizer)
+    answers = iter([io.BytesIO(text.encode()) for text in TEXTS.values()])
+    monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: next(answers))
+    disk = Disk(tmp_path, monkeypatch)
+    shakespeare["prepare"](tmp_path)
+    assert disk.moments[:2] == [{}, {"input.txt": TEXT.encode()}]
+    (tmp_path / "input.txt").unlink()
+    shakespeare["prepare"](tmp_path)
     has_meta = ["meta.json" in files for files in disk.moments]
     between = len({*disk.moments[-1]}) - 1  # the other files are written one by one
-    assert has_meta == [True, False, *[False] * between, True]
-    corpus = train.load_corpus(str(folder), MACHINE)
-    assert corpus.tokenizer.decode(corpus.train.tolist()) == TEXTS[2]
+    assert has_meta == [*[False] * (between + 1), True, True, True, *[False] * between, True]
+    corpus = train.load_corpus(str(tmp_path), MACHINE)
+    assert TEXTS[2].startswith(corpus.tokenizer.decode(corpus.train.tolist()))
 
 
-def test_a_fetched_text_is_whole_or_absent(tmp_path, monkeypatch):
-    """Half a text would be taken for the corpus from then on."""
+# --------------------------------------------------------------------------------------------------
+# Full disks
 
-    def download(address, timeout):
-        return io.BytesIO(TEXT.encode())
 
-    monkeypatch.setattr("urllib.request.urlopen", download)
-    disk = Disk(tmp_path, monkeypatch)
-    assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT
-    assert disk.moments == [{}, {"input.txt": TEXT.encode()}]
-    monkeypatch.setattr("urllib.request.urlopen", None)
-    assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT  # once
+@contextmanager
+def full_disk(room: int):
+    """No file may be larger, in bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
+    """It was a traceback, of torch's about an unexpected position, and half a file stayed."""
+    stop_after(monkeypatch, [5])
+    train.main([*tiny, "--steps=20"])
+    with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* make room"):
+        train.main(["--resume", f"--out={out}"])
+    assert assert_loads(out)["step"] == 5
+    assert not [*out.glob("*.tmp")]
+    (out / "file").touch()
+    with pytest.raises(SystemExit, match=r"file/out cannot be written .* name another --out"):
+        train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
+    (out / "loss.png.tmp").mkdir()  # cannot be written
+    with pytest.raises(SystemExit, match=r"loss\.png cannot be written"):
+        report.draw({"training": [(1, 2.0)]}, out / "loss.png")
+
+
+@pytest.mark.parametrize(("room", "count"), [(100, 0), (20_000, 2)])
+def test_a_full_disk_leaves_no_corpus(room, count, tmp_path):
+    """Neither where the tokenizer does not fit, nor where the tokens do not."""
+    tokenizer = bpe_tokenizer([])
+    message = "cannot be written .*: make room or choose"
+    with full_disk(room), pytest.raises(SystemExit, match=message):
+        write_corpus(tmp_path, [[1] * 10_000], [[1, 1]], tokenizer)
+    assert len([*tmp_path.iterdir()]) == count

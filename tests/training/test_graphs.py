@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import pytest
 import torch
 
 from training.fast import WARM_UP, CudaGraph
@@ -11,41 +10,31 @@ from training.fast import WARM_UP, CudaGraph
 class Replay:
     """A graph that computes anew, from the tensors that it was captured with, into its result."""
 
-    def __init__(self, device):
-        self.captures = []
-        device.append(self)
-
     def replay(self):
-        [(inputs, result)] = self.captures
-        result.copy_(loss_of(*inputs))
+        result = loss_of(*self.inputs)
+        self.result.copy_(result)
 
 
 def loss_of(x, y, rate):
     return torch.stack([(x * y).sum() * rate, rate])
 
 
-@pytest.fixture
-def graphs(monkeypatch) -> list[Replay]:
-    """The graphs that were made."""
-    made = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: Replay(made))
-    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    return made
-
-
-def test_replays_read_the_batch_and_the_rate_of_their_call(graphs):
+def test_replays_read_the_batch_and_the_rate_of_their_call(monkeypatch):
     """
     A rate that is a number of Python would stay that of the capture for ever; a result that is not
     copied would change with the next step; batches of another shape need a graph of their own.
     """
+    graphs = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Replay()) or graphs[-1])
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     calls = []
 
     def step(x, y, rate):
         calls.append(x.shape)
-        result = loss_of(x, y, rate)
-        graphs[-1].captures[:] = [((x, y, rate), result)]
-        return result
+        graphs[-1].inputs = x, y, rate
+        graphs[-1].result = loss_of(x, y, rate)
+        return graphs[-1].result
 
     train_step = CudaGraph(step)
     long, short = torch.Size([2, 8]), torch.Size([8, 2])

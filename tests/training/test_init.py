@@ -19,10 +19,8 @@ from runs import MACHINE, read_log, same, stop_after
 import train
 from checkpoint import load_checkpoint
 from common import read_json, write_json
-from tokenizer import load_tokenizer
 from training import machine
-from training.corpus import batch_rows, bpe_tokenizer, load_corpus, read_corpus, write_corpus
-from training.fast import training_ops
+from training.corpus import batch_rows, char_tokenizer, load_corpus, read_corpus
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
 RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
@@ -42,7 +40,6 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
     for name, text in COMPANIONS.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
-    return hf_model
 
 
 def argv(base: Path, corpus: Path, out: Path, flags="--steps=1") -> list[str]:
@@ -66,7 +63,7 @@ open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_imp
 
 
 @pytest.mark.parametrize(("family", "dtype"), KINDS)
-@pytest.mark.quick("gpt2-bfloat16", "llama-float32", "qwen3-windows-bfloat16", "gemma3-bfloat16")
+@pytest.mark.quick("gpt2-bfloat16", "llama-float32", "gemma3-bfloat16")
 def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
     """
     Not as a Llama, nor without Gemma's offset of norms or the head that it had. Its first loss is
@@ -89,11 +86,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
         assert 0 < (old - new).abs().max() < 0.1  # three steps of 0.01
     saved = read_json(base / "config.json") | {"dtype": "float32"}
     assert read_json(out / "config.json") == saved
-    tokens = torch.randint(1, 300, (2, 50))
-    with torch.no_grad():
-        logits, _ = load_checkpoint(out)(tokens)
-        expected = hf_model(tokens).logits
-    assert (logits - expected).abs().max() < 1e-4
 
 
 # --------------------------------------------------------------------------------------------------
@@ -133,133 +125,77 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
 
 
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
-    """A generation_config.json of a larger vocabulary made it unreadable."""
+    """
+    A generation_config.json of a larger vocabulary made it unreadable. But any *token*.json was
+    deleted, the user's, too.
+    """
     finetune(base, corpus, out)
     write_json(out / "generation_config.json", {"eos_token_id": 310})
+    (out / "my_tokens.json").touch()
     train.main([*tiny, "--steps=1", "--overwrite"])
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not any((out / name).exists() for name in COMPANIONS)
+    assert (out / "my_tokens.json").exists()
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "llama"])
-def test_a_model_of_ones_own_is_trained_further(arch, tiny, corpus, out, tmp_path):
-    """It goes on where it stood, and is no other model."""
-    train.main([*tiny, f"--arch={arch}", "--steps=4"])
+def test_a_model_of_ones_own_is_trained_further(tiny, corpus, out, tmp_path):
+    """It goes on where it stood, and is no other model: a GPT-2 without biases."""
+    train.main([*tiny, "--arch=gpt2", "--steps=4"])
     again = tmp_path / "again"
     finetune(out, corpus, again, "--steps=1 --vector_lr=0")
     assert same(weights(out), weights(again))
     assert read_json(out / "config.json") == read_json(again / "config.json")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_a_compiled_block_is_one_graph(family, corpus, tmp_path):
-    """Caps, windows and shared KV heads, in the operators of a GPU: Python between would wait."""
-    torch._dynamo.reset()  # it compiles a function eight times, all tests counted
-    make(family, tmp_path, corpus)
-    model = load_checkpoint(tmp_path)
-    tokens = torch.randint(1, 300, (2, 51))
-    batch = (tokens[:, :-1], tokens[:, 1:], training_ops("cuda"))
-    _, expected = model(*batch)
-    for block in model.h:
-        block.compile(backend="eager", fullgraph=True, dynamic=False)
-    _, loss = model(*batch)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-
-
 # --------------------------------------------------------------------------------------------------
-# Models and flags that cannot be
+# Models that cannot be trained
 
 
-MISTAKES = {
-    "--n_layer=3 --arch=gpt2 --no-bias": "AdamW trains it: leave out --arch, --bias, --n_layer",
-    "--preset=gpt2-124M": "brings the whole model, and AdamW trains it: leave out --preset",
-    "--matrix_lr=0.1 --momentum=0.9": "leave out --matrix_lr, --momentum",
-    "--context_length=2305": "--context_length is larger than the model's own, 2304",
-    "--init=nowhere": "there is no directory nowhere",
-    "--resume": "leave out --batch_size, --context_length",
-    "--out=BASE/../base": "base: name another folder, as --out",
-    "--out=BASE/../base --overwrite": "--init and --out are both",
-}
-
-
-@pytest.mark.parametrize(("flags", "message"), MISTAKES.items(), ids=MISTAKES)
-def test_mistakes_get_a_message(flags, message, base, corpus, out, capsys):
+def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
     """
-    The last one deleted the model to begin from, and its tokenizer with it. Later the message
-    advised --overwrite, which it had just refused.
+    Of images, for which the model has no rows; or of another tokenizer with as many tokens. One
+    that is read and not predicted is ~token in a corpus.
     """
-    flags = flags.replace("BASE", str(base))
-    with pytest.raises(SystemExit) as error:
-        finetune(base, corpus, out, f"--steps=1 {flags}")
-    printed = capsys.readouterr().err
-    assert message in f"{printed}{error.value}"
-    assert load_checkpoint(base)
-
-
-def test_the_window_is_by_default_512_tokens_or_all_that_the_model_sees(base):
-    for length, window in ((300, 300), (600, 512)):
-        config = read_json(base / "config.json")
-        write_json(base / "config.json", config | {"max_position_embeddings": length})
-        args = train.parse_args([f"--init={base}"])
-        assert (args.context_length, args.short_context) == (window, window)
-        assert args.out == train.parse_args([f"--init={base}", "--data=x"]).out == "out/finetuned"
-
-
-def test_a_corpus_of_other_tokens_is_refused(base, corpus, out, tmp_path):
-    """Of another tokenizer with as many tokens; or of images, for which the model has no rows."""
-    tokenizer = bpe_tokenizer([("a", "b"), ("b", "c")])
-    write_corpus(tmp_path / "other", [[1] * 99], [[2, 2]], tokenizer)
-    same_tokenizer = load_tokenizer(corpus)
-    write_corpus(tmp_path / "images", [[1] * 99], [[2, 320]], same_tokenizer)
-    for name in ("other", "images"):
-        message = f"other tokens than .* make it with `python .* --init {base} --out data/NAME`"
-        with pytest.raises(SystemExit, match=message):
-            finetune(base, tmp_path / name, out)
-    assert not (out / "config.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("token", "fits"), [(319, True), (~319, True), (320, False), (~320, False)]
-)
-def test_the_last_token_of_the_vocabulary_is_one_of_it(base, corpus, out, token, fits):
-    """Also as one that is read and not predicted, which is ~token in a corpus."""
     loaded = load_corpus(str(corpus), MACHINE)
-    loaded.train = np.array([1, token] * 200, np.int32)
     args = train.parse_args(argv(base, corpus, out))
-    with nullcontext() if fits else pytest.raises(ValueError, match="other tokens"):
-        assert machine.load_to_train(args, loaded, MACHINE)
+    refused = pytest.raises(ValueError, match=f"other tokens than .* --init {base} --out data/NAME")
+    for split in "train", "val":
+        for token in 320, ~320, 319, ~319:
+            setattr(loaded, split, np.array([1, token] * 200, np.int32))
+            with nullcontext() if token in (319, ~319) else refused:
+                assert machine.load_to_train(args, loaded, MACHINE)
+    loaded.tokenizer = char_tokenizer("".join(map(chr, range(300, 600))))
+    with refused:
+        machine.load_to_train(args, loaded, MACHINE)
 
 
 def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     base, corpus, out, monkeypatch, capsys
 ):
     """
-    16 bytes a weight and process, 20 where gradients are also a message to other processes: what is
-    refused with one byte less fits.
+    16 bytes a weight and process, of which a machine's memory holds all and a GPU's one; 20 where
+    gradients are also a message to other processes.
     """
     count = sum(p.numel() for p in load_checkpoint(base).parameters())
-    free = 16 * count - 1
+    free = 16 * count
     monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
-    needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
-    with pytest.raises(SystemExit, match=f"{needed}.* {free / 2**30:.2f} GiB free: end other"):
-        finetune(base, corpus, out)
-    free += 1
     finetune(base, corpus, out)
+    needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
     assert f"memory: {needed}" in capsys.readouterr().out
+    free = 0  # to resume, what was saved is in memory before this is asked
+    train.main(["--resume", f"--out={out}"])
+    with pytest.raises(SystemExit, match=f"{needed}.* 0.00 GiB free: end other"):
+        finetune(base, corpus, out, "--steps=1 --overwrite")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     loaded = load_corpus(str(corpus), MACHINE)
     args = train.parse_args(argv(base, corpus, out))
-    with pytest.raises(ValueError, match="GiB to train"):
-        machine.load_to_train(args, loaded, MACHINE)
     gpu = replace(MACHINE, device=torch.device("cuda"))
-    assert machine.load_to_train(args, loaded, gpu)
-    with pytest.raises(ValueError, match=f"take {20 * count / 2**30:.2f} GiB to train, 20 bytes"):
-        machine.load_to_train(args, loaded, replace(gpu, world=2))
-    free = 20 * count
-    assert machine.load_to_train(args, loaded, replace(gpu, world=2))
-    free = 0  # to resume, what was saved is in memory before this is asked
-    train.main(["--resume", f"--out={out}"])
+    for process, each in ((MACHINE, 2 * 16), (gpu, 16), (replace(gpu, world=2), 20)):
+        free = each * count
+        assert machine.load_to_train(args, loaded, process)
+        free -= 1
+        with pytest.raises(ValueError, match="GiB to train"):
+            machine.load_to_train(args, loaded, process)
 
 
 def test_a_configuration_says_what_the_weights_are(corpus, out, base):
@@ -271,18 +207,18 @@ def test_a_configuration_says_what_the_weights_are(corpus, out, base):
     assert read_json(out / "config.json") == config
 
 
-def test_a_broken_tokenizer_is_named(base, corpus, out):
-    """It was reported as config.json, and tokenizer_config.json as tokenizer.json."""
+def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpus, out):
+    """
+    Saved under its whole's configuration nothing would find the part's weights. The tokenizer was
+    reported as config.json.
+    """
+    config = read_json(base / "config.json")
+    write_json(base / "config.json", {"model_type": "larger", "text_config": config})
+    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
+        finetune(base, corpus, out)
+    write_json(base / "config.json", config)
     message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (base / name).write_text("{")
         with pytest.raises(SystemExit, match=message):
             finetune(base, corpus, out)
-
-
-def test_a_part_of_a_larger_model_is_refused(base, corpus, out):
-    """Saved under its whole's configuration nothing would find its weights."""
-    config = read_json(base / "config.json")
-    write_json(base / "config.json", {"model_type": "larger", "text_config": config})
-    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
-        finetune(base, corpus, out)
