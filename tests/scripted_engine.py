@@ -76,7 +76,7 @@ class ScriptedEngine(Engine):
 
     def __init__(self, world):
         names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
-        settings = Settings(block_size=4, **{name: world.settings[name] for name in names})
+        settings = Settings(block_size=4, **{name: getattr(world.args, name) for name in names})
         self.num_delays = Counter()
         super().__init__(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
 
@@ -110,7 +110,7 @@ class EngineProcess:
         if not self.is_dead:
             self.state = "loading"
             self.link = Link(self.sock)
-            self.loop.call_later(self.world.settings["load_seconds"], self.begin)
+            self.loop.call_later(self.world.args.load_seconds, self.begin)
 
     def begin(self):
         if not self.is_dead:
@@ -143,7 +143,7 @@ class EngineProcess:
         process.serve_step(self.engine, self.link)
         self.check_link(self.link)
         if self.engine.has_work or self.link.selector.select(0) or not self.link.is_open:
-            self.wake(self.world.settings["step_seconds"])
+            self.wake(self.world.args.step_seconds)
 
     def check_link(self, link: Link):
         """

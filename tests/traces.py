@@ -43,12 +43,12 @@ from pathlib import Path
 
 import httpx
 
-from tests.http_draws import KEYS
 from tests.processes import ROOT, Process
 from tests.shrink import shrink
 from training.corpus import bpe_tokenizer
 
 OUT = ROOT / "out/traces"
+KEYS = ["sesame", "simsim"]
 CONTEXT = 512  # tokens of the models, and at least of the pool; a letter is a token
 LONGEST = 480  # prompt and answer of a request
 MOST_REQUESTS = 60  # of a trace
