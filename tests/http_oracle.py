@@ -284,7 +284,5 @@ def check_metrics(world):
             "prefix_cache_queries_total": engine.scheduler.num_queried_tokens,
             "prefix_cache_hits_total": engine.scheduler.num_hit_tokens,
             "num_preemptions_total": engine.scheduler.num_preemptions,
-            "request_queue_time_seconds_count": engine.num_delays["waited"],
-            "request_prefill_time_seconds_count": engine.num_delays["prefilled"],
         }
     assert counts == {name: found[name] for name in counts}

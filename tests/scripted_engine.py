@@ -7,7 +7,6 @@ simulator's `World`, which has the clock and all processes.
 import functools
 import random
 import zlib
-from collections import Counter
 from types import SimpleNamespace
 
 from simulated_device import HostTokens, NoModel, SimulatedDevice
@@ -71,21 +70,6 @@ class ScriptedDevice(SimulatedDevice):
         return True
 
 
-class ScriptedEngine(Engine):
-    """The real engine, which counts the delays of its stats."""
-
-    def __init__(self, world):
-        names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
-        settings = Settings(block_size=4, **{name: getattr(world.args, name) for name in names})
-        self.num_delays = Counter()
-        super().__init__(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
-
-    def stats(self) -> dict:
-        stats = super().stats()
-        self.num_delays.update({name: len(stats[name]) for name in self.delays})
-        return stats
-
-
 class EngineProcess:
     """
     The engine's process: it takes its time to start and to load, goes round its loop, and may end
@@ -97,7 +81,7 @@ class EngineProcess:
         self.loop = world.loop
         self.sock = sock
         self.state = "starting"
-        self.engine: ScriptedEngine | None = None
+        self.engine: Engine | None = None
         self.stalled_until = 0.0
         self.is_due = False
         self.loop.call_later(0.1, self.load)
@@ -115,7 +99,10 @@ class EngineProcess:
     def begin(self):
         if not self.is_dead:
             self.state = "ready"
-            self.engine = ScriptedEngine(self.world)
+            names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
+            sizes = {name: getattr(self.world.args, name) for name in names}
+            settings = Settings(block_size=4, **sizes)
+            self.engine = Engine(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
             self.link.selector.on_ready = self.wake
             process.greet(self.engine, self.link, "")
             self.wake()

@@ -123,7 +123,7 @@ def test_random_clients_and_faults(first):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, deadline=None, derandomize=False, database=None)
+@settings(max_examples=400, deadline=None, derandomize=False, database=None)
 @given(st.data())
 def test_many_random_clients_and_faults(data):
     """Others each time. Where a rule is broken, hypothesis looks for a short run that breaks it."""
