@@ -119,6 +119,11 @@ class Reply:
     ends: dict[int, str | None] = field(default_factory=dict)
     cached: int = 0  # tokens of the prompt
 
+    @property
+    def text(self) -> str:
+        """Of its only choice."""
+        return "".join(token for token, _ in self.tokens.get(0, []))
+
     def read(self, response: httpx.Response):
         """Raises ValueError or LookupError for what is no answer."""
         self.status = response.status_code
@@ -131,7 +136,8 @@ class Reply:
         if last != "[DONE]":
             self.error = f"the stream ends with {last}"
         for chunk in map(json.loads, events):
-            for choice in chunk["choices"]:
+            self.error = self.error or str(chunk.get("error", ""))
+            for choice in chunk.get("choices", []):
                 index = choice["index"]
                 scores = choice["logprobs"]
                 pairs = zip(scores["tokens"], scores["token_logprobs"], strict=True)

@@ -64,7 +64,7 @@ class Cluster:
         self.http = httpx.Client(base_url=self.url, headers=headers, timeout=30)
 
     def read_until(self, word: str):
-        timer = threading.Timer(180, self.process.kill)
+        timer = threading.Timer(600, self.process.kill)
         timer.start()
         lines = (line.strip() for line in self.process.stdout)
         found = word in lines

@@ -60,7 +60,8 @@ FAULTS = {
     "kill_engine": {},
     "stall_engine": {"seconds": [0.05, 0.5, 3.0]},
     "fail_step": {"where": ["launch", "collect", "logits", "logits"]},
-    "the end": {"do": ["cannot_load", "stop"]},
+    "cannot_load": {},
+    "stop": {},
 }
 SHORT = [0.0, 0.001, 0.01, 0.05, 0.15]  # pauses
 
@@ -105,7 +106,7 @@ def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
         calls = [call() for _ in range(one(range(most_calls)) + 1)]
         return {"do": "visit", "after": one(pauses), "calls": calls} | drawn(some(manners))
 
-    events = [event() for _ in range(one([*range(most), *[most] * most]))]
+    events = [event() for _ in range(one([*range(most), *[most] * 3 * most]))]
     for first in events[:1]:
         first["after"] = one([0.01, 0.5, 1.0])
     return drawn(SETTINGS), events
