@@ -103,13 +103,12 @@ def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
         if faults and one(range(7)) == 6:
             name = one(list(faults))
             return {"do": name, "after": one(SHORT)} | drawn(faults[name])
+        after = one(pauses if num_calls else [0.01, 0.5, 1.0])
         calls = [call() for _ in range(one(range(most_calls)) + 1)]
-        return {"do": "visit", "after": one(pauses), "calls": calls} | drawn(some(manners))
+        return {"do": "visit", "after": after, "calls": calls} | drawn(some(manners))
 
-    events = [event() for _ in range(one([*range(most), *[most] * 3 * most]))]
-    for first in events[:1]:
-        first["after"] = one([0.01, 0.5, 1.0])
-    return drawn(SETTINGS), events
+    num_events = one([*range(most), *[most] * 3 * most])
+    return drawn(SETTINGS), [event() for _ in range(num_events)]
 
 
 @pytest.mark.parametrize("first", range(0, 60, 5))
@@ -123,9 +122,14 @@ def test_random_clients_and_faults(first):
         World(*draw_run(random.Random(seed).choice, 20)).run()
 
 
+@st.composite
+def runs(draw):
+    return draw_run(lambda values: draw(st.sampled_from(values)), 30)
+
+
 @pytest.mark.slow
 @settings(max_examples=400, deadline=None, derandomize=False, database=None)
-@given(st.data())
-def test_many_random_clients_and_faults(data):
+@given(runs())
+def test_many_random_clients_and_faults(run):
     """Others each time. Where a rule is broken, hypothesis looks for a short run that breaks it."""
-    World(*draw_run(lambda values: data.draw(st.sampled_from(values)), 30)).run()
+    World(*run).run()
