@@ -107,12 +107,6 @@ class EngineProcess:
             process.greet(self.engine, self.link, "")
             self.wake()
 
-    def cannot_load(self):
-        """As a process that finds no model."""
-        if self.state == "loading":
-            self.link.send({"op": "fatal", "message": "no model is there"})
-            self.die()
-
     def wake(self, seconds: float = 0.0):
         if not self.is_due and not self.is_dead:
             self.is_due = True
@@ -155,14 +149,21 @@ class EngineProcess:
             f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
         )
 
+    # what may happen to it
+
+    def fail(self, where: str):
+        if self.engine:
+            self.engine.device.fault = where
+
     def stall(self, seconds: float):
         self.stalled_until = self.loop.time() + seconds
+
+    def cannot_load(self):
+        """As a process that finds no model."""
+        if self.state == "loading":
+            self.link.send({"op": "fatal", "message": "no model is there"})
+            self.die()
 
     def die(self):
         self.sock.close()
         self.state = "dead"
-
-    def join(self, seconds=None):
-        pass
-
-    kill = die

@@ -16,7 +16,6 @@ import random
 from collections import defaultdict
 from functools import partial
 
-import prometheus_client.metrics
 import pytest
 import uvicorn.server
 from http_oracle import Judge, check_metrics, prompts_of
@@ -219,24 +218,13 @@ class World:
     def happen(self):
         event = dict(self.events.pop(0))
         del event["after"]
-        getattr(self, event.pop("do"))(**event)
+        name = event.pop("do")
+        actor = self if name in ("visit", "stop") else self.engines[-1]
+        getattr(actor, name)(**event)
 
     def visit(self, calls: list[dict], **manners):
         self.calls |= {call["id"]: call for call in calls}
         self.callers.append(Caller(self, calls, **manners))
-
-    def kill_engine(self):
-        self.engines[-1].die()
-
-    def stall_engine(self, seconds: float):
-        self.engines[-1].stall(seconds)
-
-    def cannot_load(self):
-        self.engines[-1].cannot_load()
-
-    def fail_step(self, where: str):
-        if self.engines[-1].engine:
-            self.engines[-1].engine.device.fault = where
 
     def stop(self):
         """SIGTERM."""
@@ -296,7 +284,7 @@ class World:
             self.check_idle()
             check_metrics(self)
             # the end comes while something is in work that takes too long
-            self.stall_engine(self.args.drain_seconds + 10.0)
+            self.engines[-1].stall(self.args.drain_seconds + 10.0)
             self.ask(11_000)
             self.rest(self.args.encode_seconds + 0.5)
         elif self.engines[-1].is_dead:
@@ -354,7 +342,7 @@ class World:
 
     def probe(self):
         """Now that all is quiet, a call is served again."""
-        self.fail_step("")
+        self.engines[-1].fail("")
         self.ask(10_000)
         self.wait(self.is_quiet, "the server serves no call any more")
         (answer,) = read_answers(self.callers.pop().received)
@@ -400,8 +388,6 @@ def stand_in(world: World, patches: pytest.MonkeyPatch):
         (engine, "Device", device),
         (serving_loop, "handle_message", world.handle_message),
         (encoder, "SHORT", 20),
-        (prometheus_client.metrics, "time", clock),
-        (uvicorn.server, "time", clock),
         (uvicorn.server, "HANDLED_SIGNALS", ()),
     ]
     for change in changes:

@@ -57,9 +57,9 @@ MANNERS = {
     "how": ["reset"],
 }
 FAULTS = {
-    "kill_engine": {},
-    "stall_engine": {"seconds": [0.05, 0.5, 3.0]},
-    "fail_step": {"where": ["launch", "collect", "logits", "logits"]},
+    "die": {},
+    "stall": {"seconds": [0.05, 0.5, 3.0]},
+    "fail": {"where": ["launch", "collect", "logits", "logits"]},
     "cannot_load": {},
     "stop": {},
 }
@@ -91,7 +91,7 @@ def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
         nonlocal num_calls
         num_calls += 1
         start = {"id": num_calls, "key": one(KEYS), "path": "/v1/completions"}
-        if one(range(8)) == 7:
+        if one(range(6)) == 5:
             return start | one(OTHERS)
         body = drawn(some(fields)) | {"max_tokens": one(sizes), "seed": one(range(100))}
         if "stream" not in body:
@@ -105,7 +105,8 @@ def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
             return {"do": name, "after": one(SHORT)} | drawn(faults[name])
         after = one(pauses if num_calls else [0.01, 0.5, 1.0])
         calls = [call() for _ in range(one(range(most_calls)) + 1)]
-        return {"do": "visit", "after": after, "calls": calls} | drawn(some(manners))
+        how = drawn(some(manners)) if one([False, True]) else {}
+        return {"do": "visit", "after": after, "calls": calls} | how
 
     num_events = one([*range(most), *[most] * 3 * most])
     return drawn(SETTINGS), [event() for _ in range(num_events)]
