@@ -229,7 +229,7 @@ class World:
     def stop(self):
         """SIGTERM."""
         if self.is_running:
-            seconds = 0.0 if self.stopped_at < self.now else self.args.drain_seconds
+            seconds = 0.0 if self.stopped_at <= self.now else self.args.drain_seconds
             self.stopped_at = min(self.stopped_at, self.now)
             self.drained_at = min(self.drained_at, self.now + seconds)
             self.service.server.handle_exit()
