@@ -76,7 +76,7 @@ class Caller(Client):
         self.calls = calls
         vars(self).update(manners)
         # it sends and reads as soon as it can, and stays
-        self.is_quick = manners.keys() <= {"pieces"} and math.prod(self.pieces) <= 0.5
+        self.is_quick = manners.keys() <= {"pieces", "how"} and math.prod(self.pieces) <= 0.5
         self.unsent = b"".join(as_bytes(call, call is calls[-1]) for call in calls)
         self.piece = -(-len(self.unsent) // self.pieces[0])
         self.num_sent = 0
@@ -102,7 +102,7 @@ class Caller(Client):
         if self.unsent:
             self.clock.call_later(max(self.pieces[1], 0.001), self.send)
         else:
-            self.sent_at = min(self.sent_at, self.world.now)
+            self.sent_at = self.world.now
 
     def look(self):
         if not self.sips:
