@@ -26,7 +26,8 @@ torch.set_num_threads(1)
 # the same examples each time: whether `make test` passes is a question about the commit
 settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("same")
-pytest.register_assert_rewrite("judging", "wires")  # so that their failures show numbers
+# so that their failures show numbers
+pytest.register_assert_rewrite("http_oracle", "judging", "wires")
 # Each client of httpx has one, for https that no test uses: it takes 25 ms to read certificates.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 # A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all

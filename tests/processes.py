@@ -3,7 +3,6 @@ Helpers for tests of real processes and sockets: a place, a wait, a read, a run 
 """
 
 import os
-import re
 import subprocess
 import sys
 import time
@@ -72,12 +71,6 @@ class Process:
             return os.read(pipe, 2**16).decode(errors="replace")
         except BlockingIOError:
             return ""
-
-    def memory(self) -> list[int]:
-        """Resident memory of its HTTP process and its engine, in kB."""
-        pids = self.process.pid, self.engine_pid
-        statuses = [Path(f"/proc/{pid}/status").read_text() for pid in pids]
-        return [int(re.search(r"VmRSS:\s+(\d+)", status)[1]) for status in statuses]
 
     @property
     def engine_pid(self) -> int:

@@ -7,7 +7,6 @@ simulator's `World`, which has the clock and all processes.
 import functools
 import random
 import zlib
-from collections import Counter
 from types import SimpleNamespace
 
 from simulated_device import HostTokens, NoModel, SimulatedDevice
@@ -71,21 +70,6 @@ class ScriptedDevice(SimulatedDevice):
         return True
 
 
-class ScriptedEngine(Engine):
-    """The real engine, which counts the delays of its stats."""
-
-    def __init__(self, world):
-        names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
-        settings = Settings(block_size=4, **{name: world.settings[name] for name in names})
-        self.num_delays = Counter()
-        super().__init__(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
-
-    def stats(self) -> dict:
-        stats = super().stats()
-        self.num_delays.update({name: len(stats[name]) for name in self.delays})
-        return stats
-
-
 class EngineProcess:
     """
     The engine's process: it takes its time to start and to load, goes round its loop, and may end
@@ -97,7 +81,7 @@ class EngineProcess:
         self.loop = world.loop
         self.sock = sock
         self.state = "starting"
-        self.engine: ScriptedEngine | None = None
+        self.engine: Engine | None = None
         self.stalled_until = 0.0
         self.is_due = False
         self.loop.call_later(0.1, self.load)
@@ -110,21 +94,18 @@ class EngineProcess:
         if not self.is_dead:
             self.state = "loading"
             self.link = Link(self.sock)
-            self.loop.call_later(self.world.settings["load_seconds"], self.begin)
+            self.loop.call_later(self.world.args.load_seconds, self.begin)
 
     def begin(self):
         if not self.is_dead:
             self.state = "ready"
-            self.engine = ScriptedEngine(self.world)
+            names = ("num_blocks", "max_num_seqs", "token_budget", "overlap")
+            sizes = {name: getattr(self.world.args, name) for name in names}
+            settings = Settings(block_size=4, **sizes)
+            self.engine = Engine(NoModel(257, 4 * settings.num_blocks, (EOS,)), settings)
             self.link.selector.on_ready = self.wake
             process.greet(self.engine, self.link, "")
             self.wake()
-
-    def cannot_load(self):
-        """As a process that finds no model."""
-        if self.state == "loading":
-            self.link.send({"op": "fatal", "message": "no model is there"})
-            self.die()
 
     def wake(self, seconds: float = 0.0):
         if not self.is_due and not self.is_dead:
@@ -143,7 +124,7 @@ class EngineProcess:
         process.serve_step(self.engine, self.link)
         self.check_link(self.link)
         if self.engine.has_work or self.link.selector.select(0) or not self.link.is_open:
-            self.wake(self.world.settings["step_seconds"])
+            self.wake(self.world.args.step_seconds)
 
     def check_link(self, link: Link):
         """
@@ -168,14 +149,21 @@ class EngineProcess:
             f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
         )
 
+    # what may happen to it
+
+    def fail(self, where: str):
+        if self.engine:
+            self.engine.device.fault = where
+
     def stall(self, seconds: float):
         self.stalled_until = self.loop.time() + seconds
+
+    def cannot_load(self):
+        """As a process that finds no model."""
+        if self.state == "loading":
+            self.link.send({"op": "fatal", "message": "no model is there"})
+            self.die()
 
     def die(self):
         self.sock.close()
         self.state = "dead"
-
-    def join(self, seconds=None):
-        pass
-
-    kill = die

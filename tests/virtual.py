@@ -269,11 +269,13 @@ class Listener:
         return "127.0.0.1", 8000
 
     def connect(self) -> Socket:
-        if self.is_closed:
-            raise ConnectionRefusedError
+        """A client's end. A connection that is refused is reset."""
         ours, theirs = self.make_pair()
-        self.backlog.append(theirs)
-        self.on_change()
+        if self.is_closed:
+            ours.reset()
+        else:
+            self.backlog.append(theirs)
+            self.on_change()
         return ours
 
     def serve(self, take: Callable, loop: Loop):

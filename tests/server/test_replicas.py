@@ -3,34 +3,28 @@ Several servers behind smg, as examples/replicas.py starts them. smg is one of t
 others wrote (conftest.py).
 """
 
-import json
 import os
 import random
+import re
 import signal
 import socket
-import string
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from processes import Process, wait_until
+from processes import ROOT, Process, wait_until
 
 import serve
-from examples.replicas import router_command, shares_of_the_machine
+from examples.replicas import main, router_command, shares_of_the_machine, wait_until_ready
+from tests.traces import Reply
 
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, str(ROOT / "examples" / "replicas.py")]
 KEY = "alpha"  # for servers that want one
 get = partial(httpx.get, timeout=30, headers={"Authorization": f"Bearer {KEY}"})
-QUIET = ["--no-access-log", "--check"]
-
 slow = pytest.mark.slow
 
 
@@ -51,23 +45,27 @@ def free_ports(count: int, first: int | None = None) -> int:
     return first
 
 
-def popen(bin, checkpoint, port: int, *flags) -> dict:
-    """Popen's arguments, with the programs of `bin` and without a GPU."""
-    args = [*COMMAND, "--model", str(checkpoint), "--port", str(port), *QUIET, *flags]
-    own = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    return {"args": args, "env": os.environ | own, "text": True}
-
-
 class Replicas:
-    """Two servers and their router, ready."""
+    """Two servers and their router, of the programs in `bin`, ready. They use no GPU."""
 
     def __init__(self, bin, checkpoint, *flags):
-        self.name = str(checkpoint)
         self.port = free_ports(4)
         self.url, *self.servers = (f"http://127.0.0.1:{self.port + i}" for i in range(3))
-        call = popen(bin, checkpoint, self.port, *flags)
-        self.process = subprocess.Popen(**call, stdout=subprocess.PIPE)
+        command = [sys.executable, ROOT / "examples/replicas.py", "--model", checkpoint]
+        command += ["--port", str(self.port), "--no-access-log", "--check", *flags]
+        own = {"PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
+        options = {"env": os.environ | own, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(command, **options)
         assert self.process.stdout.readline().split()[-1] == self.url
+        self.ask = partial(ask, self.url, str(checkpoint))
+        self.ask_one = partial(ask, self.servers[0], str(checkpoint))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        self.process.terminate()
+        self.process.wait(60)
 
     def pid(self, number: int) -> int:
         """Of a server, 0 or 1."""
@@ -75,75 +73,43 @@ class Replicas:
         found = subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, text=True)
         return int(found.stdout)
 
-    def load(self, number: int) -> dict:
-        return get(f"{self.servers[number]}/v1/loads").json()["loads"][0]
+    def running(self, number: int) -> int:
+        """How many choices a server computes."""
+        return get(f"{self.servers[number]}/v1/loads").json()["loads"][0]["num_running_reqs"]
 
-    def counts(self) -> list[int]:
-        """The whole answers of each server."""
-        return self.metrics('vllm:request_success_total{finished_reason="length"')
+    def begun(self, number: int) -> int:
+        """Of how many choices a server has ever sent a token."""
+        text = get(f"{self.servers[number]}/metrics").text
+        return int(float(re.search(r"time_to_first_token_seconds_count\S* (\S+)", text)[1]))
 
-    def metrics(self, start: str) -> list[int]:
-        """Of each server the number behind the one line that starts so."""
-        numbers = []
-        for url in self.servers:
-            text = get(f"{url}/metrics").text
-            (line,) = [line for line in text.splitlines() if line.startswith(start)]
-            numbers.append(int(float(line.split()[-1])))
-        return numbers
+    def is_ready(self, number: int) -> bool:
+        with suppress(httpx.HTTPError):
+            return get(f"{self.servers[number]}/readyz").is_success
+        return False
 
 
-def takes_requests(url: str) -> bool:
-    """Whether a server has loaded its model and does not drain."""
-    with suppress(httpx.HTTPError):
-        return get(f"{url}/readyz").status_code == 200
-
-
-@contextmanager
-def replicas_of(*args):
-    replicas = Replicas(*args)
-    try:
-        yield replicas
-    finally:
-        replicas.process.terminate()
-        replicas.process.wait(60)
-
-
-def ask(url: str, model: str, stream: bool = False, key: str = KEY, **fields) -> dict:
-    """A completion's text, its number of cached tokens, and its error, None if it came whole."""
-    body = {"model": model, "ignore_eos": True, "stream": stream, **fields}
-    body |= {"stream_options": {"include_usage": True}} if stream else {}
+def ask(url: str, model: str, key: str = KEY, **fields) -> Reply:
+    body = {"model": model, "ignore_eos": True, "logprobs": 0} | fields
+    body |= {"stream_options": {"include_usage": True}} if fields.get("stream") else {}
     headers = {"Authorization": f"Bearer {key}"}
-    call = {"json": body, "headers": headers, "timeout": 200}
-    with httpx.stream("POST", f"{url}/v1/completions", **call) as answer:
-        text = answer.read().decode()
-    if answer.status_code != 200:
-        return {"text": "", "cached": 0, "error": f"{answer.status_code} {text}"}
-    result = {"text": "", "cached": 0, "error": None}
-    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    assert not stream or lines.pop() == "[DONE]"
-    for chunk in map(json.loads, lines):
-        if "error" in chunk:
-            result["error"] = chunk["error"]
-        elif usage := chunk.get("usage"):
-            result["cached"] = usage["prompt_tokens_details"]["cached_tokens"]
-        result["text"] += "".join(choice["text"] for choice in chunk.get("choices", []))
-    return result
+    reply = Reply()
+    reply.read(httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=200))
+    return reply
 
 
-def requests(count: int, max_tokens: int) -> list[dict]:
-    """Some of them begin alike."""
-    rng = random.Random(count)
-    prompts = [f"def {'call' * (i % 5)}_{i % 60}(self, " for i in range(count)]
+def calls(count: int, max_tokens: int) -> list[dict]:
+    """60 different ones, over and over. Some begin alike, every other one is a stream."""
+    prompts = [f"def {'call' * (i % 5)}_{i}(self, " for i in range(60)]
     fields = {"max_tokens": max_tokens, "temperature": 1.0}
     return [
-        {"prompt": prompt, "seed": i % 60, "stream": rng.random() < 0.5, **fields}
-        for i, prompt in enumerate(prompts)
+        {"prompt": prompts[i % 60], "seed": i % 60, "stream": i % 2 > 0, **fields}
+        for i in range(count)
     ]
 
 
-def ask_all(url: str, model: str, calls: list[dict], threads: int = 16) -> list[dict]:
+def ask_all(ask, calls: list[dict], threads: int = 16) -> list[Reply]:
     with ThreadPoolExecutor(threads) as pool:
-        return list(pool.map(lambda call: ask(url, model, **call), calls))
+        return list(pool.map(lambda call: ask(**call), calls))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,22 +119,21 @@ def ask_all(url: str, model: str, calls: list[dict], threads: int = 16) -> list[
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "the router smg is not installed: pip install smg"),
-        (["--replicas", "0"], "argument --replicas: "),
-        (["--replicates", "2"], "unrecognized arguments: --replicates\n"),
-        (["--record", "x"], "are for one server: leave them out"),
-        (["--api-key-file", "nowhere"], "No such file or directory: 'nowhere'"),
-        (["--host", "0.0.0.0"], "opens the model to other machines"),
+        ("--replicas 0", "argument --replicas: "),
+        ("--replicates 2", "unrecognized arguments: --replicates\n"),
+        ("--record x", "are for one server: leave them out"),
+        ("--api-key-file nowhere", "No such file or directory: 'nowhere'"),
+        ("--host 0.0.0.0", "opens the model to other machines"),
+        ("", "the router smg is not installed: pip install smg"),
     ],
 )
-def test_what_cannot_start_says_why(flags, message, checkpoint):
-    """In one line, before a model is loaded."""
-    command = [*COMMAND, "--model", str(checkpoint), "--port", str(free_ports(4)), *flags]
-    nowhere = {"PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=os.environ | nowhere, capture_output=True, text=True)
-    assert done.returncode != 0
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_start_says_why(flags, message, monkeypatch, capsys):
+    """Before a model is loaded."""
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(sys, "argv", ["replicas.py", "--port", "0", *flags.split()])
+    with pytest.raises((SystemExit, OSError, ValueError)) as refusal:
+        main()
+    assert message in f"{refusal.value}{capsys.readouterr().err}"
 
 
 def test_the_router_beside_this_python_is_found(tmp_path, monkeypatch):
@@ -191,24 +156,17 @@ def test_each_server_has_its_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert shares_of_the_machine(2, "cpu") == ["OMP_NUM_THREADS=4"] * 2
     gpu = "CUDA_VISIBLE_DEVICES="
-    assert shares_of_the_machine(2, None)[:2] == [f"{gpu}0", f"{gpu}1"]
+    assert shares_of_the_machine(2, None) == [f"{gpu}0", f"{gpu}1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
-    assert shares_of_the_machine(2, None)[:2] == [f"{gpu}3", f"{gpu}GPU-7"]
-    with pytest.raises(
-        SystemExit, match="--replicas 3: each wants a GPU of its own, and there are 2"
-    ):
+    assert shares_of_the_machine(2, None) == [f"{gpu}3", f"{gpu}GPU-7"]
+    with pytest.raises(SystemExit, match="3: each wants a GPU of its own, and there are 2"):
         shares_of_the_machine(3, None)
 
 
-@slow
-def test_a_server_that_cannot_start_ends_all(bin, checkpoint):
-    """Its port is taken: it says so, and the others end."""
-    port = free_ports(4)
-    with socket.create_server(("127.0.0.1", port + 2)):
-        done = subprocess.run(**popen(bin, checkpoint, port), capture_output=True)
-    assert done.returncode == 1
-    assert f"cannot listen at 127.0.0.1:{port + 2}" in done.stderr
-    assert free_ports(2, port) == port
+def test_a_server_that_cannot_start_ends_all():
+    """It has said why."""
+    with subprocess.Popen("false") as server, pytest.raises(SystemExit):
+        wait_until_ready(server, "http://127.0.0.1:9")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -221,27 +179,23 @@ def test_two_servers_answer_as_one_and_finish_what_runs(bin, checkpoint, tmp_pat
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\nbeta\n")
     keys.chmod(0o600)
-    with replicas_of(bin, checkpoint, "--api-key-file", str(keys)) as replicas:
-        calls = requests(60, 24)
-        answers = ask_all(replicas.url, replicas.name, calls)
-        assert min(replicas.counts()) > 0
-        alone = ask_all(replicas.servers[0], replicas.name, calls)
-        assert [answer["error"] for answer in answers] == [None] * 60
-        assert [answer["text"] for answer in answers] == [answer["text"] for answer in alone]
+    with Replicas(bin, checkpoint, "--api-key-file", str(keys)) as replicas:
+        answers = ask_all(replicas.ask, calls(60, 24))
+        assert min(map(replicas.begun, (0, 1))) > 0
+        alone = ask_all(replicas.ask_one, calls(60, 24))
+        assert [answer.error for answer in answers] == [""] * 60
+        assert [answer.text for answer in answers] == [answer.text for answer in alone]
         call = {"prompt": "def forward(self, x):\n" * 12, "max_tokens": 2, "temperature": 0}
-        keys_asked = (KEY, KEY, "beta", "gamma")
-        asked = [ask(replicas.url, replicas.name, key=key, **call) for key in keys_asked]
-        assert [answer["cached"] > 0 for answer in asked] == [False, True, False, False]
-        assert asked[-1]["error"].startswith("401")
+        asked = [replicas.ask(key=key, **call) for key in (KEY, KEY, "beta", "gamma")]
+        assert [answer.cached > 0 for answer in asked] == [False, True, False, False]
+        assert asked[-1].status == 401
         pids = [replicas.pid(0), replicas.pid(1)]
-        calls = requests(8, 900)
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
-            begun = "vllm:time_to_first_token_seconds_count"
-            wait_until(lambda: sum(replicas.metrics(begun)) == 60 + 60 + 3 + 8)
+            asked = pool.submit(ask_all, replicas.ask, calls(8, 900))
+            wait_until(lambda: sum(map(replicas.begun, (0, 1))) == 60 + 60 + 3 + 8)
             replicas.process.send_signal(signal.SIGHUP)
             answers = asked.result()
-        assert [answer["error"] for answer in answers] == [None] * 8
+        assert [answer.error for answer in answers] == [""] * 8
         assert replicas.process.wait(60) == 0
         assert free_ports(4, replicas.port) == replicas.port
         left = ["pgrep", "-s", ",".join(map(str, pids))]  # of their sessions, with their engines
@@ -253,54 +207,35 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
     """
     Of 500 requests, those that the one had not begun to answer go to the other one. A stream that
     it had begun ends with an error event. Then it is back. At last two signals end all, whatever
-    runs: a drain takes 5 s at least, which are smg's own.
+    runs.
     """
-    with replicas_of(bin, checkpoint) as replicas:
-        calls = requests(500, 16)
-        alone = ask_all(replicas.servers[0], replicas.name, calls[:60])
-        long = {"prompt": new_prompt(), "n": 32, "max_tokens": 900, "stream": True}
-
-        def running(i: int) -> int:
-            return replicas.load(i)["num_running_reqs"]
-
-        with ThreadPoolExecutor(2) as pool:
-            begun = pool.submit(ask, replicas.url, replicas.name, **long)
-            wait_until(lambda: running(0) + running(1) == 32)
-            one = int(running(0) == 0)  # the server that it came to
-            pid = replicas.pid(one)
-            asked = pool.submit(ask_all, replicas.url, replicas.name, calls)
-            wait_until(lambda: running(one) > 32)
-            os.kill(pid, signal.SIGKILL)
-            answers = asked.result()
-            assert begun.result()["error"]
-        failed = [i for i, answer in enumerate(answers) if answer["error"]]
-        assert all(calls[i]["stream"] for i in failed) and len(failed) <= 16
+    with Replicas(bin, checkpoint) as replicas, ThreadPoolExecutor(3) as pool:
+        alone = ask_all(replicas.ask_one, calls(60, 16))
+        long = {"prompt": "of nobody else", "n": 32, "max_tokens": 900, "stream": True}
+        begun = pool.submit(replicas.ask, **long)
+        wait_until(lambda: replicas.running(0) + replicas.running(1) == 32)
+        one = int(replicas.running(0) == 0)  # the server that it came to
+        pid = replicas.pid(one)
+        asked = pool.submit(ask_all, replicas.ask, calls(500, 16))
+        wait_until(lambda: replicas.running(one) > 32)
+        os.kill(pid, signal.SIGKILL)
+        answers = asked.result()
+        assert begun.result().error
+        failed = [i for i, answer in enumerate(answers) if answer.error]
+        assert all(i % 2 for i in failed) and len(failed) <= 16  # streams
         for i, answer in enumerate(answers):
-            whole = alone[i % 60]["text"]
-            assert whole.startswith(answer["text"]) if i in failed else answer["text"] == whole
-        wait_until(lambda: all(map(takes_requests, replicas.servers)), 0.1)
+            whole = alone[i % 60].text
+            assert whole.startswith(answer.text) if i in failed else answer.text == whole
+        wait_until(lambda: replicas.is_ready(one), 0.1)
         assert replicas.pid(one) != pid
-
-        def the_new_one_answers() -> bool:
-            new = [{"prompt": new_prompt(), "max_tokens": 8} for _ in range(60)]
-            ask_all(replicas.url, replicas.name, new)
-            return replicas.counts()[one] > 0
-
-        wait_until(the_new_one_answers, pause=0.3)  # until the router takes it for well again
-        body = {"model": replicas.name, "ignore_eos": True, **long}
-        call = {"json": body, "timeout": 60}
-        with httpx.stream("POST", f"{replicas.url}/v1/completions", **call) as answer:
-            next(answer.iter_lines())
-            replicas.process.terminate()
-            time.sleep(0.5)
-            replicas.process.terminate()
-            assert replicas.process.wait(4) == 0
+        cut = pool.submit(replicas.ask, **long)
+        wait_until(lambda: replicas.running(0) + replicas.running(1) == 32)
+        replicas.process.terminate()
+        wait_until(lambda: not replicas.is_ready(0))  # it drains
+        replicas.process.terminate()
+        assert replicas.process.wait(60) == 0
+        assert cut.exception() or cut.result().error
         assert free_ports(4, replicas.port) == replicas.port
-
-
-def new_prompt() -> str:
-    """It begins unlike all before, so no cache draws it."""
-    return "".join(random.choices(string.ascii_letters, k=40))
 
 
 @slow
@@ -313,12 +248,11 @@ def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     rng = random.Random(0)
     # letters of two bytes, each of which is a token
     prefixes = ["".join(rng.choices("абвгдежз", k=48)) for _ in range(16)]
-    order = [rng.choice(prefixes) for _ in range(400)]
-    calls = [{"prompt": f"{text}{i:04}", "max_tokens": 1} for i, text in enumerate(order)]
+    asked = [{"prompt": f"{rng.choice(prefixes)}{i:04}", "max_tokens": 1} for i in range(400)]
     with Process(checkpoint, "--kv-blocks", "126") as server:
-        answers = ask_all(server.url, str(checkpoint), calls, threads=2)
-    with replicas_of(bin, checkpoint, "--kv-blocks", "63") as replicas:
+        answers = ask_all(partial(ask, server.url, str(checkpoint)), asked, threads=2)
+    with Replicas(bin, checkpoint, "--kv-blocks", "63") as replicas:
         # one after the other: else which server a new prefix comes to is by chance
-        of_two = ask_all(replicas.url, replicas.name, calls, threads=1)
-    hits, hits_of_two = (sum(a["cached"] for a in run) for run in (answers, of_two))
+        of_two = ask_all(replicas.ask, asked, threads=1)
+    hits, hits_of_two = (sum(answer.cached for answer in run) for run in (answers, of_two))
     assert hits_of_two >= 0.9 * hits > 0

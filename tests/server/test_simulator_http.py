@@ -1,25 +1,115 @@
-"""
-Runs of the simulator of the HTTP side: random clients and faults, and that it can fail at all.
-"""
+"""Random clients and faults on the HTTP side: hypothesis draws runs for simulator_http.py."""
+
+import random
+from collections.abc import Callable
 
 import pytest
-import simulator_http as simulator
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulator_http import KEYS, World
 
-from server import client
+SETTINGS = {
+    "max_num_seqs": [1, 2, 3, 4],
+    "max_queue": [0, 2, 8, 20],
+    "num_blocks": [24, 48],
+    "token_budget": [4, 64],
+    "overlap": [True, False],
+    "load_seconds": [0.0, 0.3],
+    "step_seconds": [0.001, 0.02, 0.05],
+    "encode_seconds": [0.0, 0.01, 0.2],
+    "turn_seconds": [0.0, 0.0, 0.0005, 0.002],
+    "request_seconds": [2.0, 5.0, 60.0],
+    "client_seconds": [1.0, 4.0],
+    "drain_seconds": [0.0, 1.0, 5.0],
+    "ping_seconds": [0.05, 10.0],
+    "max_connections": [4, 100, 100],
+    "tcp_room": [1000, 2**16],
+    "tcp_piece": [200, 2**18],
+    "link_room": [100, 1000, 2**16],
+    "link_piece": [50, 2**18],
+    "link_high": [0, 2**16],
+}
+STARTS = ["abcabcabcabc" * 3, "abcabc", "€", "bbbb"]  # of prompts
+FIELDS = {
+    "stream": [True],
+    "stream_options": [{"include_usage": True}],
+    "n": [1, 2, 3, 4],
+    "stop": ["a", "bc", "ccc€"],
+    "ignore_eos": [True],
+    "cache_salt": ["x", "y"],
+    "priority": [-5, 5],
+    "logprobs": [0, 2],
+}
+OTHERS = [{"path": path} for path in ("/metrics", "/livez", "/readyz", "/v1/models", "/nowhere")]
+OTHERS[-1]["refused"] = 404
+OTHERS += [
+    {"body": b"{", "refused": 400},
+    {"body": b'{"prompt": "a"}', "type": "text/plain", "refused": 400},
+    {"body": b'{"prompt": "a", "model": "other"}', "refused": 404},
+    {"body": b'{"prompt": "a"}', "key": "wrong", "refused": 401},
+]
+MANNERS = {
+    "pieces": [(2, 0.001), (6, 0.01), (3, 0.4)],
+    "sips": [(50, 0.02), (300, 0.1), (5000, 1.5)],
+    "stays": [0.001, 0.01, 0.1, 0.5, 1.0],
+    "sends": [1, 100, 250],
+    "waits_for": ["HTTP", "data", "finish_reason", '"stop"', "DONE"],
+    "how": ["reset"],
+}
+FAULTS = {
+    "die": {},
+    "stall": {"seconds": [0.05, 0.5, 3.0]},
+    "fail": {"where": ["launch", "collect", "logits", "logits"]},
+    "cannot_load": {},
+    "stop": {},
+}
+SHORT = [0.0, 0.001, 0.01, 0.05, 0.15]  # pauses
 
 
-def run(settings: dict, events: list[dict]) -> simulator.World:
-    world = simulator.World(settings, events)
-    world.run()
-    return world
+def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
+    """
+    Settings, and up to so many events; `one` chooses from a list. Swarm testing: a run has a random
+    half of all features, clients and faults; some would hide others.
+    """
 
+    def some(table: dict) -> dict:
+        return {name: table[name] for name in table if one([False, True])}
 
-def play(seeds: range, steps: int):
-    for seed in seeds:
-        problem = simulator.violation(*simulator.draw(seed, steps))
-        assert not problem, (
-            f"{problem}: python -m tests.simulator_http --seed {seed} --steps {steps}"
-        )
+    def drawn(table: dict) -> dict:
+        return {name: one(table[name]) for name in table}
+
+    fields = some(FIELDS)
+    manners = some(MANNERS)
+    faults = some(FAULTS)
+    sizes = one([[1, 4, 12], [16, 40]])
+    most_prompts = one([1, 1, 3])
+    most_calls = one([1, 1, 4])
+    pauses = one([SHORT, [0.1, 0.2, 0.3, 0.4]])
+    num_calls = 0
+
+    def call() -> dict:
+        nonlocal num_calls
+        num_calls += 1
+        start = {"id": num_calls, "key": one(KEYS), "path": "/v1/completions"}
+        if one(range(6)) == 5:
+            return start | one(OTHERS)
+        body = drawn(some(fields)) | {"max_tokens": one(sizes), "seed": one(range(100))}
+        if "stream" not in body:
+            body.pop("stream_options", None)
+        ends = [f"~{num_calls}.{i}" for i in range(one(range(most_prompts)) + 1)]
+        return start | {"body": body | {"prompt": [one(STARTS) + end for end in ends]}}
+
+    def event() -> dict:
+        if faults and one(range(7)) == 6:
+            name = one(list(faults))
+            return {"do": name, "after": one(SHORT)} | drawn(faults[name])
+        after = one(pauses if num_calls else [0.01, 0.5, 1.0])
+        calls = [call() for _ in range(one(range(most_calls)) + 1)]
+        how = drawn(some(manners)) if one([False, True]) else {}
+        return {"do": "visit", "after": after, "calls": calls} | how
+
+    num_events = one([*range(most), *[most] * 3 * most])
+    return drawn(SETTINGS), [event() for _ in range(num_events)]
 
 
 @pytest.mark.parametrize("first", range(0, 60, 5))
@@ -29,73 +119,18 @@ def test_random_clients_and_faults(first):
     is quiet the counters add up, nothing is left of any call, everybody is served again, and the
     server can be stopped.
     """
-    play(range(first, first + 5), steps=20)
+    for seed in range(first, first + 5):
+        World(*draw_run(random.Random(seed).choice, 20)).run()
+
+
+@st.composite
+def runs(draw):
+    return draw_run(lambda values: draw(st.sampled_from(values)), 30)
 
 
 @pytest.mark.slow
-def test_many_random_clients_and_faults():
-    play(range(20_000, 20_150), steps=30)
-
-
-def test_a_failure_is_shrunk(monkeypatch, capsys):
-    """A bug is planted: the simulator must find it, and print the few events that are enough."""
-    monkeypatch.setattr(client.EngineClient, "abort", aborts_here_alone)
-    monkeypatch.setattr("sys.argv", ["simulator_http", "--minutes", "1", "--steps", "20"])
-    assert simulator.main() == 1
-    _, _, why, _, *events = capsys.readouterr().out.splitlines()
-    assert "for which nobody waits" in why
-    assert len(events) <= 3  # none at all: each run ends with some requests of its own
-
-
-def aborts_here_alone(self, choice):
-    return self.choices.pop(choice.engine_id, None) is not None
-
-
-def test_a_seed_is_always_the_same_run():
-    """Every client receives the same, to the byte, at the same virtual microsecond."""
-    first, second = (run(*simulator.draw(5, 20)) for _ in range(2))
-    assert first.callers
-    assert [caller.received for caller in first.callers] == [c.received for c in second.callers]
-    assert [caller.ended_at for caller in first.callers] == [
-        caller.ended_at for caller in second.callers
-    ]
-
-
-def test_the_server_answers_while_the_model_loads():
-    """A supervisor asks whether it lives."""
-    settings, _ = simulator.draw(0, 0)
-    settings |= {"load_seconds": 0.3, "turn_seconds": 0.0}
-    calls = [{"id": 0, "key": None, "path": "/livez"}]
-    world = run(settings, [{"do": "call", "calls": calls, "t": 0.01}])
-    (caller,) = world.callers[:1]
-    assert caller.ended_at - caller.began < 0.1
-
-
-@pytest.mark.parametrize("encode_seconds, slow", [(3.0, {}), (0.0, {"sip": 50, "rest": 0.5})])
-def test_the_stop_of_a_call_may_come_early_or_late(encode_seconds, slow):
-    """
-    The oracle took two right answers for wrong: of a call that was still being encoded, refused
-    before --drain-seconds were over, as no call was in work; and of a client that reads slowly.
-    """
-    settings, _ = simulator.draw(0, 0)
-    settings |= {"load_seconds": 0.0, "turn_seconds": 0.0, "client_seconds": 9.0}
-    settings |= {"encode_seconds": encode_seconds, "drain_seconds": 5.0 if encode_seconds else 0.0}
-    settings |= {"step_seconds": 0.05, "request_seconds": 60.0}
-    body = {"prompt": ["bbbb~0.0"], "max_tokens": 40, "seed": 0, "ignore_eos": True}
-    calls = [{"id": 0, "key": "sesame", "path": "/v1/completions", "body": body}]
-    events = [{"do": "call", "calls": calls, "t": 0.5} | slow, {"do": "stop", "t": 0.7}]
-    (caller,) = run(settings, events).callers
-    assert b"stopping" in caller.received
-
-
-def test_a_call_that_is_encoded_after_its_client_has_left_takes_some_turns():
-    """It is handed to the engine and aborted at once: the oracle looked just between the two."""
-    settings, _ = simulator.draw(0, 0)
-    settings |= {"load_seconds": 0.0, "turn_seconds": 0.01}
-    calls = [
-        {"id": 0, "key": "sesame", "path": "/v1/completions", "body": {"prompt": ["bbbb~0.0"]}}
-    ]
-    calls[0]["body"] |= {"max_tokens": 4, "seed": 0}
-    event = {"do": "call", "calls": calls, "leaves": ["sent", 1], "how": "close", "t": 0.5}
-    for hundredths in range(235, 255):
-        run(settings | {"encode_seconds": hundredths / 100}, [event])
+@settings(max_examples=400, deadline=None, derandomize=False, database=None)
+@given(runs())
+def test_many_random_clients_and_faults(run):
+    """Others each time. Where a rule is broken, hypothesis looks for a short run that breaks it."""
+    World(*run).run()
