@@ -346,9 +346,9 @@ def test_pause_pauses_where_it_is_and_live_follows(open_page):
     say(page, LINES[:20])
     wait_for(page, "tape.at === 19")
     page.click("#pause")
+    assert page(place) == [19, True]
     say(page, LINES[20:30])
     wait_for(page, "$('pill').textContent === 'Paused at step 16'")
-    assert page(place) == [19, True]
     page.keyboard.press(" ")
     wait_for(page, "tape.at === 29")
     page.keyboard.press(" ")
