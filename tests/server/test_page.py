@@ -158,9 +158,9 @@ def frequent_snapshots(*args, **settings) -> list[tuple]:
         return random_record(*args, **settings)
 
 
-def record_of_drafts(overlap: bool) -> list[tuple]:
+def record_of_drafts() -> list[tuple]:
     """Texts that repeat themselves, some ended early."""
-    settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24, "overlap": overlap}
+    settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24, "overlap": True}
     engine = new_engine(trained_model(), speculate=True, **settings)
     arrivals = [(4 * i, [i, 7, 8, 9] * 3, 5 + 3 * i, 1 + i % 2) for i in range(9)]
     told = record(engine, arrivals, {15: 2})
@@ -175,14 +175,11 @@ def lines_of(told) -> list[dict]:
 SMALL = small_record()
 LINES = lines_of(SMALL)
 RECORDS = {
-    "small": lambda: SMALL,
     "random": lambda: random_record(1),
-    "overlap": lambda: random_record(2, overlap=True),
-    "tight": lambda: random_record(3, 40, num_blocks=12, overlap=True, token_budget=8),
+    "tight": lambda: random_record(3, 25, num_blocks=12, overlap=True, token_budget=8),
     "snapshots": lambda: frequent_snapshots(4),
     "windows": lambda: random_record(5, window=6),
-    "drafts": lambda: record_of_drafts(False),
-    "drafts and overlap": lambda: record_of_drafts(True),
+    "drafts": record_of_drafts,
 }
 
 
@@ -211,6 +208,13 @@ def say(page, lines: list[dict]):
     page("(lines) => takeIn(lines)", lines)
 
 
+def press(page, read: str, *moves: tuple):
+    """Each a key, and what is read then."""
+    for key, wanted in moves:
+        page.keyboard.press(key)
+        assert page(read) == wanted, key
+
+
 def show(page, place: int):
     """This place, drawn and told."""
     page(f"seek({place}); view.told = 0")
@@ -231,7 +235,6 @@ STATE = """(() => {
 
 
 @pytest.mark.parametrize("name", RECORDS)
-@pytest.mark.quick("random", "snapshots", "tight", "windows", "drafts and overlap")
 def test_the_state_is_what_the_lines_say(open_record, name):
     """
     After each line, as a snapshot taken then says it; and backwards as it was. A request keeps its
@@ -239,8 +242,12 @@ def test_the_state_is_what_the_lines_say(open_record, name):
     """
     told = RECORDS[name]()
     page = open_record(told)
-    read = f"(places) => places.map((place) => {{ moveTo(place); return {STATE}; }})"
-    states = page(read, [*range(len(told))])
+
+    def read(places) -> list[dict]:
+        read = f"(place) => {{ moveTo(place); return {STATE}; }}"
+        return json.loads(page(f"(places) => JSON.stringify(places.map({read}))", [*places]))
+
+    states = read(range(len(told)))
     kinds = [line["event"] for line, _ in told[1:]] + ["step"]
     for (line, snapshot), kind, state in zip(told, kinds, states, strict=True):
         if kind == "step":  # otherwise the snapshot is of after the next line
@@ -253,7 +260,7 @@ def test_the_state_is_what_the_lines_say(open_record, name):
     assert len({q["hue"] for q in held}) == min(12, len({q["r"] for q in held}))
     assert page("chart.restarts") == []
     places = [len(told) - 2, len(told) - 3, 0, *random.Random(0).sample(range(len(told)), 20)]
-    assert page(read, places) == [states[place] for place in places]
+    assert read(places) == [states[place] for place in places]
 
 
 def colours(state: dict) -> tuple:
@@ -317,17 +324,14 @@ def test_buttons_and_keys_move_through_a_record(open_record):
     for button, place in ("#forth", 1), ("#forth", 2), ("#back", 1):
         page.click(button)
         assert page("tape.at") == place
-    for key, place in ("ArrowRight", 2), ("ArrowLeft", 1):
-        page.keyboard.press(key)
-        assert page("tape.at") == place
+    press(page, "tape.at", ("ArrowRight", 2), ("ArrowLeft", 1))
     page.select_option("#speed", "120")
     page.focus("#pause")
     page.keyboard.press(" ")
     wait_for(page, f"tape.at === {last} && player.isPaused")
     page("player.speed = 0")
     page("document.activeElement.blur()")
-    page.keyboard.press(" ")  # at its end a record starts over
-    assert page("tape.at") == 0
+    press(page, "tape.at", (" ", 0))  # at its end a record starts over
     page.fill("#place", "5")
     for field, key, place in (
         ("#speed", "ArrowRight", 5),
@@ -335,8 +339,7 @@ def test_buttons_and_keys_move_through_a_record(open_record):
         ("#place", "Home", 0),
     ):
         page.focus(field)
-        page.keyboard.press(key)
-        assert page("tape.at") == place
+        press(page, "tape.at", (key, place))
 
 
 def test_pause_pauses_where_it_is_and_live_follows(open_page):
@@ -626,17 +629,9 @@ def test_the_pool_by_keyboard(open_record):
     show(page, 6)
     columns = page("grid.columns")
     page.focus("#pool")
-    for key, block in (
-        ("ArrowRight", 0),
-        ("ArrowRight", 1),
-        ("ArrowDown", 1 + columns),
-        ("ArrowLeft", columns),
-        ("ArrowUp", 0),
-        ("ArrowUp", 0),
-    ):
-        page.keyboard.press(key)
-        assert page("pointed") == block, key
-        assert page.inner_text("#tip[role=status]").startswith(f"Block {block}: ")
+    right = [("ArrowRight", 0), ("ArrowRight", 1), ("ArrowDown", 1 + columns)]
+    press(page, "pointed", *right, ("ArrowLeft", columns), ("ArrowUp", 0), ("ArrowUp", 0))
+    assert page.inner_text("#tip[role=status]").startswith("Block 0: ")
     page.keyboard.press("Enter")
     assert page.inner_text("#about h2") == "Request 2"
     wait_for(page, "!view.isNews")
@@ -681,10 +676,9 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
 def test_the_ruler_seeks_and_the_rows_pan(open_record):
     page = open_record(random_record(1))
     show(page, 5)
-    box = page.locator("#timeline").bounding_box()
 
     def move(x: float, y: float):
-        page.mouse.move(box["x"] + x, box["y"] + y)
+        page.hover("#timeline", position={"x": x, "y": y})
 
     def place_of_column(i: int) -> int:
         return page(f"chart.columns[{i}].place")
@@ -743,16 +737,11 @@ def test_the_timeline_by_keyboard(open_record):
     show(page, 13)
     wait_for(page, "chart.shown.length > 2")
     page.focus("#timeline")
-    page.keyboard.press("ArrowRight")
-    assert page("tape.at") == 14
+    press(page, "tape.at", ("ArrowRight", 14))
     first, second, *_ = page("chart.shown.map(({ r }) => r)")
-    for key, r in ("ArrowDown", first), ("ArrowDown", second), ("ArrowUp", first):
-        page.keyboard.press(key)
-        assert page("lit") == r
+    press(page, "lit", ("ArrowDown", first), ("ArrowDown", second), ("ArrowUp", first))
     page.keyboard.press("Enter")
     assert page.inner_text("#about h2") == f"Request {first}"
-    page.keyboard.press("Escape")
-    assert not page.is_visible("#drawer")
 
 
 def test_a_box_is_as_wide_as_its_tokens_or_a_step_as_its_time(open_record):
@@ -931,20 +920,19 @@ def test_tab_goes_through_all_and_out(open_page):
 @pytest.mark.slow
 def test_a_normal_start_has_no_red_line(open_page):
     """Loading, then live; when the server is gone, what is tried, in plain words."""
-    answers = {"v1/models": 503, "events": 503}
+    loading = 503, '{"error": {"message": "the server is loading"}}'
+    models = 200, '{"data": [{"id": "out/stdlib"}]}'
+    answers = {"v1/models": loading, "events": loading}
+
+    def events(count: int) -> tuple:
+        return 200, f"data: {json.dumps(LINES[:count])}\n\n"
 
     def answer(route):
-        name = route.request.url.removeprefix(f"{ORIGIN}/")
-        status = answers[name]
-        if status is None:
-            route.abort()
-        elif status != 200:
-            route.fulfill(status=status, body='{"error": {"message": "the server is loading"}}')
-        elif name == "events":
-            text = f"data: {json.dumps(LINES[: answers['n']])}\n\n"
-            route.fulfill(body=text, content_type="text/event-stream")
+        status, body = answers[route.request.url.removeprefix(f"{ORIGIN}/")]
+        if status:
+            route.fulfill(status=status, body=body)
         else:
-            route.fulfill(body='{"data": [{"id": "out/stdlib"}]}')
+            route.abort()
 
     page = open_page(wait="document.title")
     page.expected = "404|503|ERR_FAILED"
@@ -953,14 +941,14 @@ def test_a_normal_start_has_no_red_line(open_page):
     wait_for(page, "$('notice').textContent === 'Loading the model..'")
     wait_for(page, "$('pill').textContent === 'Loading'")
     assert page.locator(".error:visible").count() == 0
-    answers |= {"v1/models": 200, "events": 200, "n": 20}
+    answers |= {"v1/models": models, "events": events(20)}
     wait_for(page, "tape.lines.length === 20")
     assert page("server.model") == "out/stdlib"
-    answers |= {"v1/models": None}
+    answers["v1/models"] = 0, ""
     wait_for(page, "$('notice').textContent === 'The server does not answer. Trying again..'")
     wait_for(page, "$('pill').textContent === 'Offline' && $('rate').textContent === '–'")
     assert page("getComputedStyle($('pool-panel')).filter") == "grayscale(1)"
-    answers |= {"v1/models": 200, "n": 35}  # the tape is kept, and goes on
+    answers |= {"v1/models": models, "events": events(35)}  # the tape is kept, and goes on
     wait_for(page, "tape.lines.length === 35")
     assert page("tape.lines.map((line) => line.time)") == [line["time"] for line in LINES[:35]]
 
