@@ -43,19 +43,20 @@ FIELDS = {
 
 
 def answers_of(url: str) -> list[str]:
-    """Greedy: a completion, a chat, and a stream, whose events may have several tokens each."""
-    texts = []
+    """Greedy: of a completion, a chat, and a stream, whose events may have several tokens each."""
     with httpx.Client(base_url=url, timeout=60) as client:
-        reply = client.post("/v1/completions", json={"prompt": "def f", **GREEDY}).json()
-        texts.append(reply["choices"][0]["text"])
-        reply = client.post("/v1/chat/completions", json={"messages": HELLO, **GREEDY}).json()
-        texts.append(reply["choices"][0]["message"]["content"])
-        body = {"prompt": "def f", "stream": True, **GREEDY}
-        events = client.post("/v1/completions", json=body).text.split("data: ")
+
+        def post(**body):
+            kind = "chat/completions" if "messages" in body else "completions"
+            return client.post(f"/v1/{kind}", json=body | GREEDY)
+
+        (text,) = post(prompt="def f").json()["choices"]
+        (chat,) = post(messages=HELLO).json()["choices"]
+        events = post(prompt="def f", stream=True).text.split("data: ")
         chunks = [json.loads(event) for event in events if event.startswith("{")]
-        texts.append("".join(chunk["choices"][0]["text"] for chunk in chunks))
+        streamed = "".join(chunk["choices"][0]["text"] for chunk in chunks)
         assert "vllm:num_requests_running" in client.get("/metrics").text
-    return texts
+    return [text["text"], chat["message"]["content"], streamed]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +112,8 @@ def test_a_feature_can_be_deleted(feature, model, expected, tmp_path):
 @pytest.mark.parametrize("name", ["engine/engine.py", "engine/device.py", "engine/runner.py"])
 def test_no_stage_has_a_name_in_the_engine(name):
     """Only the list has it: engine/stages.py. Would catch a stage that cannot be deleted."""
-    classes = [path.rpartition(".")[2] for path in STAGES.values()]
-    modules = [path.split(".")[1] for path in STAGES.values()]
-    names = {*STAGES, *classes, *modules, "recorder", "prefix"} - {"record", "windows"}
+    parts = {part for path in STAGES.values() for part in path.split(".")[1:]}
+    names = {*STAGES, *parts, "recorder", "prefix"} - {"record", "windows"}
     source = io.StringIO((ROOT / name).read_text())
     tokens = tokenize.generate_tokens(source.readline)
     used = {t.string.strip("\"'") for t in tokens if t.type in (tokenize.NAME, tokenize.STRING)}
