@@ -68,6 +68,7 @@ DIR --chat -> {"model": "DIR", "chat": true}
 --allowed-hosts a b -> {"allowed_hosts": ["a", "b"]}
 --allowed-origins null http://A:80 -> {"allowed_origins": ["null", "http://a"]}
 --allowed-origins https://a:443 * -> {"allowed_origins": ["https://a", "*"]}
+--allowed-origins https://a:80 http://[::1]:80 -> {"allowed_origins": ["https://a:80", "http://[::1]"]}
 --allowed-origins http://a:443 -> {"allowed_origins": ["http://a:443"]}
 --served-model-name gpt -> {"served_model_name": "gpt"}
 --max-queue 0 -> {"max_queue": 0}
@@ -138,6 +139,12 @@ a b -> unrecognized arguments: b
 --api-key a --api-key-file f -> not allowed with argument --api-key
 --allowed-origins example.com -> 'example.com' is no origin, wanted SCHEME://HOST
 --allowed-origins http://a/b -> 'http://a/b' is no origin
+--allowed-origins localhost:3000 -> 'localhost:3000' is no origin
+--allowed-origins http://a:3000/ -> 'http://a:3000/' is no origin
+--allowed-origins http:// -> 'http://' is no origin
+--allowed-origins= -> '' is no origin
+--allowed-origins https://*.example -> 'https://*.example' is no origin
+--allowed-origins http://a://b -> 'http://a://b' is no origin
 --default-chat-template-kwargs a=1 -> Expecting value
 --default-chat-template-kwargs [1] -> must be a JSON object
 --default-chat-template-kwargs {"tools":1} -> has a name which is not a caller's to set
