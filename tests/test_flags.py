@@ -175,44 +175,20 @@ def test_a_gpu_that_is_not_there(device, count, monkeypatch):
         serve.build_engine(serve.parse_args(["--device", device]))
 
 
-@pytest.fixture
-def run_engine(monkeypatch):
-    """Runs `serve.engine_process` here: returns the loop, a mock, and what HTTP was sent."""
+def test_the_engines_process_leaves_a_core_to_http(monkeypatch, capfd):
+    engine, set_threads, run = Mock(), Mock(), Mock()
+    engine.statement.return_value = "what was built"
     monkeypatch.setattr(serve, "collect_garbage_rarely", lambda: None)
-
-    def run(build) -> tuple[Mock, bytes]:
-        serve_engine = Mock()
-        monkeypatch.setattr(serve, "build_engine", build)
-        monkeypatch.setattr(loop, "serve", serve_engine)
-        ours, theirs = socket.socketpair()
-        with ours, theirs:
-            serve.engine_process(serve.parse_args([]), theirs)
-            return serve_engine, b"" if serve_engine.called else ours.recv(4096)
-
-    return run
-
-
-def test_the_engines_process_leaves_a_core_to_http(run_engine, monkeypatch, capfd):
-    set_threads = Mock()
+    monkeypatch.setattr(serve, "build_engine", lambda args: engine)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", set_threads)
-    engine = Mock()
-    engine.statement.return_value = "what was built"
-    serve_engine, _ = run_engine(lambda args: engine)
-    assert serve_engine.call_args[0][0] is engine
+    monkeypatch.setattr(loop, "serve", run)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        serve.engine_process(serve.parse_args([]), theirs)
+    assert run.call_args[0][0] is engine
     set_threads.assert_called_once_with(3)
     assert capfd.readouterr().err == "what was built\n"
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [(ValueError("no model"), "no model"), (KeyError("a bug"), "KeyError: 'a bug'")],
-)
-def test_an_engine_that_cannot_be_built_says_why(run_engine, error, message):
-    """In one line, and a bug by its name."""
-    serve_engine, sent = run_engine(Mock(side_effect=error))
-    assert json.loads(sent) == {"op": "fatal", "message": message}
-    assert not serve_engine.called
 
 
 def test_an_engine_that_starts_gets_no_signals(monkeypatch):
