@@ -58,37 +58,6 @@ def watched(house):
     return Watched(house)
 
 
-def test_the_numbers_of_one_request(house, watched):
-    """First token after 3 s, two more 0.5 s later (0.25 s each), the last after another second."""
-    house.ask("abcde", max_tokens=40)
-    house.clock.run(3)
-    house.engine.step(b"x")
-    watched.expect(
-        """\
-generation_tokens 1
-prompt_tokens 5
-time_to_first_token_seconds_count 1 3
-"""
-    )
-    house.clock.run(0.5)
-    house.engine.step(b"yz")
-    watched.expect("generation_tokens 2\ninter_token_latency_seconds_count 1 0.25\n")
-    house.clock.run(1)
-    house.engine.step(b"!", "length")
-    watched.expect(
-        """\
-e2e_request_latency_seconds_count 1 4.5
-generation_tokens 1
-inter_token_latency_seconds_count 1 1
-request_decode_time_seconds_count 1 1.5
-request_generation_tokens_count 1 4
-request_max_num_generation_tokens_count 1 4
-request_prompt_tokens_count 1 5
-request_success:length 1
-"""
-    )
-
-
 def test_the_numbers_of_several_choices(house, watched):
     """
     A prompt counts once, lengths and times for each choice, the longest when all choices of a
