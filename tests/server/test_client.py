@@ -167,9 +167,6 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert end["error"]["message"] == "broken"
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
-    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"running": 5}}]
-    house.engine.say(*steps, step_of(house, "1", b"e"))
-    assert house.service.client.stats["running"] == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ log, a line a call.
 import json
 import re
 import sys
+from contextlib import ExitStack
 
 import pytest
 from wires import ASK, House
@@ -149,142 +150,136 @@ def test_a_key_file_that_others_can_read_is_reported(tmp_path, capsys):
 # Hosts and origins
 
 
-# Host, Origin, status; "-" is an empty header, "none" is no header
+# house, how it is called (KEY is GET with the key), path, Host, Origin -> status, the origin that may
+# read the answer; "-" is an empty header, "none" is no header
 CALLS = """
-localhost none 200
-LOCALHOST:8000 none 200
-127.0.0.1:1 none 200
-127.0.0.1 none 200
-[::1]:8000 none 200
-[::1] none 200
-10.0.0.7 none 200
-gpt.EXAMPLE:80 none 200
-gpt.local none 200
-gpt none 403
-evil.example none 403
-localhost.evil.example none 403
-1.2.3 none 403
-:80 none 403
-- none 403
-localhost: none 200
-[::ffff:10.0.0.7]:80 none 200
-[::1]evil.com none 403
-[::1]:80@evil.com none 403
-localhost:80@evil.com none 403
-me@localhost none 403
-localhost:80:80 none 403
-localhost:http none 403
-localhost/evil.com none 403
-localhost,evil.com none 403
-[::1%evil.com] none 403
-[127.0.0.1] none 403
-[localhost] none 403
-[::1 none 403
-::1 none 403
-localhost:8 http://localhost:8 200
-localhost:8 HTTP://LocalHost:8 200
-localhost:8 http://localhost:9 403
-localhost:8 http://localhost 403
-localhost:8 https://localhost:8 403
-localhost:8 http://127.0.0.1:8 403
-localhost:8 http://localhost:8.evil.example 403
-localhost:8 tauri://localhost 200
-localhost:8 tauri://localhost:8 403
-localhost:8 null 403
-localhost:8 - 403
-evil.example tauri://localhost 403
-gpt.example http://gpt.example 200
-gpt.example http://evilgpt.example 403
-gpt.example http://gpt.example.evil 403
-gpt.example http://a.gpt.example 403
-gpt.example gpt.example 403
+guarded GET/v1/models localhost none 200 none
+guarded GET/v1/models LOCALHOST:8000 none 200 none
+guarded GET/v1/models 127.0.0.1:1 none 200 none
+guarded GET/v1/models 127.0.0.1 none 200 none
+guarded GET/v1/models [::1]:8000 none 200 none
+guarded GET/v1/models [::1] none 200 none
+guarded GET/v1/models 10.0.0.7 none 200 none
+guarded GET/v1/models gpt.EXAMPLE:80 none 200 none
+guarded GET/v1/models gpt.local none 200 none
+guarded GET/v1/models gpt none 403 none
+guarded GET/v1/models evil.example none 403 none
+guarded GET/v1/models localhost.evil.example none 403 none
+guarded GET/v1/models 1.2.3 none 403 none
+guarded GET/v1/models :80 none 403 none
+guarded GET/v1/models - none 403 none
+guarded GET/v1/models localhost: none 200 none
+guarded GET/v1/models [::ffff:10.0.0.7]:80 none 200 none
+guarded GET/v1/models [::1]evil.com none 403 none
+guarded GET/v1/models [::1]:80@evil.com none 403 none
+guarded GET/v1/models localhost:80@evil.com none 403 none
+guarded GET/v1/models me@localhost none 403 none
+guarded GET/v1/models localhost:80:80 none 403 none
+guarded GET/v1/models localhost:http none 403 none
+guarded GET/v1/models localhost/evil.com none 403 none
+guarded GET/v1/models localhost,evil.com none 403 none
+guarded GET/v1/models [::1%evil.com] none 403 none
+guarded GET/v1/models [127.0.0.1] none 403 none
+guarded GET/v1/models [localhost] none 403 none
+guarded GET/v1/models [::1 none 403 none
+guarded GET/v1/models ::1 none 403 none
+guarded GET/v1/models localhost:8 http://localhost:8 200 none
+guarded GET/v1/models localhost:8 HTTP://LocalHost:8 200 none
+guarded GET/v1/models localhost:8 http://localhost:9 403 none
+guarded GET/v1/models localhost:8 http://localhost 403 none
+guarded GET/v1/models localhost:8 https://localhost:8 403 none
+guarded GET/v1/models localhost:8 http://127.0.0.1:8 403 none
+guarded GET/v1/models localhost:8 http://localhost:8.evil.example 403 none
+guarded GET/v1/models localhost:8 tauri://localhost 200 tauri://localhost
+guarded GET/v1/models localhost:8 tauri://localhost:8 403 none
+guarded GET/v1/models localhost:8 null 403 none
+guarded GET/v1/models localhost:8 - 403 none
+guarded GET/v1/models evil.example tauri://localhost 403 tauri://localhost
+guarded GET/v1/models gpt.example http://gpt.example 200 none
+guarded GET/v1/models gpt.example http://evilgpt.example 403 none
+guarded GET/v1/models gpt.example http://gpt.example.evil 403 none
+guarded GET/v1/models gpt.example http://a.gpt.example 403 none
+guarded GET/v1/models gpt.example gpt.example 403 none
+locked KEY/v1/models any.example none 200 none
+locked KEY/v1/models any.example http://any.example 200 none
+locked KEY/v1/models any.example http://evil.example 403 none
+locked GET/livez localhost http://evil.example 403 none
+locked OPTIONS/v1/completions localhost http://localhost:3000 200 http://localhost:3000
+locked KEY/v1/models localhost http://localhost:3000 200 http://localhost:3000
+locked OPTIONS/v1/completions localhost moz-extension://1f 200 moz-extension://1f
+locked KEY/v1/models localhost moz-extension://1f 200 moz-extension://1f
+locked OPTIONS/v1/completions localhost chrome-extension://abc 200 chrome-extension://abc
+locked KEY/v1/models localhost chrome-extension://abc 200 chrome-extension://abc
+locked OPTIONS/v1/completions localhost tauri://localhost 200 tauri://localhost
+locked KEY/v1/models localhost tauri://localhost 200 tauri://localhost
+locked OPTIONS/v1/completions localhost null 200 null
+locked KEY/v1/models localhost null 200 null
+locked GET/v1/models localhost null 401 null
+locked KEY/nowhere localhost null 404 null
+locked GET/v1/models localhost http://localhost:3001 403 none
+locked KEY/v1/models localhost http://localhost:3001 403 none
+locked OPTIONS/v1/models localhost http://localhost:3001 403 none
+locked GET/v1/models localhost https://localhost:3000 403 none
+locked KEY/v1/models localhost https://localhost:3000 403 none
+locked OPTIONS/v1/models localhost https://localhost:3000 403 none
+any GET/v1/models localhost http://any.example 200 *
+any GET/v1/models localhost null 200 *
+any GET/livez evil.example none 403 none
+plain GET/v1/models localhost http://localhost 200 none
+plain OPTIONS/v1/models localhost http://localhost 405 none
 """
-
-
-@pytest.fixture(scope="module")
-def guarded():
-    flags = ["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"]
-    with House("--host", "GPT.local", *flags) as house:
-        yield house
-
-
-@pytest.mark.parametrize("row", CALLS.strip().splitlines())
-def test_hosts_and_origins_are_checked(guarded, row):
-    """
-    A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
-    Origin. An origin is a scheme, a host and a port: each of them counts.
-    """
-    host, origin, status = row.split()
-    values = {"-": "", "none": None}
-    headers = {"Host": values.get(host, host), "Origin": values.get(origin, origin)}
-    answer = guarded.get("/v1/models", **headers)
-    assert answer.status == int(status)
-    if status == "403":
-        flag = "--allowed-hosts" if "Host" in answer.error["message"] else "--allowed-origins"
-        assert flag in answer.error["message"]
-
-
-def test_with_a_key_any_host_is_served_but_no_other_origin(locked):
-    """A browser that keeps a key must not lend it to another page."""
-    own = "http://any.example"
-    for origin, status in ((None, 200), (own, 200), ("http://evil.example", 403)):
-        answer = locked.get("/v1/models", Host="any.example", Origin=origin, **KEY)
-        assert answer.status == status
-    assert locked.get("/livez", Origin="http://evil.example").status == 403
-
-
+HOUSES = {"plain": [], "any": ["--allowed-origins", "*"], "guarded": ["--host", "GPT.local"]}
+HOUSES["guarded"] += ["--allowed-hosts", "GPT.example", "--allowed-origins", "tauri://localhost"]
 PREFLIGHT = {
     "Access_Control_Request_Method": "POST",
     "Access_Control_Request_Headers": "authorization,content-type",
 }
+CALLERS = {"GET": {}, "KEY": KEY, "OPTIONS": PREFLIGHT}
 
 
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_pages_of_allowed_origins_are_served(locked, origin):
+@pytest.fixture(scope="module")
+def houses(locked):
+    with ExitStack() as stack:
+        houses = {name: stack.enter_context(House(*flags)) for name, flags in HOUSES.items()}
+        yield houses | {"locked": locked}
+
+
+@pytest.mark.parametrize("row", CALLS.strip().splitlines())
+def test_hosts_and_origins_are_checked(houses, row):
     """
-    A browser first asks, without the key, and shows the page nothing that does not name its origin:
-    errors do too, so that it can say what was wrong.
+    A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
+    Origin. An origin is a scheme, a host and a port: each of them counts. With a key any host is
+    served, but no other origin: a browser that keeps a key must not lend it to another page. Errors
+    name an allowed origin, too, so that its page can say what was wrong.
     """
-    asked = locked.call("/v1/completions", method="OPTIONS", Origin=origin, **PREFLIGHT).answer
-    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, origin)
+    name, call, host, origin, status, reader = row.split()
+    method, path = call.split("/", 1)
+    values = {"-": "", "none": None}
+    headers = {"Host": values.get(host, host), "Origin": values.get(origin, origin)}
+    method, headers = method.replace("KEY", "GET"), headers | CALLERS[method]
+    answer = houses[name].call(f"/{path}", method=method, **headers).answer
+    assert answer.status == int(status)
+    assert answer.headers.get("access-control-allow-origin", "none") == reader
+    assert (reader != "none") == ("access-control" in str(answer.headers))
+    if status == "403":
+        message = answer.error["message"]
+        hint = "--allowed-hosts" if "Host" in message else "--allowed-origins {Origin} would"
+        assert hint.format(**headers) in message
+
+
+def test_pages_of_allowed_origins_are_served(locked):
+    """A browser first asks, without the key."""
+    asked = locked.call("/tokenize", method="OPTIONS", Origin="null", **PREFLIGHT).answer
     assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in asked.headers["access-control-allow-methods"]
     assert asked.headers["x-request-id"]
-    shared = {"access-control-allow-origin": origin, "vary": "Origin"}
-    shared["access-control-expose-headers"] = "x-request-id, retry-after, x-unheld-tools"
     body = {"prompt": "ab", "max_tokens": 9, "stream": True}
-    for status, path, key in (200, "/v1/completions", KEY), (401, "/metrics", {}), (404, "/x", KEY):
-        caller = locked.call(path, body, Origin=origin, **key)
-        locked.engine.step(b"x", "length")
-        answer = caller.answer
-        assert (answer.status, answer.headers) == (status, answer.headers | shared)
-        caller.hang_up()
-
-
-@pytest.mark.parametrize("origin", ["http://localhost:3001", "https://localhost:3000"])
-def test_pages_of_other_origins_learn_of_the_flag(locked, origin):
-    for method, headers in (("GET", {}), ("OPTIONS", PREFLIGHT), ("GET", KEY)):
-        answer = locked.call("/v1/models", method=method, Origin=origin, **headers).answer
-        assert answer.status == 403
-        assert "access-control-allow-origin" not in answer.headers
-        assert f"--allowed-origins {origin} would" in answer.error["message"]
-
-
-def test_any_origin_may_be_allowed():
-    with House("--allowed-origins", "*") as house:
-        for origin in ("http://any.example", "null"):
-            answer = house.get("/v1/models", Origin=origin)
-            assert (answer.status, answer.headers["access-control-allow-origin"]) == (200, "*")
-        assert house.get("/livez", Host="evil.example").status == 403
-
-
-def test_without_the_flag_no_header_is_about_origins():
-    with House() as house:
-        answer = house.get("/v1/models", Origin="http://localhost")
-        assert answer.status == 200
-        assert not any(name.startswith("access-control") for name in answer.headers)
-        asked = house.call("/v1/models", method="OPTIONS", Origin="http://localhost", **PREFLIGHT)
-        assert asked.status == 405
+    caller = locked.call("/v1/completions", body, Origin="null", **KEY)
+    locked.engine.step(b"x", "length")
+    headers = caller.answer.headers
+    assert headers["vary"] == "Origin"
+    readable = "x-request-id, retry-after, x-unheld-tools"
+    assert headers["access-control-expose-headers"] == readable
 
 
 # --------------------------------------------------------------------------------------------------
