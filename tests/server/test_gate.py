@@ -150,8 +150,8 @@ def test_a_key_file_that_others_can_read_is_reported(tmp_path, capsys):
 # Hosts and origins
 
 
-# house, how it is called (KEY is GET with the key), path, Host, Origin -> status, the origin that may
-# read the answer; "-" is an empty header, "none" is no header
+# house, how it is called (KEY is GET with the key), path, Host, Origin -> status, the origin that
+# may read the answer; "-" is an empty header, "none" is no header
 CALLS = """
 guarded GET/v1/models localhost none 200 none
 guarded GET/v1/models LOCALHOST:8000 none 200 none
