@@ -546,7 +546,7 @@ def test_what_is_asked_of_the_engine(kind, fields, expected):
     assert [length, body.num_prompt_logprobs, body.num_scores(5, limit)] == expected
 
 
-# With a vocabulary of 5, whose end of text is 4. `limit` is the model's context, `prompt` is tokens.
+# With a vocabulary of 5, whose end of text is 4. `limit` is the context, `prompt` has tokens.
 # Refusals were errors of ours once: all tokens forbidden; and 183 MB of JSON, which took 21 s in
 # which /livez was silent.
 LIMITS = """
