@@ -14,9 +14,9 @@ from common import FOREIGN, add_flag, announce, plural
 PARSERS = {"serve": serve.parse_args, "train": train.build_parser().parse_args}
 PARSERS["bench"] = build_parser("", bench.COMMANDS, bench.FLAGS).parse_args
 
-# the command, what is typed -> how the first line ends ("..." stands for more words). The rows after
-# the empty one have flags of nanoGPT, transformers, vLLM, SGLang or llama.cpp: by spelling
-# --max_iters was "did you mean --minutes?", --lr --n_layer, --ctx-size other.
+# the command, what is typed -> how the first line ends ("..." stands for more words). Behind the
+# empty row are flags of nanoGPT, transformers, vLLM, SGLang and llama.cpp: by spelling --max_iters
+# was "did you mean --minutes?", --lr --n_layer, --ctx-size other.
 WRONG = """
 serve --porte 3 -> unrecognized arguments: --porte; did you mean --port?
 serve --kv_blocks=3 -> unrecognized arguments: --kv_blocks=3; did you mean --kv-blocks?
