@@ -74,14 +74,12 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
     return chunks
 
 
-def rows(table: str, end="\n") -> list[tuple]:
+def rows(table: str, end="\n"):
     """(fields, tokens, how the engine ends them, what is expected) of each row."""
-    form = r"({.*}) (\[[0-9, ]+\]) (\w+) ->\s(.*)"
-    parts = [re.fullmatch(form, row, re.DOTALL).groups() for row in table.strip().split(end)]
-    return [
-        (json.loads(fields), json.loads(tokens), reason, json.loads(expected))
-        for fields, tokens, reason, expected in parts
-    ]
+    for row in table.strip().split(end):
+        form = r"({.*}) (\[[0-9, ]+\]) (\w+) ->\s(.*)"
+        fields, tokens, reason, expected = re.fullmatch(form, row, re.DOTALL).groups()
+        yield json.loads(fields), json.loads(tokens), reason, json.loads(expected)
 
 
 # fields, tokens, how the engine ends them -> the text, finish_reason, stop_reason, tokens that
@@ -116,7 +114,7 @@ TEXTS = """
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("fields, tokens, reason, expected", rows(TEXTS))
+@pytest.mark.parametrize("fields, tokens, reason, expected", [*rows(TEXTS)])
 def test_the_text_of_an_answer(fields, tokens, reason, expected):
     for kind in LEAST if fields.keys().isdisjoint({"prompt", "echo"}) else [CompletionRequest]:
         choice = choice_of(kind(**LEAST[kind] | fields), fields.get("prompt", [120]))
@@ -157,7 +155,7 @@ LOGPROBS = r"""
 """
 
 
-@pytest.mark.parametrize("fields, tokens, reason, expected", rows(LOGPROBS, "\n\n"))
+@pytest.mark.parametrize("fields, tokens, reason, expected", [*rows(LOGPROBS, "\n\n")])
 def test_log_probabilities(fields, tokens, reason, expected):
     body = (ChatRequest if "messages" in fields else CompletionRequest)(**fields)
     (chunk,) = give(choice_of(body, fields.get("prompt", [120])), tokens, reason)

@@ -38,23 +38,19 @@ def aborted(house) -> list[str]:
 # How much at once
 
 
-class Held:
-    """A service whose prompts are not encoded until `release`."""
+def hold_prompts(house: House) -> tuple[asyncio.Event, list]:
+    """Have no prompt encoded until the event is set; the list has calls that came so far."""
+    release = asyncio.Event()
+    asked = []
+    encode = house.service.encode
 
-    def __init__(self, house: House):
-        self.house = house
-        self.gate = asyncio.Event()
-        self.num_asked = 0
-        self.encode = house.service.encode
-        house.service.encode = self.wait
+    async def wait(*call):
+        asked.append(call)
+        await release.wait()
+        return await encode(*call)
 
-    async def wait(self, *call):
-        self.num_asked += 1
-        await self.gate.wait()
-        return await self.encode(*call)
-
-    def release(self):
-        self.house.clock.do(self.gate.set)
+    house.service.encode = wait
+    return release, asked
 
 
 @STREAMED
@@ -65,11 +61,11 @@ def test_a_burst_does_not_pass_the_queue(stream):
     ever fit is a 400, as it is no use to try again: see test_paths.py.)
     """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
-        held = Held(house)
+        release, asked = hold_prompts(house)
         callers = [house.ask(["a"] * n, stream=stream) for n in (1, 2, 1, 2, 1, 1)]
-        assert held.num_asked == 6
+        assert len(asked) == 6
         assert not house.choices
-        held.release()
+        house.clock.do(release.set)
         refusals = [caller.refusal for caller in callers if caller.said]
         words = "in work: at most 5 are taken, try again later"
         assert refusals == [
@@ -78,7 +74,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
         ]
         assert len(house.choices) == 2 + 3
         assert house.ask(n=2).status == 429
-        assert held.num_asked == 6
+        assert len(asked) == 6
         house.engine.step({"0": b"x"}, "length")
         house.ask()
         assert len(house.choices) == 5
@@ -335,7 +331,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
     waiting, stream, half = house.ask(), house.ask(stream=True), house.connect()
     house.engine.step({"1": b"x"})
     half.send(ASK[:-3])
-    Held(house)
+    hold_prompts(house)
     encoded = house.ask()
     for task in list(house.state.tasks):
         task.cancel()
@@ -485,10 +481,10 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     second death the server ends.
     """
     callers = [house.ask(), house.ask(stream=True)]
-    held = Held(house)
+    release, _ = hold_prompts(house)
     encoded = house.ask()
     house.engine.die()
-    held.release()
+    house.clock.do(release.set)
     reason = "the engine stopped unexpectedly, a new one is starting"
     assert [caller.refusal for caller in callers] == [(500, "engine_dead", reason)] * 2
     restarting = (503, "restarting", f"the server is restarting: {reason}")

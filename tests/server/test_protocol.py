@@ -615,12 +615,3 @@ def test_the_shape_of_errors(status, kind):
     """Client libraries make exceptions of status and type, and some try again."""
     error = {"message": "no", "type": kind, "param": "n", "code": "why"}
     assert json.loads(error_body(ApiError(status, "no", "n", "why"))) == {"error": error}
-
-
-def test_the_log_quotes_no_value():
-    """A value in a refusal may be a client's text: the log has the code, or the words before it."""
-    reason = "n: Input should be a valid integer"
-    assert ApiError(400, f"{reason}, got 'my secret'").reason == reason
-    assert ApiError(400, "no: my secret", logged="no").reason == "no"
-    assert ApiError(404, "no", "model", "model_not_found").reason == "model_not_found"
-    assert ApiError(400, "x" * 1000).reason == "x" * 200
