@@ -185,7 +185,7 @@ def test_the_server_answers_during_an_attack(server, name):
     """
     path, fields, count, status = ATTACKS[name]
     body = json.dumps(fields, ensure_ascii=False).encode()
-    call = {"content": body, "headers": {"Content-Type": "application/json"}, "timeout": 60}
+    call = {"content": body, "headers": {"Content-Type": "application/json"}, "timeout": 300}
     seconds = []  # that the HTTP process has computed while each answer was waited for
     with ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(httpx.post, server.url + path, **call) for _ in range(count)]
