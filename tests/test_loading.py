@@ -7,7 +7,6 @@ import io
 import os
 import subprocess
 import sys
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 
@@ -26,7 +25,7 @@ from model import GPT, GPTConfig
 from ops import packed
 from ops.choice import choose_ops
 from ops.packed import Bf16Linear
-from params import SamplingParams, Settings
+from params import Settings
 
 ROOT = Path(__file__).parents[1]
 
@@ -131,54 +130,42 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
     convert = partial(packed_if_it_fits, settings, "cpu")
     plain = load_checkpoint(tmp_path, dtype=DTYPES[dtype])
     model = load_checkpoint(tmp_path, dtype=DTYPES[dtype], convert=convert)
-    params = SamplingParams(temperature=0, max_tokens=9)
-    engines = [Engine(given, settings) for given in (plain, model)]
-    answers = [engine.generate([[1, 2, 3]], params, progress=False) for engine in engines]
-    assert answers[0] == answers[1]
-    expected, ours = (dense_state(engine.device.model) for engine in engines)
-    assert same_state(ours, expected)
-    assert engines[1].weights.endswith(f"({str(model.wte.weight.dtype)[6:]})")
-    served = engines[1].device.model
+    expected, ours = (Engine(given, settings) for given in (plain, model))
+    served, other = ours.device.model.state_dict(), expected.device.model.state_dict()
+    assert served.keys() == other.keys()
+    for name, weight in served.items():
+        assert weight.dtype == other[name].dtype
+        assert torch.equal(*(w.to_dense() if w.is_mkldnn else w for w in (weight, other[name])))
+    assert ours.weights.endswith(f"({str(model.wte.weight.dtype)[6:]})")
     for name, weight in model.named_parameters():
         if weight.ndim > 1 and not weight.is_mkldnn and weight.dtype != torch.bfloat16:
-            assert served.get_parameter(name).data_ptr() == weight.data_ptr()
+            assert served[name].data_ptr() == weight.data_ptr()
     if quantize == "int8":
-        assert {w.dtype for w in model.parameters() if w.ndim == 2} >= {torch.int8}
-        is_tied = model.config.tied
-        assert (model.lm_head.weight is model.wte.weight) == is_tied
-
-
-def dense_state(model: GPT) -> dict:
-    state = model.state_dict()
-    return {name: w.to_dense() if w.is_mkldnn else w for name, w in state.items()}
-
-
-def same_state(ours: dict, theirs: dict) -> bool:
-    assert ours.keys() == theirs.keys()
-    return all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+        assert torch.int8 in {weight.dtype for weight in model.parameters()}
+        assert (model.lm_head.weight is model.wte.weight) == model.config.tied
 
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
 def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     """Would catch: all loaded first, and packed by the engine; or packed twice."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    events = []
+    given = []
     give = checkpoint.give
-    monkeypatch.setattr(checkpoint, "give", lambda *a: events.append("give") or give(*a))
+    monkeypatch.setattr(checkpoint, "give", lambda *call: given.append(call) or give(*call))
+    filled = {}  # by layer: how many weights and biases had been given before
     for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
 
         def record(layer, weight, fill=kind.fill):
-            events.append(layer)
+            assert layer not in filled
+            filled[layer] = len(given)
             fill(layer, weight)
 
         monkeypatch.setattr(kind, "fill", record)
     flags = ["--model", str(tmp_path), "--device", "cpu", "--quantize", quantize]
-    flags += ["--dtype", dtype]
-    serve.build_engine(serve.parse_args(flags))
-    layers = [layer for layer in events if layer != "give"]
-    assert len(layers) == len({*layers}) == 13 + (quantize == "int8")  # the embedding, too
-    assert events.index(layers[0]) <= 3  # the embedding, a norm, c_attn
-    assert events[-1] == layers[-1]
+    serve.build_engine(serve.parse_args([*flags, "--dtype", dtype]))
+    assert len(filled) == 13 + (quantize == "int8")  # the embedding, too
+    first, *_, last = filled.values()
+    assert (first <= 3, last) == (True, len(given))  # after the embedding, a norm, c_attn
 
 
 MEASURE = """
@@ -187,6 +174,7 @@ import torch
 from checkpoint import load_checkpoint
 from ops import packed
 layer = getattr(packed, sys.argv[3], None)
+packed.ARENA = 2**24  # of which there are several
 dtype = getattr(torch, sys.argv[4], torch.int8)
 how = {"convert": lambda model: packed.converted(model, sys.argv[4], layer)}
 how = {"dtype": dtype} if dtype.is_floating_point else how
@@ -223,7 +211,7 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
         ("PanelLinear", "int8"),
     ],
 )
-@pytest.mark.quick("PanelLinear-int8", "-float32")
+@pytest.mark.quick("PanelLinear-int8")
 def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     """
     In anonymous memory: at the peak the loaded weights and the largest matrix in fp32, then they
@@ -231,7 +219,7 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     first; temporaries as large as a matrix; and torch's compiler imported, which takes more than a
     second. Arrays are mapped one by one, so that those that are freed do not count.
     """
-    fields = SHAPE | {"n_layer": 6, "n_embd": 1024, "vocab_size": 9_000}
+    fields = SHAPE | {"n_layer": 10, "n_embd": 512, "vocab_size": 9_000}
     save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
     save_checkpoint(random_model(), tmp_path / "tiny")
     folders = [tmp_path / "large", tmp_path / "tiny"]
@@ -246,9 +234,9 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     )
     *sizes, is_without_compiler = done.stdout.split()
     peak, after, size = map(int, sizes)
-    head = 9000 * 1024
+    head = 9000 * 512
     parameters = size / {"int8": 1, "bfloat16": 2}.get(kind, 4)
-    assert 84e6 < parameters < 86e6
+    assert 36e6 < parameters < 37e6
     assert 0.9 * size < after <= size + 2**23
     assert peak <= size + 4 * head + 2**23
     assert is_without_compiler == "True"
@@ -316,6 +304,3 @@ def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
         is_matrix = "c_" in name or "head" in name
         assert weight.dtype == (torch.bfloat16 if is_matrix else torch.float32)
         assert not weight.requires_grad
-    exact = deepcopy(model).float()(tokens)[0]
-    error = (served(tokens)[0] - exact).abs().max()
-    assert error <= (before - exact).abs().max() + 1e-5

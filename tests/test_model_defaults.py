@@ -6,12 +6,10 @@ never against it. (vLLM's users lost their own temperature to it, others' never 
 import json
 
 import pytest
-from test_protocol import HELLO, parse
 from wires import House
 
 import serve
-from params import RANGES, TAKEN, model_defaults
-from server.protocol import ChatRequest, CompletionRequest, TokenizeRequest
+from params import TAKEN, model_defaults
 
 ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
 IDS = {"eos_token_id": [2, 5], "_from_model_config": True, "do_sample": True, "num_beams": 4}
@@ -51,18 +49,13 @@ def test_what_vllm_takes_is_taken(folder, saved, taken):
     assert note.startswith(start) if taken else note == ""
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_values_out_of_range_are_refused(folder, name):
-    ours = TAKEN[name]
-    for value in (99 if name == "temperature" else -2, float("nan")):
-        with pytest.raises(ValueError) as raised:
-            model_defaults(folder({name: value}))
-        wanted = f"{ours} is {value!r}; it must be {RANGES[ours].wanted}: correct it"
-        assert f"config.json: {wanted}" in str(raised.value)
+BROKEN = ["", "{", "[]", "5", "null", "[" * 100_000, '"\\ud800']
+BROKEN += ['{"temperature": 99}', '{"top_k": -2}', '{"top_p": NaN}', '{"max_new_tokens": -2}']
 
 
-@pytest.mark.parametrize("broken", ["", "{", "[]", "5", "null", "[" * 100_000, '"\\ud800'])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_file_is_refused(folder, broken):
+    """Values out of their range, too: see test_the_defaults_are_printed_once."""
     place = folder(broken)
     with pytest.raises(ValueError, match=r"generation_config\.json: .*config vllm$"):
         model_defaults(place)
@@ -110,51 +103,13 @@ def test_the_defaults_are_printed_once(folder, capfd):
 # Over HTTP
 
 
-def test_a_request_goes_before_them():
-    """Down to a 0, and to vLLM's own defaults; null is not given."""
-    for kind, own in (CompletionRequest, {"prompt": "p"}), (ChatRequest, {"messages": HELLO}):
-        for name, value in ALL.items():
-            neutral = {"temperature": 0, "top_k": 0, "min_p": 0}.get(name, 1)
-            for fields, taken in ({}, value), ({name: None}, value), ({name: neutral}, neutral):
-                body = kind.model_validate(own | fields, context=ALL)
-                assert getattr(body, name) == taken
-                assert body.sampling_params(1, 99)[name] == taken
-    assert TokenizeRequest.model_validate({"prompt": "p"}, context=ALL).prompt == "p"
-    with pytest.raises(ValueError, match="must be a string"):
-        CompletionRequest.model_validate({"prompt": 5}, context=ALL)
-
-
-LENGTHS = [({}, 30), ({"max_tokens": None}, 30), ({"max_tokens": 50}, 50), ({"max_tokens": 3}, 3)]
-LENGTHS += [({"max_completion_tokens": 50}, 50), ({"min_tokens": 40}, 40)]
-
-
-@pytest.mark.parametrize(("fields", "length"), LENGTHS)
-def test_the_length_of_a_chat(fields, length):
-    """The file's is a default, no limit for what is asked for; in a full context it is less."""
-    chat = ChatRequest.model_validate({"messages": HELLO} | fields, context={"max_tokens": 30})
-    chat.check_fits([[1] * 50], 300, 100)
-    assert chat.sampling_params(50, 100)["max_tokens"] == length
-    if length == 30:
-        chat.check_fits([[1] * 90], 300, 100)
-        assert chat.sampling_params(90, 100)["max_tokens"] == 10
-
-
-def test_the_length_of_a_completion_is_openais():
-    """In vLLM, too, the 16 of a request that names none goes before the file."""
-    body = CompletionRequest.model_validate({"prompt": "p"}, context={"max_tokens": 30})
-    assert body.sampling_params(1, 99)["max_tokens"] == parse().max_tokens == 16
-
-
 def test_a_server_has_them(folder, capfd):
-    """The engine gets them, and the log has them."""
+    """The engine gets them, and the log has them, but for those that the request has itself."""
     place = folder(ALL | {"max_new_tokens": 30})
     with House("--generation-config", place, "--log-requests") as house:
         house.ask(temperature=0)
-        house.ask(top_k=0)
-        first, second = [message["params"] for message in house.engine.of("add")]
-    assert first == first | ALL | {"temperature": 0, "max_tokens": 4}
-    assert second == second | ALL | {"top_k": 0}
-    logged = [json.loads(line) for line in capfd.readouterr().err.splitlines() if "{" in line]
-    one, other = (line for line in logged if line["event"] == "request")
-    assert one == one | ALL | {"temperature": 0}
-    assert other == other | ALL | {"top_k": 0}
+    params = house.engine.added["params"]
+    assert params == params | ALL | {"temperature": 0, "max_tokens": 4}
+    (logged,) = [line for line in capfd.readouterr().err.splitlines() if '"request"' in line]
+    logged = json.loads(logged)
+    assert logged == logged | ALL | {"temperature": 0}

@@ -5,8 +5,6 @@ refused.
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -73,12 +71,6 @@ def test_other_fields_have_their_type(name):
     for value in WRONG[name]:
         assert refusal(**{name: value}).startswith(f"{name} is {value!r}; it must be ")
     SamplingParams(min_tokens=16, stop_token_ids=[5], ignore_eos=True, logit_bias={1: 100, 2: -100})
-
-
-def test_the_http_process_can_import_the_parameters():
-    """torch takes a second and 200 MB, in the HTTP process."""
-    code = "import params, sys; print(*sys.modules.keys() & {'torch', 'numpy', 'pydantic'})"
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == ""
 
 
 @pytest.mark.parametrize("token", [13, -1])

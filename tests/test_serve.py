@@ -4,10 +4,10 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from browser import save_random_model
 from processes import ROOT, python
 
 import serve
@@ -20,48 +20,49 @@ def test_answers_do_not_wait_for_acknowledgements():
     """
     A listening socket that did not name its protocol made asyncio leave Nagle's algorithm on:
     header and body went out in two writes, and the second waited up to 40 ms for the client to
-    acknowledge the first.
+    acknowledge the first. And all addresses are those of IPv4, too.
     """
+    host = "::" if socket.has_dualstack_ipv6() else "127.0.0.1"
+    args = serve.parse_args(["--host", host, "--port", "0", "--allow-remote"])
     with (
-        serve.listen(serve.parse_args(["--port", "0"])) as sock,
-        socket.create_connection(sock.getsockname()),
+        serve.listen(args) as sock,
+        socket.create_connection(("127.0.0.1", sock.getsockname()[1])),
     ):
         accepted, _ = sock.accept()
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         accepted.close()
 
 
-def test_a_port_in_use_is_reported():
-    """The address once, and not the system's number of the error."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit) as end:
-        port = taken.getsockname()[1]
-        serve.listen(serve.parse_args(["--port", str(port)]))
-    assert end.value.code == (
-        f"cannot listen at 127.0.0.1:{port}: Address already in use; stop what is there, or choose "
-        "another --port"
-    )
-
-
-MODELS = {  # files of a directory -> what is said of it
-    "none": ([], "no model in DIR: tokenizer.json is missing"),
-    "no config": (["tokenizer.json"], "no model in DIR: config.json is missing"),
-    "a GGUF": (["x.gguf"], "GGUF is llama.cpp's"),
-    "whole": (["tokenizer.json", "config.json"], "cannot listen at"),
+LOADED = "cannot listen at 127.0.0.1:PORT: Address already in use; stop what is there, or choose "
+MODELS = {  # files of a directory -> what is said of it, before a port in use
+    "": "no model in DIR: tokenizer.json is missing",
+    "tokenizer.json": "no model in DIR: config.json is missing",
+    "x.gguf": "GGUF is llama.cpp's",
+    "tokenizer.json config.json": f"{LOADED}another --port$",
 }
 
 
-@pytest.mark.parametrize("case", MODELS)
-def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, case):
-    """The wrong name was reported when another port had been found."""
-    names, said = MODELS[case]
-    for name in names:
+@pytest.mark.parametrize("files", MODELS)
+def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, files):
+    """
+    The wrong name was reported when another port had been found. Of the port the address is said
+    once, and not the system's number of the error.
+    """
+    for name in files.split():
         (tmp_path / name).write_text("{}")
     monkeypatch.setattr(serve.signal, "signal", Mock())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         args = serve.parse_args(["--model", str(tmp_path), "--port", port])
-        with pytest.raises((ValueError, SystemExit), match=said.replace("DIR", str(tmp_path))):
+        words = "^" + MODELS[files].replace("DIR", str(tmp_path)).replace("PORT", port)
+        with pytest.raises((ValueError, SystemExit), match=words):
             serve.serve_http(args)
+
+
+def test_sigterm_while_it_starts_is_no_failure():
+    """Until the event loop ran, the signal killed the process."""
+    code = "import serve; serve.check_model = lambda name: serve.signal.raise_signal(15)"
+    assert python(f"{code}; serve.main(['--port', '0'])").returncode == 0
 
 
 HOSTS = {  # what is typed -> the refusal, or none
@@ -91,34 +92,19 @@ def test_the_greeting_has_an_address_to_open():
         assert base_url(Mock(**{"getsockname.return_value": (host, 80)})) == f"http://{name}:80"
 
 
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-def test_all_addresses_are_those_of_ipv4_too():
-    with serve.listen(serve.parse_args(["--host", "::", "--port", "0", "--allow-remote"])) as sock:
-        socket.create_connection(("127.0.0.1", sock.getsockname()[1])).close()
+MODES = [(serve, "serve_http", "--port=0"), (terminal, "run", "--chat")]
+ENDS = [(None, None), ("a message", "a message"), (KeyboardInterrupt(), "interrupted")]
+ENDS += [(ValueError("v"), "v"), (RuntimeError("r"), "r"), (OSError("o"), "o")]
 
 
-def test_a_key_on_the_command_line_goes_before_the_environments(monkeypatch):
-    monkeypatch.setenv(serve.KEY_VARIABLE, " of the environment\n")
-    assert serve.api_keys(serve.parse_args(["--api-key", "of the command"])) == ["of the command"]
-    assert serve.api_keys(serve.parse_args([])) == ["of the environment"]
-
-
-ENDS = [None, "a message", ValueError("v"), RuntimeError("r"), OSError("o"), KeyboardInterrupt()]
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_each_mode_runs_and_its_message_becomes_the_exit_status(monkeypatch, end):
+@pytest.mark.parametrize("module, name, typed", MODES)
+@pytest.mark.parametrize("end, message", ENDS)
+def test_a_modes_message_becomes_the_exit_status(monkeypatch, module, name, typed, end, message):
     """One message, never a traceback, for what a user can change."""
-    run = Mock(side_effect=end) if isinstance(end, BaseException) else Mock(return_value=end)
-    message = "interrupted" if isinstance(end, KeyboardInterrupt) else end and str(end)
-    for module, name, typed in ((serve, "serve_http", "--port=0"), (terminal, "run", "--chat")):
-        run.reset_mock()
-        monkeypatch.setattr(module, name, run)
-        with pytest.raises(SystemExit) as ended:
-            serve.main([typed])
-        monkeypatch.undo()
-        assert ended.value.code == message
-        assert run.call_count == 1
+    monkeypatch.setattr(module, name, Mock(side_effect=[end]))
+    with pytest.raises(SystemExit) as ended:
+        serve.main([typed])
+    assert ended.value.code == message
 
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
@@ -133,10 +119,19 @@ def test_variables_that_torch_reads_are_set_before_it_is_loaded(monkeypatch, own
     assert os.environ == values
 
 
-def with_first(folder: Path) -> dict:
-    """An environment in which Python looks for modules there first."""
-    paths = filter(None, [str(folder), os.environ.get("PYTHONPATH")])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+@pytest.fixture
+def start(tmp_path):
+    """Runs a command whose MODEL is tmp_path, where Python looks for modules first."""
+    bpe_tokenizer([]).save(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+
+    def run(command: str, *options: str) -> subprocess.CompletedProcess:
+        words = [sys.executable, *options, *command.replace("MODEL", str(tmp_path)).split()]
+        how = {"capture_output": True, "text": True, "timeout": 60}
+        return subprocess.run(words, cwd=ROOT, env=environment, **how)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -149,19 +144,10 @@ def with_first(folder: Path) -> dict:
         "walkthrough.py",
     ],
 )
-def test_a_first_line_comes_before_torch(command, tmp_path):
+def test_a_first_line_comes_before_torch(command, start, tmp_path):
     """To import torch takes ten seconds on a busy machine, in which nothing was to be seen."""
-    bpe_tokenizer([]).save(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
-    done = subprocess.run(
-        [sys.executable, *command.replace("MODEL", str(tmp_path)).split()],
-        cwd=ROOT,
-        env=with_first(tmp_path),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = start(command)
     first, second = done.stderr.splitlines()[:2]
     assert first in (f"loading {tmp_path} ..", "loading torch ..")
     assert second == "torch is imported"
@@ -171,17 +157,17 @@ def test_a_first_line_comes_before_torch(command, tmp_path):
 HTTP = ["orjson", "starlette", "uvicorn", "httptools", "pydantic", "prometheus_client"]
 HTTP += ["llguidance"]
 MODEL = ["tokenizers", "torch", "numpy", "safetensors", "jinja2", "tqdm", "tiktoken", "triton"]
-NOT_NEEDED = {  # modules -> packages that they run without
-    "serve, flags": HTTP + MODEL,
-    # of train.py, test_paged.py and `serve.py --prompt`
-    "train, test_paged, engine.engine, server.text, server.terminal": HTTP,
+NOT_NEEDED = {  # code -> packages that it runs without
+    "import serve, flags": HTTP + MODEL,
+    "import train, test_paged, serve; serve.main(['--prompt', 'x', '--model', 'DIR'])": HTTP,
 }
 
 
-@pytest.mark.parametrize("modules", NOT_NEEDED)
-def test_packages_that_are_not_needed(modules):
-    packages = NOT_NEEDED[modules]
-    done = python(f"import sys; sys.modules |= dict.fromkeys({packages}); import {modules}")
+@pytest.mark.parametrize("code", NOT_NEEDED)
+def test_packages_that_are_not_needed(code, tmp_path):
+    save_random_model(tmp_path)
+    absent = f"import sys; sys.modules |= dict.fromkeys({NOT_NEEDED[code]})"
+    done = python(f"{absent}; {code.replace('DIR', str(tmp_path))}")
     assert done.returncode == 0, done.stderr
 
 
@@ -213,13 +199,17 @@ def assert_one_line(done: subprocess.CompletedProcess, package: str):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_without_the_virtual_environment_one_line_says_what_to_do(command):
+def test_without_the_virtual_environment_one_line_says_what_to_do(command, start):
     """Each command ended in a traceback when the environment was not active."""
-    program, *flags = command.split()
-    bare = [sys.executable, "-S", "-E", str(ROOT / program), *flags]
-    done = subprocess.run(bare, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = start(command, "-S", "-E")
     assert_one_line(done, COMMANDS[command])
     assert not done.stdout
+
+
+def test_a_missing_package_of_the_engine_is_one_line(start, tmp_path):
+    """The engine's process imports them; the HTTP process, which needs none, prints it."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
+    assert_one_line(start("serve.py --port 0 --model MODEL"), "torch")
 
 
 NO_COMMANDS = {
@@ -230,41 +220,21 @@ NO_COMMANDS = {
 
 
 @pytest.mark.parametrize("file", NO_COMMANDS)
-def test_what_is_no_command_says_so(file, tmp_path):
+def test_what_is_no_command_says_so(file, start):
     """They ended in a traceback: `common` is not beside them."""
-    command = [sys.executable, ROOT / file]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert NO_COMMANDS[file] in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    (line,) = start(file).stderr.splitlines()
+    assert NO_COMMANDS[file] in line
 
 
-def test_control_c_while_modules_are_imported_is_one_line(tmp_path):
+def test_control_c_while_modules_are_imported_is_one_line(start, tmp_path):
     """In the first 0.3 s there was a traceback."""
     (tmp_path / "asyncio.py").write_text("raise KeyboardInterrupt")
-    command = [sys.executable, "serve.py"]
-    where = {"cwd": ROOT, "env": with_first(tmp_path)}
-    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
-    assert done.stderr == "interrupted\n"
+    assert start("serve.py").stderr == "interrupted\n"
 
 
 def test_an_error_of_another_kind_keeps_its_traceback():
-    """It is a bug, and the traceback says where. Ctrl-C while torch is imported is none."""
-    code = "from common import end_with_one_line as f; f(); import json; json.loads('')"
-    done = python(code)
+    """It is a bug, and the traceback says where."""
+    done = python("from common import end_with_one_line as f; f(); import json; json.loads('')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr
     assert "JSONDecodeError" in done.stderr
-    done = python("from common import end_with_one_line as f; f(); raise KeyboardInterrupt")
-    assert done.returncode
-    assert done.stderr == "interrupted\n"
-
-
-def test_a_missing_package_of_the_engine_is_one_line(tmp_path):
-    """The engine's process imports them; the HTTP process, which needs none, prints it."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
-    bpe_tokenizer([]).save(tmp_path)
-    (tmp_path / "config.json").write_text("{}")
-    command = [sys.executable, "serve.py", "--port", "0", "--model", str(tmp_path)]
-    where = {"cwd": ROOT, "env": with_first(tmp_path)}
-    done = subprocess.run(command, **where, capture_output=True, text=True, timeout=60)
-    assert_one_line(done, "torch")

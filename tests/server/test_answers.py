@@ -22,8 +22,6 @@ TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
 END = 256
 HELLO = [{"role": "user", "content": "x"}]
 LEAST = {CompletionRequest: {"prompt": "x"}, ChatRequest: {"messages": HELLO}}
-USAGE = {"include_usage": True, "continuous_usage_stats": True}
-IN_CHUNKS = {"stream": True, "stream_options": USAGE}
 
 
 def choice_of(body, prompt: list[int]) -> Choice:
@@ -76,6 +74,14 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
     return chunks
 
 
+def rows(table: str, end="\n"):
+    """(fields, tokens, how the engine ends them, what is expected) of each row."""
+    for row in table.strip().split(end):
+        form = r"({.*}) (\[[0-9, ]+\]) (\w+) ->\s(.*)"
+        fields, tokens, reason, expected = re.fullmatch(form, row, re.DOTALL).groups()
+        yield json.loads(fields), json.loads(tokens), reason, json.loads(expected)
+
+
 # fields, tokens, how the engine ends them -> the text, finish_reason, stop_reason, tokens that
 # count. é is the two tokens 195 and 169, 255 is no character.
 TEXTS = """
@@ -108,38 +114,35 @@ TEXTS = """
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("row", TEXTS.strip().splitlines())
-def test_the_text_of_an_answer(row):
-    asked, expected = row.split(" -> ")
-    fields, tokens, finish_reason = re.fullmatch(r"({.*}) (\[.*\]) (\w+)", asked).groups()
-    fields = json.loads(fields)
-    text, *ends, count = json.loads(expected)
+@pytest.mark.parametrize("fields, tokens, reason, expected", [*rows(TEXTS)])
+def test_the_text_of_an_answer(fields, tokens, reason, expected):
     for kind in LEAST if fields.keys().isdisjoint({"prompt", "echo"}) else [CompletionRequest]:
         choice = choice_of(kind(**LEAST[kind] | fields), fields.get("prompt", [120]))
-        (chunk,) = give(choice, json.loads(tokens), finish_reason)
+        (chunk,) = give(choice, tokens, reason)
         (answer,) = chunk["choices"]
         shown = answer["text"] if kind is CompletionRequest else answer["message"]["content"]
-        reasons = [answer["finish_reason"], answer["stop_reason"]]
-        assert (shown, reasons, choice.num_tokens) == (text, ends, count)
+        ends = [answer["finish_reason"], answer["stop_reason"]]
+        assert [shown, *ends, choice.num_tokens] == expected
         assert answer["index"] == 7
 
 
-# Log-probabilities: fields, tokens -> what `logprobs` has. Of a completion each token is among its
+# Log-probabilities: what `logprobs` has. Of a completion each token is among its
 # candidates, of a chat it is not; what stands before a token is its offset.
 LOGPROBS = r"""
-{"prompt": [120], "logprobs": 2} [97, 98, 256] ->
+{"prompt": [120], "logprobs": 2} [97, 98, 256] length ->
 {"tokens": ["a", "b", "<|endoftext|>"], "token_logprobs": [-0.5, -3.5, -99.0], "top_logprobs": [
     {"a": -0.5, "c": -1.5}, {"c": -1.5, "d": -2.5, "b": -3.5},
     {"c": -2.5, "d": -3.5, "<|endoftext|>": -99.0}
 ], "text_offset": [0, 1, 2]}
 
-{"prompt": [195, 169, 97], "logprobs": 0, "echo": true} [195, 169] ->
+{"prompt": [195, 169, 97], "logprobs": 0, "echo": true} [195, 169] length ->
 {"tokens": ["bytes:\\xc3", "bytes:\\xa9", "a", "bytes:\\xc3", "bytes:\\xa9"],
  "token_logprobs": [null, -0.5, -3.5, -0.5, -3.5], "top_logprobs": [
     null, {"bytes:\\xa9": -0.5}, {"a": -3.5}, {"bytes:\\xc3": -0.5}, {"bytes:\\xa9": -3.5}
 ], "text_offset": [0, 0, 1, 2, 2]}
 
-{"messages": "HELLO", "logprobs": true, "top_logprobs": 1} [97, 169] ->
+{"messages": [{"role": "user", "content": "x"}],
+ "logprobs": true, "top_logprobs": 1} [97, 169] length ->
 {"content": [
     {"token": "a", "logprob": -0.5, "bytes": [97],
      "top_logprobs": [{"token": "a", "logprob": -0.5, "bytes": [97]}]},
@@ -147,21 +150,16 @@ LOGPROBS = r"""
      "top_logprobs": [{"token": "c", "logprob": -1.5, "bytes": [99]}]}
 ], "refusal": null}
 
-{"messages": "HELLO", "logprobs": true} [97] ->
+{"messages": [{"role": "user", "content": "x"}], "logprobs": true} [97] length ->
 {"content": [{"token": "a", "logprob": -0.5, "bytes": [97], "top_logprobs": []}], "refusal": null}
 """
-LOGPROBS = LOGPROBS.replace('"HELLO"', json.dumps(HELLO)).strip().split("\n\n")
 
 
-@pytest.mark.parametrize("row", LOGPROBS)
-def test_log_probabilities(row):
-    asked, expected = row.split(" ->\n")
-    fields, tokens = re.fullmatch(r"({.*}) (\[.*\])", asked).groups()
-    fields = json.loads(fields)
+@pytest.mark.parametrize("fields, tokens, reason, expected", [*rows(LOGPROBS, "\n\n")])
+def test_log_probabilities(fields, tokens, reason, expected):
     body = (ChatRequest if "messages" in fields else CompletionRequest)(**fields)
-    choice = choice_of(body, fields.get("prompt", [120]))
-    (chunk,) = give(choice, json.loads(tokens), "length")
-    assert chunk["choices"][0]["logprobs"] == json.loads(expected)
+    (chunk,) = give(choice_of(body, fields.get("prompt", [120])), tokens, reason)
+    assert chunk["choices"][0]["logprobs"] == expected
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,7 +191,7 @@ def joined(chunks: list[dict]) -> dict:
     return whole
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     kind=st.sampled_from([*LEAST]),
     answer=st.tuples(TOKENS, st.sampled_from(["stop", "length"])),
@@ -213,7 +211,10 @@ def test_a_stream_says_the_same_however_it_is_cut(
     else:
         fields |= {"prompt": prompt, "echo": echo, "logprobs": n}
     (whole,) = give(choice_of(kind(**fields), prompt), *answer)
-    chunks = give(choice_of(kind(**fields, **IN_CHUNKS), prompt), *answer, cuts, pauses)
+    asked = fields["return_token_ids"]
+    usage = {"include_usage": asked, "continuous_usage_stats": True}  # alone it asks for nothing
+    streamed = kind(**fields, stream=True, stream_options=usage)
+    chunks = give(choice_of(streamed, prompt), *answer, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
     expected = joined([whole])
     if is_chat:
@@ -228,21 +229,12 @@ def test_a_stream_says_the_same_however_it_is_cut(
     reasons = [choice["stop_reason"] for choice in choices if choice["finish_reason"] is None]
     assert reasons == [None] * (len(chunks) - 1)
     # the prompt's ids come once; tokens in all, and their number until then in each chunk's usage
-    asked = fields["return_token_ids"]
     first, *others = chunks if is_chat else choices
     assert first.get("prompt_token_ids") == (prompt if asked else None)
     assert not any("prompt_token_ids" in other for other in others)
-    if asked:
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
-        assert counts == [*accumulate(len(choice["token_ids"]) for choice in choices)]
-
-
-def test_usage_is_in_chunks_only_beside_the_last_one():
-    """As in vLLM: continuous_usage_stats without include_usage asks for nothing."""
-    options = {"continuous_usage_stats": True}
-    body = CompletionRequest(prompt="x", stream=True, stream_options=options)
-    (chunk,) = give(choice_of(body, [120]), [97], "length")
-    assert "usage" not in chunk
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks if "usage" in chunk]
+    tokens = [choice["token_ids"] for choice in choices if asked]
+    assert counts == [*accumulate(map(len, tokens))]
 
 
 def test_scores_of_a_prompt_come_with_one_of_its_choices():

@@ -4,7 +4,6 @@ the link unread, and what it does when the engine is deaf or gone. Time is the t
 """
 
 import pytest
-from wires import House
 
 from engine.link import to_line
 from server.client import IDLE
@@ -168,42 +167,10 @@ def test_the_steps_of_a_round_are_one_event(house):
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["!", "ab"]
     assert end["error"]["message"] == "broken"
     assert "".join(event["choices"][0]["text"] for event in other.events) == "?abc"
-    steps = [step_of(house, "1", b"d") | {"stats": house.engine.stats | {"running": 5}}]
-    house.engine.say(*steps, step_of(house, "1", b"e"))
-    assert house.service.client.stats["running"] == 0  # the last step has the last word
 
 
 # --------------------------------------------------------------------------------------------------
 # An engine that is gone
-
-
-@pytest.mark.parametrize("words", ["the engine stopped unexpectedly", "no model here"])
-def test_an_engine_that_dies_while_it_loads_ends_the_server(words):
-    """With its last words, if it has any."""
-    with House(ready=False) as house:
-        if words == "no model here":
-            house.engine.say({"op": "fatal", "message": words})
-        house.engine.die()
-        client = house.service.client
-        assert (client.state, client.reason) == ("dead", words)
-        assert len(house.engines) == 1
-        assert house.service.server.should_exit
-
-
-def test_a_link_is_read_to_its_end_after_the_process_has_ended(house, client):
-    """The last rows of a slow link were lost half a second later."""
-    caller = house.ask()
-    house.clock.call_soon(client.transport.pause_reading)
-    house.engine.step(b"x", "length")
-    house.engine.die()
-    house.clock.run(1)
-    assert not caller.said
-    house.clock.do(client.transport.resume_reading)
-    assert caller.status == 200
-    assert client.state == "restarting"
-    house.engine.ready()
-    house.clock.run(1)
-    assert client.state == "ready"
 
 
 def test_a_restart_begins_anew(house, client):

@@ -191,25 +191,6 @@ for provider in ("openai", "hosted_vllm", "text-completion-openai"):
     assert all("1024" in words for words in result.values()), result
 
 
-def test_openai_lists_retrieves_and_streams(run_script):
-    script = """
-from openai import OpenAI
-client = OpenAI(base_url=url, api_key="none", max_retries=0)
-call = {"model": client.models.list().data[0].id, "max_tokens": 8, "temperature": 0}
-whole = client.chat.completions.create(messages=messages, **call)
-usage = {"include_usage": True}
-streaming = {"stream": True, "stream_options": usage}
-*chunks, last = client.chat.completions.create(messages=messages, **streaming, **call)
-streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-retrieved = client.models.retrieve("tiny").id
-result = [whole.choices[0].message.content, streamed, retrieved, last.usage.completion_tokens]
-"""
-    whole, streamed, retrieved, tokens = run_script(script)
-    assert whole == streamed
-    assert whole
-    assert (retrieved, tokens) == ("tiny", 8)
-
-
 # --------------------------------------------------------------------------------------------------
 # Answers by schema, and tools: the model is random, so what fits its schema fits by the grammar
 

@@ -109,11 +109,7 @@ def test_variables_of_the_template(folder):
         assert bytes(prompt) == b"say hello thinks"
 
 
-def test_chats_are_refused_with_reasons(chat):
-    with House() as plain:
-        error = call(plain, messages=HELLO).answer.error
-    assert "fake has no chat template" in error["message"]
-    assert error["param"] == "messages"
+def test_a_template_may_refuse_a_chat(chat):
     error = call(chat, messages=[{"role": "system", "content": "x"}]).answer.error
     assert (error["message"], error["param"]) == ("no system message", "messages")
 
@@ -133,25 +129,26 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
         for tokenizer in tokenizers:
             monkeypatch.setattr(tokenizer, "encode", None)
         answer = call(house, **fields).answer
-    error = answer.error
-    assert (answer.status, error["code"]) == (400, "context_length_exceeded")
-    assert error["param"] == next(iter(fields))
+    status, code, message = answer.refusal
+    assert (status, code) == (400, "context_length_exceeded")
+    assert answer.error["param"] == next(iter(fields))
     limit = "this model's maximum context length is 1000 tokens"
-    assert re.fullmatch(f"{limit}, the prompt has at least 1,80.: shorten it", error["message"])
+    assert re.fullmatch(f"{limit}, the prompt has at least 1,80.: shorten it", message)
 
 
-@pytest.mark.parametrize("more", [{}, {"n": 2}, {"max_tokens": 0}, {"logprobs": 1, "stream": True}])
-@pytest.mark.parametrize("echo", [False, True])
-def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder, more, echo):
+SCORED = {"echo": True, "logprobs": 1, "stream": True}
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2}, {"echo": True, "max_tokens": 0}, SCORED])
+def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder, more):
     """lm-eval sends echo and logprobs for each line of a text: that was a 500."""
     tokenizer = bpe_tokenizer([])
     tokenizer.backend.normalizer = Strip()
     tokenizer.save(folder)
     with House(directory=folder, tokenizer=load_tokenizer(folder)) as house:
         for prompt in (" ", ["a", "  "]):
-            if echo or more.get("max_tokens") != 0:
-                error = call(house, prompt=prompt, echo=echo, **more).answer.error
-                assert (error["message"][:15], error["param"]) == ("prompt is empty", "prompt")
+            error = call(house, prompt=prompt, **more).answer.error
+            assert (error["message"][:15], error["param"]) == ("prompt is empty", "prompt")
         tokens = house.call("/tokenize", {"prompt": " "}).json
         assert (tokens["tokens"], house.engine.of("add")) == ([], [])
 

@@ -54,12 +54,9 @@ def test_each_head_may_be_64_kib_long(house, cuts):
     assert caller.closed == ("abort", 0)
 
 
-TRAILERS = CHUNKED_ASK + b"1\r\nx\r\n0\r\n"
 ENDLESS = {
-    "a header": (START, b"a: " + b"x" * 60_000 + b"\r\n"),
     "headers": (START, b"a:b\r\n" * 12_000),
-    "a trailer": (TRAILERS, b"a: " + b"x" * 60_000 + b"\r\n"),
-    "trailers": (TRAILERS, b"a:b\r\n" * 12_000),
+    "trailers": (CHUNKED_ASK + b"1\r\nx\r\n0\r\n", b"a:b\r\n" * 12_000),
     "a chunk's extension": (CHUNKED_ASK + b"1;", b"x" * 60_000),
     "a path": (b"GET /", b"x" * 60_000),
     "a line": (START + b"a: ", b"x" * 60_000),
@@ -89,17 +86,10 @@ def test_128_headers_are_taken(house, number, status):
     assert len(caller.wire.protocol.headers) <= connection.MAX_HEADERS + 1
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        b"host",
-        b"authorization",
-        b"origin",
-        b"content-length",
-        b"content-type",
-        b"transfer-encoding",
-    ],
-)
+DECIDE = b"host authorization origin content-length content-type transfer-encoding"
+
+
+@pytest.mark.parametrize("name", DECIDE.split())
 def test_a_header_that_decides_is_sent_once(house, name):
     connection.check_head([(name, b"a"), (b"cookie", b"a"), (b"cookie", b"b")])
     with pytest.raises(ApiError, match="3 times: send it once"):
@@ -171,14 +161,13 @@ def test_a_client_has_30_s_for_a_whole_request(house, start, drip):
     assert caller.closed == ("abort", 30)
 
 
-@pytest.mark.parametrize("limit", [75, 9])
-def test_an_answer_may_take_its_time_and_an_idle_connection_ends(limit):
+def test_an_answer_may_take_its_time_and_an_idle_connection_ends():
     """
     A next request lifts the limit. By default it is longer than that of proxies, which else send a
     request just when the server closes: uvicorn's own 5 s made them answer 502 at random.
     """
-    flags = [] if limit == 75 else ["--keep-alive-seconds", str(limit)]
-    with House(*flags) as house:
+    limit = 9
+    with House("--keep-alive-seconds", str(limit)) as house:
         caller = house.connect()
         caller.send(GET)
         house.clock.run(limit - 0.1)
@@ -203,8 +192,7 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
         caller.stop_reading()
         house.engine.step(b"x")
         house.clock.run(29)
-        assert caller.wire.closed is None
-        assert house.choices
+        assert caller.closed == OPEN
         caller.read_on()
         house.clock.run(9)
     caller.stop_reading()
@@ -212,11 +200,10 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     house.clock.run(20)
     caller.send(GET)  # does not start the time anew
     house.clock.run(9)
-    assert caller.wire.closed is None
+    assert caller.closed == OPEN
     assert house.choices
     house.clock.run(2)
     assert caller.closed == ("abort", 2 * 38 + 30)
-    assert not house.choices
     assert [message["id"] for message in house.engine.of("abort")] == ["0"]
 
 
@@ -371,18 +358,15 @@ def test_a_packet_full_of_offers_is_no_work(house):
 
 def test_a_connection_too_many_is_refused():
     """In a way that clients try again; when one leaves there is room."""
-    with House("--max-connections", "3") as house:
-        idle, *busy = [house.connect() for _ in range(3)]
-        for caller in busy:
-            caller.send(ASK)
-        assert len(house.choices) == 2
+    with House("--max-connections", "2") as house:
+        idle, busy = house.connect(), house.connect()
+        busy.send(ASK)
+        assert len(house.choices) == 1
         one_more = house.connect()
-        answer = one_more.answer
-        assert (answer.status, answer.headers["retry-after"]) == (503, "1")
-        assert answer.error["code"] == "too_many_connections"
+        assert one_more.refusal[:2] == (503, "too_many_connections")
         assert one_more.closed == ("close", 0)
         assert idle.closed == OPEN
         idle.hang_up()
         assert house.get("/livez").status == 200
-        house.engine.step({"0": b"x", "1": b"y"}, "length")
-        assert [caller.choice["text"] for caller in busy] == ["x", "y"]
+        house.engine.step(b"x", "length")
+        assert busy.choice["text"] == "x"

@@ -77,20 +77,18 @@ LONG_WORDS = {"DEEP": "[" * 90_000, "NINES": "9" * 5000, "LONG": "x" * 60_000}
 @pytest.mark.parametrize("row", REFUSED.strip().splitlines(), ids=lambda row: row[:60].strip())
 def test_calls_that_are_refused(house, row):
     call, expected = row.split(" -> ")
-    method, path, *body = call.split(" ", 2)
     for word, long in LONG_WORDS.items():
-        body = [text.replace(word, long) for text in body]
-        path = path.replace(word, long)
+        call = call.replace(word, long)
+    method, path, *body = call.split(" ", 2)
     answer = house.call(path, "".join(body).encode("latin-1"), method).answer
     status, code, message = answer.refusal
-    param = answer.error["param"]
     assert len(answer.body) < 1000
     assert answer.error["type"] == "invalid_request_error"
-    shown = f"{status} {param or '-'} {code or '-'} {message}"
-    assert shown == expected or (
-        expected.endswith("...") and shown.startswith(expected.removesuffix("..."))
-    )
+    shown = f"{status} {answer.error['param'] or '-'} {code or '-'} {message}"
+    assert shown.startswith(expected.removesuffix("..."))
+    assert shown == expected or expected.endswith("...")
     assert not house.engine.of("add")
+    assert ("allow" in answer.headers) == (status == 405)
 
 
 @pytest.mark.parametrize("form", ["gzip", "br", "identity"])
@@ -195,11 +193,6 @@ def test_the_page_is_the_same_for_all():
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
     assert page.body == live.page()
-
-
-def test_other_methods_learn_which_there_are(house):
-    answer = house.call("/v1/completions", method="DELETE").answer
-    assert (answer.status, answer.headers["allow"]) == (405, "POST")
 
 
 @pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/nowhere"])
