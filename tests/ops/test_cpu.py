@@ -28,6 +28,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from judging import dense, shortfall
+from test_sampling import check_tokens
 from torch import Tensor
 
 from checkpoint import serving_dtype
@@ -47,7 +48,6 @@ from ops.packed import (
 )
 from params import SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
-from test_sampling import check_tokens
 
 ROOT = Path(__file__).parents[2]
 COMPILER = cpu.c_compiler()

@@ -38,7 +38,7 @@ from engine import device as engine_device
 from engine import sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
@@ -798,7 +798,7 @@ def test_copies_read_all_sources_before_they_write():
     assert torch.equal(pool.kv, before[:, :, [2, 0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("module", [gather, inputs, paged, sizing])
+@pytest.mark.parametrize("module", [gather, inputs, paged, prefix, sizing])
 def test_examples_in_docstrings_are_true(module):
     """An example that is wrong teaches the wrong thing."""
     result = doctest.testmod(module)

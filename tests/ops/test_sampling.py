@@ -238,7 +238,8 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
     scores[5::12, V // 2] = 1e30
     scores[6::12, V // 3] = -1e30
     scores[::7, : V // 2] = -torch.inf  # as of forbidden tokens
-    scores[3::5, torch.arange(V) % 16 > 2] = -torch.inf  # most lanes of the kernel have none
+    scores[3::5, torch.arange(V) % 16 > 2] = -torch.inf  # the kernel has 16 lanes: most have none
+    top_k[3::5] = 8 * [12]
     least = threshold(scores, tensor(top_k), tensor(top_p), tensor(min_p))
     kept = (scores >= least[:, None]).cpu()
     for row, stays, *numbers in zip(scores.cpu().double(), kept, top_k, top_p, min_p, strict=True):
