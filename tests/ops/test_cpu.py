@@ -32,7 +32,7 @@ from test_sampling import check_tokens
 from torch import Tensor
 
 from checkpoint import serving_dtype
-from engine.engine import Engine
+from engine.engine import Engine, flat_batch
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu, packed
@@ -46,6 +46,7 @@ from ops.packed import (
     can_pack,
     largest_activation,
 )
+from paged import Plan, Request
 from params import SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
 
@@ -140,11 +141,10 @@ each_quantize = pytest.mark.parametrize("quantize", ["none", "int8"])
 
 @cache
 def numbers(width: int) -> Tensor:
-    """A row for each, of very different size, one of them zero, one broken."""
+    """A row for each, of very different size, one of them zero."""
     x = torch.randn(len(EVERYONE), width, generator=torch.Generator().manual_seed(width))
     x *= 10.0 ** (torch.arange(len(x)) % 5 - 2)[:, None]
     x[1] = 0
-    x[2, -1] = torch.nan
     return x
 
 
@@ -227,31 +227,29 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     return pool
 
 
-def step(ops: Ops, config: GPTConfig, pool: Tensor, rows: list[int]) -> Batch:
+def step(ops: Ops, model: GPT, pool: Tensor, rows: list[int]) -> Batch:
     """A step in which each of these requests decodes a token."""
-    S = pool.shape[-2]
-    requests = torch.tensor(rows)
-    positions = torch.tensor(POSITIONS)[requests]
-    places = torch.arange(len(rows) + 1)
-    batch = Batch(
-        tokens=(31 * requests + 7 * positions) % config.vocab_size,
-        positions=positions,
-        slot_mapping=slots_of(requests, positions, S),
-        query_start=places.int(),
-        context_lens=positions.int() + 1,
-        block_tables=block_tables(S)[0][requests],
-        logits_index=places[:-1],
-        num_decodes=len(rows),
-        query_lens_host=[1] * len(rows),
-        context_lens_host=(positions + 1).tolist(),
-        ops=ops,
-    )
+    config = model.config
+    tables, sink = block_tables(pool.shape[-2])
+    requests = []
+    for row in rows:
+        tokens = [(31 * row + 7) % config.vocab_size] * (POSITIONS[row] + 1)
+        request = Request(row, tokens, 1, block_table=tables[row].tolist())
+        request.num_filled_slots = POSITIONS[row]
+        requests.append(request)
+    shape = SimpleNamespace(kv=pool[None], sink=sink)
+    batch = flat_batch(Plan(decodes=requests), model, shape)
+    batch.ops = ops
     batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
+    batch.rotations = {}
     return batch
 
 
 def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool = False) -> dict:
-    """What each operator makes of these rows: tensors, a row for each, with a mark for NaN."""
+    """
+    What each operator makes of these rows, of which one has NaN: tensors, a row for each, a large
+    number for NaN.
+    """
     S = CASES[case]["sizes"]["block_size"]
     model = weights_for(ops, case, quantize, is_exact)
     config = model.config
@@ -260,15 +258,16 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     pool = pool_of(config.n_kv_head, config.head_size, S, window).to(dtype, copy=True)
     if ops.name == "cpu":
         pool[0] = pool[0].mT.reshape(pool[0].shape)  # K as [.., D, S]
-    batch = step(ops, config, pool, rows)
+    batch = step(ops, model, pool, rows)
     attn = model.h[0].attn
     mlp = model.h[0].mlp
 
     def x(width: int) -> Tensor:
-        return numbers(width).to(dtype)[rows]
+        own = numbers(width).to(dtype, copy=True)
+        own[2, -1] = torch.nan
+        return own[rows]
 
     y = {}
-    batch.rotations = {}
     if config.rope:
         turns = ops.rotation(batch.positions, getattr(model, f"frequencies_{window}"))
         batch.rotations[window] = turns
@@ -318,8 +317,7 @@ def test_operators_err_as_torch(case, quantize, build):
         assert error(ours[name], y) <= 2 * error(plain[name], y), name
 
 
-MIXES = [list(range(50, 50 + n)) for n in range(1, 18)]
-MIXES += [EVERYONE[::-1], [98, 99, 0]]
+MIXES = [[*range(50, 50 + n)] for n in (1, 2, 7, 8, 17, 33)] + [EVERYONE[::-1], [98, 99, 0]]
 
 
 @needs_compiler
@@ -358,7 +356,7 @@ def test_sums_of_integers_are_exact(K):
     weight[0] = 1
     weight[1] = -1
     weight[2] = torch.arange(K) % 2 - 0.5
-    x = numbers(K).nan_to_num()
+    x = numbers(K).clone()
     x[20] = 1
     x[21] = -1e30
     x[22] = weight[2]
@@ -411,7 +409,7 @@ def test_a_large_column_spoils_no_other(parts):
 
 def test_a_broken_output_breaks_no_other():
     """Would catch: a weight that is no number, in the scale of all that share its column."""
-    x = numbers(40).nan_to_num()
+    x = numbers(40)
     weight = x.clone()
     weight[6] = 0
     expected = int8_layer(weight)(x)
@@ -761,7 +759,7 @@ def model_in(dtype: str, name: str) -> GPT:
     return deepcopy(model).to(serving_dtype(dtype, "cpu"))
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 64, 100])
+@pytest.mark.parametrize("count", [1, 8, 100])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
     """
@@ -789,12 +787,14 @@ def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("name", NAMES.split())
-@pytest.mark.quick("*-auto", "gpt2-fp32-none-torch", "qwen3-bf16-int8-torch")
+@pytest.mark.quick(
+    "trained-*-none-auto", "qwen3-fp32-*-auto", "gemma2-bf16-*-auto", "gpt2-fp32-*-torch"
+)
 def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
-    Alone and in a batch of decodes and chunks, with a compiler ("auto") or without. Another token
-    than the dense model's is allowed now and then, if the best two logits are close. Would catch: a
-    scale or a matrix that is another's.
+    In batches of decodes and chunks, and of whole prompts, with a compiler ("auto") or without.
+    Another token than the dense model's is allowed now and then, if the best two logits are close.
+    Would catch: a scale or a matrix that is another's.
     """
     model = model_in(dtype, name)
     if (dtype, quantize, attention) == ("bf16", "none", "torch"):
@@ -806,9 +806,8 @@ def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
     reference = packed.converted(model, quantize, Bf16Linear)
     lost = []
-    for engine, texts in (crowded, prompts), (crowded, prompts[3:4]), (roomy, prompts):
-        answers = engine.generate(texts, params, progress=False)
-        for text, answer in zip(texts, answers, strict=True):
+    for engine in crowded, roomy:
+        for text, answer in zip(prompts, engine.generate(prompts, params, False), strict=True):
             expected = dense(reference, text + answer)[len(text) - 1 : -1]
             lost.append(shortfall(expected, answer))
     lost = torch.cat(lost)
