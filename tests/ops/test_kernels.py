@@ -19,7 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock, Mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -498,67 +498,40 @@ def test_linear_layers_with_their_activations(R, N, K, activation, gated, dtype,
     check_operator(linear.launch_linear, model_module.linear, dtype, x, layer, activation, gated)
 
 
+# rows, width of the sum, inputs, parts of a sum
+SUMS = [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (1, linear.NORMED_ROW + 1, 20, 1)]
+
+
 @needs_triton
 @both_biases
 @all_floats
-@pytest.mark.parametrize(
-    ("R", "N", "K", "parts"), [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2)]
-)
-def test_the_sum_of_x_and_a_layer_and_the_norm_after_it(R, N, K, parts, dtype, bias):
+@pytest.mark.parametrize(("R", "N", "K", "parts"), SUMS)
+def test_a_layer_the_sum_its_norm_and_the_layer_that_reads_it(R, N, K, parts, dtype, bias):
     """
     A part of the sum that is left out or added twice, its bias in each part, an x that does not
-    grow, a norm of what x was before, or with another epsilon.
+    grow, a norm of what x was before, or with another epsilon. Of one row, whose norm is computed
+    by the next product: a sum that no program stores, or again where the row itself is taken.
     """
     torch.manual_seed(R)
-    norm = nn.LayerNorm(N, eps=0.5, bias=bias)
-    modules = randomised(nn.Linear(K, N, bias=bias), norm)
+    norm = nn.LayerNorm(N, eps=0.5) if bias else model_module.RMSNorm(N, eps=0.5)
+    modules = randomised(nn.Linear(K, N, bias=bias), norm, nn.Linear(N, 48))
+    activation = None if bias else "silu"
 
-    def operator(linear, add_norm, parts: int):
-        def add(x, before, layer, norm):
-            delta = linear(x, layer, partial_sums=True)
-            assert parts < 2 or len(delta) == parts  # else the parts are not tested
-            return torch.stack(add_norm(before, delta, norm))
+    def operator(table):
+        def compute(x, before, layer, norm, reader):
+            delta = table.linear(x, layer, partial_sums=True)
+            total, y = table.add_norm(before, delta, norm)
+            if table is linear:
+                assert R == 1 or len(delta) == parts  # else the parts are not tested
+                assert isinstance(y, linear.LazyNorm) == (N == 48)
+            rows = [y[:], y[:]]
+            out = table.linear(y, reader, activation, gated=not bias)
+            return torch.cat([total, *rows, out], dim=1)
 
-        return add
+        return compute
 
-    ours = operator(linear.launch_linear, linear.norm_now, parts)
-    reference = operator(model_module.linear, model_module.add_norm, 1)
-    before = 3 * torch.randn(R, N) + 1
-    check_operator(ours, reference, dtype, torch.randn(R, K), before, *modules)
-
-
-@needs_triton
-@torch.no_grad()
-@pytest.mark.parametrize(("gated", "activation"), [(False, None), (True, "silu")])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, model_module.RMSNorm])
-@pytest.mark.parametrize("K", [20, 64])
-def test_one_row_is_normalised_by_the_product_that_reads_it(K, kind, gated, activation):
-    """
-    A sum that is stored by no program or before it is whole, a norm of the row without what is
-    added; and if the row itself is taken, not a product of it, it is normalised.
-    """
-    torch.manual_seed(K)
-    norm, layer = randomised(kind(K, eps=1e-3), nn.Linear(K, 48))
-    x = torch.randn(1, K)
-    delta = torch.randn(2, 1, K)
-    total = x + delta.sum(0)
-    normalised = norm(total)
-    exact = model_module.linear(normalised, layer, activation, gated)
-    x, delta, norm, layer = (each.to(DEVICE) for each in (x, delta, norm, layer))
-    added, y = linear.add_norm(x, delta, norm)
-    assert isinstance(y, linear.LazyNorm)
-    for _ in range(2):  # the second time the sum had been added again
-        assert (y[:].cpu() - normalised).abs().max() < 1e-5
-    out = linear.linear(y, layer, activation, gated)
-    assert (added.cpu() - total).abs().max() < 1e-6
-    assert (out.cpu() - exact).abs().max() < 1e-5 * exact.abs().max()
-
-
-@needs_triton
-def test_a_row_too_wide_for_a_program_is_normalised_at_once():
-    wide = torch.zeros(1, linear.NORMED_ROW + 1, device=DEVICE)
-    norm = nn.LayerNorm(wide.shape[1], device=DEVICE)
-    assert isinstance(linear.add_norm(wide, wide.clone(), norm)[1], Tensor)
+    x = (torch.randn(R, K), 3 * torch.randn(R, N) + 1)
+    check_operator(operator(linear), operator(model_module), dtype, *x, *modules)
 
 
 @needs_triton
@@ -703,31 +676,19 @@ def test_keys_and_values_of_a_cpu_are_fp32():
         assert engine_device.kv_dtype(SimpleNamespace(wte=wte)) == expected
 
 
+CHIPS = {101_376: [2, 1, 1], 166_912: [3, 2, 1], 232_448: [3, 3, 2]}  # L4, A100, H200
+
+
 @needs_triton
-@pytest.mark.parametrize(
-    ("chip", "stages"),
-    [(101_376, [2, 1, 1]), (166_912, [3, 2, 1]), (232_448, [3, 3, 2])],
-    ids=["L4", "A100", "H200"],
-)
-def test_tiles_fit_into_the_shared_memory(chip, stages, monkeypatch):
+@pytest.mark.parametrize(("room", "stages"), CHIPS.items())
+def test_tiles_fit_into_the_shared_memory(room, stages, monkeypatch):
     """
-    Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256
-    in fp32 for an H200 itself.
+    As compiled, for heads of 64, 128 and 256 in fp32, which were too large for an H200 itself. For
+    all kernels see test_compiled_kernels.py.
     """
-    kernel = MagicMock()
-    monkeypatch.setattr(kernels, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(linear, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(linear, "matrix_kernel", kernel)
-    for dtype, N in product((torch.bfloat16, torch.float32), (768, 3072, 50257)):
-        layer = nn.Linear(768, N, bias=False, dtype=dtype, device="meta")
-        for R in 2, 17, 64, 65, 128, 256:
-            x = torch.empty(R, 768, dtype=dtype, device="meta")
-            linear.launch_linear(x, layer, is_head=N == 50257)
-            options = kernel.__getitem__.return_value.call_args.kwargs
-            tile = (options["ROWS"] + options["COLS"]) * options["BLOCK"] * dtype.itemsize
-            assert 1 <= options["num_stages"] <= chip // tile
+    monkeypatch.setattr(kernels, "shared_memory", lambda device: room)
     pools = [torch.empty(2, 1, 1, 16, D) for D in (64, 128, 256)]
-    assert [kernels.stages_that_fit(pool) for pool in pools] == stages  # as compiled
+    assert [kernels.stages_that_fit(pool) for pool in pools] == stages
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
