@@ -506,6 +506,7 @@ SUMS = [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (1, linear.NORMED_
 @both_biases
 @all_floats
 @pytest.mark.parametrize(("R", "N", "K", "parts"), SUMS)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
 def test_a_layer_the_sum_its_norm_and_the_layer_that_reads_it(R, N, K, parts, dtype, bias):
     """
     A part of the sum that is left out or added twice, its bias in each part, an x that does not
