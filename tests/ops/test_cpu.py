@@ -680,15 +680,24 @@ def test_a_thread_that_is_late_holds_up_no_other(cores):
     assert statistics.median(ratios) < 2
 
 
+def is_asleep(thread: str) -> bool:
+    stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+    return stat.rpartition(") ")[2].startswith("S")
+
+
 @needs_compiler
+@needs_linux
 def test_idle_threads_sleep():
     """Would catch: threads that look out for work for ever, whatever else the machine does."""
+    before = {*os.listdir("/proc/self/task")}
     engine = engine_with(8)
     seconds_a_token(engine)
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
+    threads = {*os.listdir("/proc/self/task")} - before
+    end = time.monotonic() + 20
+    while not all(map(is_asleep, threads)):
+        assert time.monotonic() < end, "not all are asleep"
+        time.sleep(0.05)
+    assert len(threads) == 7
 
 
 @pytest.mark.slow
