@@ -1,8 +1,6 @@
 """Triton's interpreter, as tests want it: quick, strict about memory, and in order for bits."""
 
 import dataclasses
-import functools
-import inspect
 from operator import index
 
 import numpy as np
@@ -33,22 +31,13 @@ def multiply_in_order(monkeypatch):
 
 def quicken_the_interpreter():
     """
-    Half of its time Triton's interpreter finds out what is always the same: what is built into
-    Triton's language, whenever one device function calls another, to replace it once more; and what
-    follows from the shape and dtype of a tensor, for each tensor. Find it once.
+    Half of its time Triton's interpreter does what is done already: it replaces what is built into
+    Triton's language whenever one device function calls another, and finds what follows from the
+    shape and dtype of a tensor for each tensor. Do it once.
     """
     from triton.runtime import interpreter
 
     core = interpreter.tl.core
-
-    @functools.cache
-    def builtins(owner) -> list[tuple]:
-        return [(name, x) for name, x in inspect.getmembers(owner) if core.is_builtin(x)]
-
-    def patch_builtin(owner, builder, scope):
-        for name, member in builtins(owner):
-            if getattr(owner, name) is member:  # not replaced yet
-                interpreter._patch_attr(owner, name, member, builder, scope)
 
     def quicken(kind, key_of):
         """Objects of this class with the same key are given the attributes of the first one."""
@@ -66,21 +55,11 @@ def quicken_the_interpreter():
 
         kind.__init__ = init
 
-    interpreter._patch_builtin = patch_builtin
     quicken(core.block_type, lambda dtype, shape: (dtype.name, *map(index, shape)))
     quicken(core.tensor, lambda handle, type: type.name)
     # sums of integers are computed once more in 64 bits, for an assertion that it does not make
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    slow_dtype, dtypes = interpreter._get_np_dtype, {}
-
-    def np_dtype(dtype):
-        name = dtype.scalar.name  # some dtypes have no hash
-        if name not in dtypes:
-            dtypes[name] = slow_dtype(dtype.scalar)
-        return dtypes[name]
-
-    interpreter._get_np_dtype = np_dtype
     slow_patch, slow_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched = set()
 

@@ -24,15 +24,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import oracle
 import pytest
 import torch
 import torch.nn.functional as F
 from judging import dense, shortfall
+from test_sampling import check_tokens
 from torch import Tensor
 
 from checkpoint import serving_dtype
-from engine.engine import Engine
+from engine.engine import Engine, flat_batch
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu, packed
@@ -46,8 +46,8 @@ from ops.packed import (
     can_pack,
     largest_activation,
 )
-from ops.sampling import masked
-from params import NO_TOKEN, SamplingParams, Settings
+from paged import Plan, Request
+from params import SamplingParams, Settings
 from test_paged import prompt, raises, trained_model
 
 ROOT = Path(__file__).parents[2]
@@ -134,6 +134,7 @@ GENERAL = {
     "context_length": CONTEXT,
     "norm_epsilon": 1e-3,
 }
+each_build = pytest.mark.parametrize("build", BUILDS)
 each_case = pytest.mark.parametrize("case", CASES)
 each_quantize = pytest.mark.parametrize("quantize", ["none", "int8"])
 
@@ -226,31 +227,29 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     return pool
 
 
-def step(ops: Ops, config: GPTConfig, pool: Tensor, rows: list[int]) -> Batch:
+def step(ops: Ops, model: GPT, pool: Tensor, rows: list[int]) -> Batch:
     """A step in which each of these requests decodes a token."""
-    S = pool.shape[-2]
-    requests = torch.tensor(rows)
-    positions = torch.tensor(POSITIONS)[requests]
-    places = torch.arange(len(rows) + 1)
-    batch = Batch(
-        tokens=(31 * requests + 7 * positions) % config.vocab_size,
-        positions=positions,
-        slot_mapping=slots_of(requests, positions, S),
-        query_start=places.int(),
-        context_lens=positions.int() + 1,
-        block_tables=block_tables(S)[0][requests],
-        logits_index=places[:-1],
-        num_decodes=len(rows),
-        query_lens_host=[1] * len(rows),
-        context_lens_host=(positions + 1).tolist(),
-        ops=ops,
-    )
+    config = model.config
+    tables, sink = block_tables(pool.shape[-2])
+    requests = []
+    for row in rows:
+        tokens = [(31 * row + 7) % config.vocab_size] * (POSITIONS[row] + 1)
+        request = Request(row, tokens, 1, block_table=tables[row].tolist())
+        request.num_filled_slots = POSITIONS[row]
+        requests.append(request)
+    shape = SimpleNamespace(kv=pool[None], sink=sink)
+    batch = flat_batch(Plan(decodes=requests), model, shape)
+    batch.ops = ops
     batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
+    batch.rotations = {}
     return batch
 
 
 def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool = False) -> dict:
-    """What each operator makes of these rows: tensors, a row for each."""
+    """
+    What each operator makes of these rows, of which one has NaN: tensors, a row for each, a large
+    number for NaN.
+    """
     S = CASES[case]["sizes"]["block_size"]
     model = weights_for(ops, case, quantize, is_exact)
     config = model.config
@@ -259,15 +258,16 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     pool = pool_of(config.n_kv_head, config.head_size, S, window).to(dtype, copy=True)
     if ops.name == "cpu":
         pool[0] = pool[0].mT.reshape(pool[0].shape)  # K as [.., D, S]
-    batch = step(ops, config, pool, rows)
+    batch = step(ops, model, pool, rows)
     attn = model.h[0].attn
     mlp = model.h[0].mlp
 
     def x(width: int) -> Tensor:
-        return numbers(width).to(dtype)[rows]
+        own = numbers(width).to(dtype, copy=True)
+        own[2, -1] = torch.nan
+        return own[rows]
 
     y = {}
-    batch.rotations = {}
     if config.rope:
         turns = ops.rotation(batch.positions, getattr(model, f"frequencies_{window}"))
         batch.rotations[window] = turns
@@ -291,7 +291,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
     y["wide"] = ops.linear(x(C), mlp.c_fc, config.activation, config.gated)
     y["narrow"] = ops.linear(x(config.n_inner), mlp.c_proj)
     y["logits"] = ops.head(x(C), model.lm_head, softcap=config.logit_softcap)
-    return {name: rows.flatten(1) for name, rows in y.items()}
+    return {name: rows.flatten(1).nan_to_num(1e9) for name, rows in y.items()}
 
 
 def error(y: Tensor, exact: Tensor) -> float:
@@ -301,7 +301,7 @@ def error(y: Tensor, exact: Tensor) -> float:
 
 
 @needs_compiler
-@pytest.mark.parametrize("build", BUILDS)
+@each_build
 @each_quantize
 @each_case
 @pytest.mark.quick("*-native", "*-haswell")
@@ -317,8 +317,7 @@ def test_operators_err_as_torch(case, quantize, build):
         assert error(ours[name], y) <= 2 * error(plain[name], y), name
 
 
-MIXES = [list(range(50, 50 + n)) for n in range(1, 18)]
-MIXES += [EVERYONE[::-1], [98, 99, 0]]
+MIXES = [[*range(50, 50 + n)] for n in (1, 2, 7, 8, 17, 33)] + [EVERYONE[::-1], [98, 99, 0]]
 
 
 @needs_compiler
@@ -335,69 +334,46 @@ def test_a_row_is_the_same_in_any_company(case, quantize, threads):
             assert torch.equal(y, expected[name][rows]), (name, len(rows))
 
 
-@needs_compiler
-@each_quantize
-def test_what_is_no_number_stays_none(quantize):
-    """Would catch: a broken model that answers; and one broken row that breaks others."""
-    for case in CASES:
-        model = weights_for(machine(), case, quantize, is_exact=False)
-        config = model.config
-        x = numbers(config.n_embd).clone()
-        wide = partial(machine().linear, layer=model.h[0].mlp.c_fc, gated=config.gated)
-        expected = wide(x, activation=config.activation)
-        x[7, -1] = torch.nan
-        y = wide(x, activation=config.activation)
-        assert y[7].isnan().all(), case
-        y[7] = expected[7]
-        assert torch.equal(y, expected)
-
-
 # --------------------------------------------------------------------------------------------------
 # Integers
 
 
+def int8_layer(weight: Tensor, bias: Tensor | None = None, parts: int = 1) -> Int8Linear:
+    layer = Int8Linear(weight, bias, parts, Arena())
+    layer.fill(weight)
+    return layer
+
+
 @needs_compiler
-@pytest.mark.parametrize("K", [1, 5, 64, 799, 8192, 66_000])
+@pytest.mark.parametrize("K", [1, 5, 64, 799, 66_000])
 def test_sums_of_integers_are_exact(K):
     """
     To the bit what int64 makes of the same integers: of cpu.c and of its slow twin, with weights
     and rows that are all as large as they can be.
     """
-    sizes = {"n_embd": K, "n_inner": 21, "n_head": 1, "head_size": 8, "vocab_size": 2}
-    model = GPT(GPTConfig(n_layer=1, context_length=1, **sizes)).requires_grad_(False)
-    layer = model.h[0].mlp.c_fc
-    layer.weight.uniform_(-1, 1)
-    layer.weight[:, 0] = 1  # the largest of each row
-    layer.weight[0] = 1
-    layer.weight[1] = -1
-    layer.weight[2] = torch.arange(K) % 2 - 0.5
-    layer.bias.normal_()
+    weight = torch.rand(21, K) * 2 - 1
+    weight[:, 0] = 1  # the largest of each row
+    weight[0] = 1
+    weight[1] = -1
+    weight[2] = torch.arange(K) % 2 - 0.5
     x = numbers(K).clone()
     x[20] = 1
     x[21] = -1e30
-    x[22] = layer.weight[2]
+    x[22] = weight[2]
     x[23] *= 1e-33
     columns = 1 / (1 + torch.arange(K) % 7)
-    layer.weight *= columns
+    layer = int8_layer(weight * columns, torch.randn(21))
+    assert torch.equal(layer.columns, columns)
     x /= columns
-    plain = TORCH.pack_weights(model, "int8").h[0].mlp.c_fc
-    assert torch.equal(plain.columns, columns)
     most = largest_activation(K)
     x_of_columns = x * columns
     largest = x_of_columns.abs().amax(1, keepdim=True).clamp(min=1e-30)
     integers = (x_of_columns * (torch.full_like(largest, most) / largest)).round()
-    sums = integers.long() @ plain.weight.long().T
+    sums = integers.long() @ layer.weight.long().T
     assert sums.abs().max() == 127 * most * K < 2**31
-    expected = sums.float() * (plain.scale * (largest / most)) + plain.bias
-    assert torch.equal(plain(x), expected)
-    ours = machine().pack_weights(model, "int8").h[0].mlp.c_fc
-    assert torch.equal(machine().linear(x, ours), expected)
-
-
-def int8_layer(weight: Tensor, parts: int = 1) -> Int8Linear:
-    layer = Int8Linear(weight, None, parts, Arena())
-    layer.fill(weight)
-    return layer
+    expected = sums.float() * (layer.scale * (largest / most)) + layer.bias
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(machine().linear(x, layer), expected)
 
 
 @needs_compiler
@@ -407,7 +383,8 @@ def test_a_large_column_spoils_no_other(parts):
     A weight is off by at most half a step: of 127 steps to the largest of its row, times its
     column's largest share of such. So says an embedding, and a layer of each input alone, of cpu.c
     and its slow twin. Would catch: one step for a whole row, where most weights are rounded to 0;
-    and columns that only one half of a gated layer has asked.
+    columns that only one half of a gated layer has asked; and a weight that is no number, in the
+    scale of all that share its column.
     """
     N, K = 70, 40
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
@@ -418,7 +395,7 @@ def test_a_large_column_spoils_no_other(parts):
     weight[11] = 0
     top = weight.abs().amax(1, keepdim=True).clamp(min=1e-12)
     share = (weight.abs() / top).amax(0)
-    layer = int8_layer(weight, parts)
+    layer = int8_layer(weight, parts=parts)
     each = layer(torch.eye(K))
     assert ((each.T - weight).abs() <= 0.501 * top * share / LARGEST).all()
     ours = machine().linear(torch.eye(K), layer, gated=parts == 2)
@@ -429,18 +406,11 @@ def test_a_large_column_spoils_no_other(parts):
         ours = machine().embed(tokens, tokens, rows, None, 1.0)
         assert torch.equal(ours, rows(tokens))
         assert torch.allclose(ours, each.T, rtol=1e-6, atol=0)
-
-
-def test_a_broken_output_breaks_no_other():
-    """Would catch: a weight that is no number, in the scale of all that share its column."""
-    weight = numbers(40).clone()
-    weight[6] = 0
-    expected = int8_layer(weight)(numbers(40))
-    weight[6, 3] = torch.nan
-    y = int8_layer(weight)(numbers(40))
-    assert y[:, 6].isnan().all()
-    y[:, 6] = 0
-    assert torch.equal(y, expected)
+    weight[11, 3] = torch.nan
+    broken = int8_layer(weight, parts=parts)(torch.eye(K))
+    assert broken[:, 11].isnan().all()
+    broken[:, 11] = 0
+    assert torch.equal(broken, each)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -448,60 +418,12 @@ def test_a_broken_output_breaks_no_other():
 
 
 @needs_compiler
-@pytest.mark.parametrize("build", BUILDS)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@each_build
 def test_a_token_is_chosen_as_by_the_oracle(build):
-    """
-    Would catch: a part of the noise's key or counter that is cut off; a word in another's place; a
-    logarithm that is not exact near 1; the last of equal scores; a row that depends on the others.
-    """
-    generator = torch.Generator().manual_seed(0)
-    R = 40
-    seeds = torch.randint(-(2**63), 2**63 - 1, (R,), generator=generator)
-    seeds[:4] = torch.tensor([0, -1, 2**32, -(2**63)])
-    positions = torch.randint(2**31, (R,), generator=generator)
-    choices = torch.randint(128, (R,), generator=generator)
-    temperature = torch.tensor([1.0, 0.0, 0.7, 2.0]).repeat(R // 4)
-    masks = torch.randint(-(2**31), 2**31, (R, 626), dtype=torch.int32, generator=generator)
-    masks[5, :600] = 0
-    masks[6] = 0
-    choose = machine(build=build).sample.keywords["choose"]
-    for V in 1, 6, 63, 256, 20_001:
-        scores = torch.randn(R, V, generator=generator).round(decimals=1)
-        lowest = torch.where(torch.arange(R) % 3 == 0, 0.2, -torch.inf)
-        allowed = masks[:, : -(-V // 32)].contiguous()
-        rows = [scores, temperature, lowest, allowed, seeds, positions, choices]
-        tokens = choose(*rows)
-        for i, token in enumerate(tokens.tolist()):
-            assert choose(*(row[i : i + 1] for row in rows)) == token
-            may_be = masked(scores, allowed)[i]
-            x = may_be.double() / (temperature[i] or 1)
-            x[x < lowest[i]] = -torch.inf
-            if temperature[i]:
-                x += oracle.noise(*(int(row[i]) for row in rows[4:]), V)
-            if x.max() == -torch.inf:
-                assert token == NO_TOKEN
-                continue
-            assert x[token] >= x.max() - 4e-6
-            if not temperature[i]:
-                assert token == x.argmax()
-        assert torch.equal(choose(scores, None, None, None, *rows[4:]), scores.argmax(1))
-
-
-@needs_compiler
-@pytest.mark.parametrize("bad", [torch.nan, -torch.nan, torch.inf])
-@pytest.mark.parametrize("place", [0, 300, 1000])
-def test_no_token_of_a_row_without_a_finite_maximum(bad, place):
-    """Would catch: NaN of either sign that is less than a number; -inf that wins."""
-    choose = machine().sample.keywords["choose"]
-    scores = torch.zeros(4, 1001)
-    scores[1, place] = bad
-    scores[2] = -torch.inf
-    scores[3, 1:] = -torch.inf
-    key = torch.zeros(3, 4, dtype=torch.int64)
-    for temperature in None, torch.full((4,), 0.5):
-        first, *others = choose(scores, temperature, None, None, *key).tolist()
-        assert first >= 0
-        assert others == [NO_TOKEN, NO_TOKEN, 0]
+    """Beside test_sampling.py: whatever the CPU, and whether V fills its vectors."""
+    for R, V in (12, 1), (20, 6), (8, 63), (8, 256), (3, 20_001):
+        check_tokens(machine(build=build).sample, R, V, torch.float32, seed=V)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -622,7 +544,7 @@ def test_a_fork_computes_alone():
     add_norm = owned[0].table(TORCH).add_norm
     norm = model_of("gelu_new").ln_f
     _, expected = add_norm(numbers(48), None, norm)
-    for _ in range(100):
+    for _ in range(60):
         time.sleep(0.002)  # they sleep
         add_norm(numbers(48), None, norm)
         child = os.fork()
@@ -758,15 +680,24 @@ def test_a_thread_that_is_late_holds_up_no_other(cores):
     assert statistics.median(ratios) < 2
 
 
+def is_asleep(thread: str) -> bool:
+    stat = Path(f"/proc/self/task/{thread}/stat").read_text()
+    return stat.rpartition(") ")[2].startswith("S")
+
+
 @needs_compiler
+@needs_linux
 def test_idle_threads_sleep():
     """Would catch: threads that look out for work for ever, whatever else the machine does."""
+    before = {*os.listdir("/proc/self/task")}
     engine = engine_with(8)
     seconds_a_token(engine)
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.1
+    threads = {*os.listdir("/proc/self/task")} - before
+    end = time.monotonic() + 20
+    while not all(map(is_asleep, threads)):
+        assert time.monotonic() < end, "not all are asleep"
+        time.sleep(0.05)
+    assert len(threads) == 7
 
 
 @pytest.mark.slow
@@ -830,7 +761,7 @@ def model_in(dtype: str, name: str) -> GPT:
     return deepcopy(model).to(serving_dtype(dtype, "cpu"))
 
 
-@pytest.mark.parametrize("count", [1, 3, 8, 64, 100])
+@pytest.mark.parametrize("count", [1, 8, 100])
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
     """
@@ -858,12 +789,14 @@ def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS)
 @pytest.mark.parametrize("name", NAMES.split())
-@pytest.mark.quick("*-auto", "gpt2-fp32-none-torch", "qwen3-bf16-int8-torch")
+@pytest.mark.quick(
+    "trained-*-none-auto", "qwen3-fp32-*-auto", "gemma2-bf16-*-auto", "gpt2-fp32-*-torch"
+)
 def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
-    Alone and in a batch of decodes and chunks, with a compiler ("auto") or without. Another token
-    than the dense model's is allowed now and then, if the best two logits are close. Would catch: a
-    scale or a matrix that is another's.
+    In batches of decodes and chunks, and of whole prompts, with a compiler ("auto") or without.
+    Another token than the dense model's is allowed now and then, if the best two logits are close.
+    Would catch: a scale or a matrix that is another's.
     """
     model = model_in(dtype, name)
     if (dtype, quantize, attention) == ("bf16", "none", "torch"):
@@ -875,9 +808,8 @@ def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
     reference = packed.converted(model, quantize, Bf16Linear)
     lost = []
-    for engine, texts in (crowded, prompts), (crowded, prompts[3:4]), (roomy, prompts):
-        answers = engine.generate(texts, params, progress=False)
-        for text, answer in zip(texts, answers, strict=True):
+    for engine in crowded, roomy:
+        for text, answer in zip(prompts, engine.generate(prompts, params, False), strict=True):
             expected = dense(reference, text + answer)[len(text) - 1 : -1]
             lost.append(shortfall(expected, answer))
     lost = torch.cat(lost)

@@ -9,7 +9,6 @@ change no bit; that a GPU's products and reductions do not, only a GPU shows.
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from interpreting import multiply_in_order, quick_on_a_cpu
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 import kernels
 import model as model_module
 from model import GPTConfig
-from ops import deterministic, linear, sampling
+from ops import deterministic, sampling
 from ops.choice import choose_ops
 
 pytestmark = pytest.mark.skipif(not kernels.triton, reason="needs triton")
@@ -33,10 +32,6 @@ def in_order(monkeypatch):
         multiply_in_order(monkeypatch)
 
 
-def bits(x: Tensor) -> Tensor:
-    return x.view(torch.int16)
-
-
 def ops():
     return choose_ops("triton", DEVICE, deterministic=True)[0]
 
@@ -45,12 +40,12 @@ def ops():
 # Products
 
 
-def random_layer(N: int, K: int, dtype: torch.dtype) -> nn.Linear:
-    torch.manual_seed(N)
-    layer = nn.Linear(K, N)
-    nn.init.normal_(layer.weight, std=K**-0.5)
-    nn.init.normal_(layer.bias)
-    return layer.to(DEVICE, dtype)
+def assert_no_row_matters(compute, *batches: list[int]):
+    """Of compute(rows) [R, width], what row 7 gets is the same in all batches of rows as alone."""
+    outputs = [compute(rows)[rows.index(7)] for rows in ([7], *batches)]
+    for out in outputs:
+        assert torch.equal(out.view(torch.int16), outputs[0].view(torch.int16))
+    assert outputs[0].count_nonzero() > 0.9 * len(outputs[0])
 
 
 PRODUCTS = [{}, {"activation": "gelu_new"}, {"activation": "silu", "gated": True}]
@@ -72,79 +67,68 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, mon
     program than by the norm that follows; one row by another kernel; a norm that is deferred.
     """
     monkeypatch.setattr(deterministic, "APART_ROWS", 200)
-    layer = random_layer(N, K, dtype)
+    torch.manual_seed(N)
+    layer = nn.Linear(K, N).to(DEVICE, dtype)
     norm = nn.LayerNorm(K).to(DEVICE, dtype)
     norm_of_sum = nn.LayerNorm(N).to(DEVICE, dtype)
-    before = torch.randn(300, N).to(DEVICE, dtype)
     x = torch.randn(300, K).to(DEVICE, dtype)
     delta = torch.randn(1, 300, K).to(DEVICE)
-    outputs = []
-    for rows in [7], [6, 7, 8], range(40), range(100), range(300):
-        rows = list(rows)
+    before = torch.randn(300, N).to(DEVICE, dtype)
+
+    def compute(rows: list[int]) -> Tensor:
         total, y = ops().add_norm(x[rows], delta[:, rows].contiguous(), norm)
-        out = ops().linear(y, layer, **kind)
+        out = [ops().linear(y, layer, **kind)]
         if kind.get("partial_sums"):
-            assert len(out) == (4 if K > 1000 and len(rows) <= 200 else 1)
-            out = torch.cat(ops().add_norm(before[rows], out, norm_of_sum), dim=1)
-        out = out[rows.index(7)]
-        if N == 48 and not kind:
-            out = torch.cat([out, ops().head(y, layer, 30.0)[rows.index(7)]])
-        outputs.append(torch.cat([out, total[rows.index(7)]]))
-    for out in outputs[1:]:
-        assert torch.equal(bits(out), bits(outputs[0]))
+            assert len(out[0]) == (4 if K > 1000 and len(rows) <= 200 else 1)
+            out = ops().add_norm(before[rows], *out, norm_of_sum)
+        elif not kind:
+            out.append(ops().head(y, layer, 30.0))
+        return torch.cat([total, *out], dim=1)
+
+    assert_no_row_matters(compute, [6, 7, 8], [*range(40)], [*range(100)], [*range(300)])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("rope", "D"), [(False, 16), (True, 16), (True, 64), (True, 256)])
-@quick_on_a_cpu("False-16", "True-16", "True-64")
+@quick_on_a_cpu("False-16", "True-16")
 def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkeypatch):
     """
     Would catch: heads whose norm is added up by as many threads as there are rows to spare; parts
     of a sum that are added up in another order where they are one program's.
     """
     monkeypatch.setattr(deterministic, "APART_ROWS", 10)
-    windows = {0: model_module.Rope(10_000.0)} if rope else {}
-    norms = {"norm": "rms", "qk_norm": True} if rope else {}
+    kind = {"rope": {0: model_module.Rope(1e4)}, "norm": "rms", "qk_norm": True} if rope else {}
     sizes = {"n_embd": 600, "n_head": 4, "n_kv_head": 2, "head_size": D}
-    config = GPTConfig(64, 64, n_layer=1, rope=windows, **norms, **sizes)
     torch.manual_seed(0)
-    attention = model_module.Attention(config, 0).to(DEVICE)
+    attention = model_module.Attention(GPTConfig(64, 64, n_layer=1, **kind, **sizes), 0).to(DEVICE)
     y = torch.randn(20, 600).to(DEVICE)
-    outputs = []
-    for rows in [7], [6, 7], range(20):
-        rows = torch.tensor(rows, device=DEVICE)
-        kv = torch.zeros(2, 3, 2, 16, D, device=DEVICE)
-        frequencies = torch.arange(D // 2, device=DEVICE) / D
-        batch = SimpleNamespace(slot_mapping=rows, ops=ops())
-        batch.rotations = {0: (rows, frequencies)} if rope else {}
-        q, pool = ops().project_qkv(y[rows], attention, kv, batch)
-        assert pool is kv
-        outputs.append(torch.cat([q[rows.tolist().index(7)].flatten(), kv[:, 0, :, 7].flatten()]))
-    assert outputs[0].abs().min() > 0
-    for out in outputs[1:]:
-        assert torch.equal(bits(out), bits(outputs[0]))
+    frequencies = torch.arange(D // 2, device=DEVICE) / D
 
+    def compute(rows: list[int]) -> Tensor:
+        slots = torch.tensor(rows, device=DEVICE)
+        kv = torch.zeros(2, 2, 2, 16, D, device=DEVICE)
+        batch = SimpleNamespace(slot_mapping=slots, ops=ops(), rotations={})
+        if rope:
+            batch.rotations[0] = (slots, frequencies)
+        q, _ = ops().project_qkv(y[rows], attention, kv, batch)
+        return torch.cat([q, *kv[:, slots // 16, :, slots % 16].unbind(1)], 1).flatten(1)
 
-def test_tiles_follow_the_rows_and_fit_the_memory():
-    """For every size, a program's tiles fit; many rows never get the tiles of few."""
-    for N in 48, 768, 2304, 50_257:
-        for R in 1, 16, 17, 32, 33, 64, 256, 2048:
-            layer = nn.Linear(768, N, device="meta")
-            tiles = deterministic.tiles_for(R, layer)
-            assert tiles.rows >= min(R, 64) and tiles.rows <= max(16, 2 * R)
-            assert 2 * (tiles.rows + 2 * tiles.cols) * tiles.block <= linear.TILES_MEMORY
+    assert_no_row_matters(compute, [6, 7], [*range(20)])
 
 
 @pytest.mark.parametrize(("N", "K"), [(768, 768), (768, 3072), (3072, 768), (2048, 8192)])
 def test_the_parts_of_a_sum_follow_from_the_layer(N, K, monkeypatch):
-    """Would catch: more parts for few rows, which have few programs. Other parts, other bits."""
+    """
+    Would catch: more parts for few rows, which have few programs: other parts, other bits. And
+    tiles of few rows for many.
+    """
     monkeypatch.setattr(deterministic, "launch_linear", lambda *args, tiles: tiles)
     layer = nn.Linear(K, N, device="meta")
     counts = set()
-    for R in 1, 64, 65, 512, 513, 2048:
-        x = torch.empty(R, K, device="meta")
-        tiles = deterministic.linear(x, layer, partial_sums=True)
+    for R in 1, 17, 64, 65, 512, 513, 2048:
+        tiles = deterministic.linear(torch.empty(R, K, device="meta"), layer, partial_sums=True)
         counts.add(tiles.apart * tiles.together)
+        assert min(R, 64) <= tiles.rows <= max(16, 2 * R)
     assert len(counts) == 1, f"{counts} parts"
 
 
@@ -159,18 +143,16 @@ def test_log_probabilities_do_not_depend_on_the_place_of_a_row(V, dtype):
     Would catch: on a GPU, a sum that follows the address of a row, which in a vocabulary of an odd
     number of tokens is another for each; of equal logits, others for one row than for many.
     """
-    generator = torch.Generator().manual_seed(V)
-    row = torch.randn(V, generator=generator).round(decimals=1)
-    tokens = torch.tensor([5])
-    results = []
+    torch.manual_seed(V)
+    row = torch.randn(V).round(decimals=1)
+    results = set()
     for R, place in (1, 0), (2, 1), (5, 3), (30, 29), (70, 41):
-        logits = torch.randn(R, V, generator=generator)
+        logits = torch.randn(R, V)
         logits[place] = row
-        logits = logits.to(DEVICE, dtype)
-        logprob, ids, best = sampling.logprobs(logits, tokens.expand(R).to(DEVICE), 20)
-        results.append((logprob[place].item(), ids[place].tolist(), best[place].tolist()))
-    assert results[1:] == results[:-1]
-    assert np.isfinite(results[0][2]).all() and len(set(results[0][1])) == 20
+        tokens = torch.full((R,), 5, device=DEVICE)
+        scores = sampling.logprobs(logits.to(DEVICE, dtype), tokens, 20)
+        results.add(str([x[place].tolist() for x in scores]))
+    assert len(results) == 1
 
 
 def test_sort_keys_are_in_the_order_of_logits():

@@ -19,7 +19,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ from engine import device as engine_device
 from engine import sizing
 from engine.engine import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
-from ops import cpu, fused, gather, inputs, linear, sampling, sampling_kernels
+from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
 from ops.choice import DETERMINISTIC, choose_ops
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
@@ -52,6 +52,7 @@ FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 KERNEL_FLOATS = FLOATS if DEVICE == "cuda" else FLOATS[:2]
 all_backends = pytest.mark.parametrize("backend", BACKENDS)
 needs_triton = pytest.mark.skipif("triton" not in BACKENDS, reason="needs triton")
+tensor = partial(torch.tensor, device=DEVICE)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -66,22 +67,27 @@ class Texts:
 
     def __init__(
         self, backend, Hk=2, G=1, D=16, S=16, window=0, softcap=0.0, dtype=torch.float32,
-        pool_dtype=None, length=333,
+        pool_dtype=None, length=200,
     ):  # fmt: skip
         torch.manual_seed(G * D + S)
         count = math.ceil(length / S)
-        self.tables = torch.randperm(2 * count + 4).view(2, -1).tolist()  # two are strays
-        pool = KVBlockPool(2 * count + 4, S, 1, Hk, D, DEVICE, pool_dtype or dtype)
-        self.pool = pool
-        self.kv = pool.kv[0].fill_(torch.nan)
+        tables = torch.randperm(2 * count + 4).view(2, -1)  # two are strays
+        self.tables = tables.tolist()
+        self.pool = KVBlockPool(2 * count + 4, S, 1, Hk, D, DEVICE, pool_dtype or dtype)
+        self.kv = self.pool.kv[0].fill_(torch.nan)
         self.heads = torch.randn(2, length, G * Hk + 2 * Hk, D).to(DEVICE, dtype)
         # views, as the model has them
         self.q, self.k, self.v = self.heads.split((G * Hk, Hk, Hk), dim=2)
         self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
         self.ops = choose_ops(backend, DEVICE)[0]
         self.length = length
+        expected = self.kv.clone()
+        at = torch.arange(length)
+        for k, v, table in zip(self.k, self.v, tables, strict=True):
+            expected[:, table[at // S], :, at % S] = torch.stack((k, v), 1).to(self.kv)
         batch, _ = self.step(chunks=[(length, length)] * 2)
         self.ops.store_kv(self.k.flatten(0, 1), self.v.flatten(0, 1), self.kv, batch)
+        assert torch.equal(bits(self.kv), bits(expected))
 
     def step(self, decodes=(), chunks=(), groups=()):
         """
@@ -157,6 +163,7 @@ class Texts:
         exact = weights @ v
         allowed = rounding(q, k, v, mask, scores, weights)
         if not self.attn.softcap:
+            heads = [x.to(self.kv.dtype) for x in heads]
             plain = F.scaled_dot_product_attention(*heads, attn_mask=mask)
             allowed = max(allowed, 2 * (plain - exact).abs().max().item())
         return exact.transpose(1, 2), allowed
@@ -194,17 +201,17 @@ def bits(x: Tensor) -> Tensor:
 
 
 # around the ends of blocks and of splits, which are tiles of 64 keys
-EDGES = [1, 2, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 320, 321, 333]
-CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 256), (77, 333)], [(333, 333)]]
-CUTS += [[(5, 192), (2, 194), (139, 333)], [(1, n) for n in EDGES]]
+EDGES = [1, 2, 63, 64, 65, 128, 129, 192, 193, 200]
+CUTS = [[(100, 100), (28, 128), (1, 129), (64, 193), (63, 192), (8, 200)], [(9, 192), (2, 194)]]
 # decodes, chunks beside them, groups of decodes
-STEPS = [(EDGES,), (EDGES[-1:],), (EDGES[::-5],), *(([193, 17], chunks) for chunks in CUTS)]
-STEPS += [(EDGES, [], [(4, 7, 64), (7, 16, 128)]), ([333, 333, 321], [], [(0, 3, 320)])]
+STEPS = [(EDGES,), (EDGES[-1:],), *(([193, 17], chunks) for chunks in CUTS)]
+STEPS += [(EDGES, [], [(3, 5, 64), (5, 10, 128)]), ([200, 200, 193], [], [(0, 3, 192)])]
 KINDS = [{}, {"G": 3, "Hk": 1, "S": 24}, {"D": 40, "softcap": 5.0}, {"window": 70}]
 KINDS += [{"window": 64, "G": 2, "S": 3}, {"window": 5, "softcap": 2.0, "S": 8}]
-KINDS += [{"window": 200, "G": 4, "Hk": 1}, {"S": 1, "D": 80}, {"S": 7, "D": 96, "window": 1}]
-KINDS += [{"S": 100, "D": 128, "Hk": 1}, {"S": 128, "Hk": 12}, {"D": 64, "window": 130}]
+KINDS += [{"S": 1, "D": 80, "G": 4, "Hk": 1}, {"S": 7, "D": 96, "window": 1}]
+KINDS += [{"S": 100, "D": 128}, {"S": 128, "Hk": 12}, {"D": 64, "window": 130}]
 KINDS += [{"dtype": dtype, "D": 64, "G": 2} for dtype in FLOATS[1:]]
+KINDS += [{"pool_dtype": torch.float16}]
 WAYS = ["torch", "whole", "splits"] if kernels.triton else ["torch"]  # one program, or several
 
 
@@ -241,97 +248,24 @@ def test_attention_is_right_and_the_same_whatever_is_beside_a_token(way, kind, m
             assert backend == "torch" or torch.equal(bits(out), bits(whole[span]))
 
 
-SMALL = st.fixed_dictionaries({
-    "Hk": st.integers(1, 3), "G": st.integers(1, 3), "D": st.sampled_from([16, 24, 80]),
-    "S": st.integers(1, 20), "window": st.sampled_from([0, 0, 1, 7, 30]),
-})  # fmt: skip
-CHUNKS = st.builds(lambda n, cached: (n, n + cached), st.integers(1, 20), st.integers(0, 50))
-MIXTURES = st.tuples(st.lists(st.integers(1, 70), max_size=6), st.lists(CHUNKS, max_size=3))
-
-
-@all_backends
-def test_attention_of_any_mixture(backend):
-    """Random mixtures, for cases that the list above has missed."""
-    is_fast = backend == "torch" or DEVICE == "cuda"
-
-    @settings(max_examples=40 if is_fast else 8, deadline=None)
-    @given(SMALL, MIXTURES.filter(any))
-    def any_mixture(kind, step):
-        texts = Texts(backend, length=70, **kind)
-        exact, allowed = texts.reference()
-        batch, spans = texts.step(*step)
-        for out, span in zip(texts.attend(batch, spans), spans, strict=True):
-            assert (out - exact[span]).abs().max() <= allowed
-
-    any_mixture()
-
-
-# of each text, by turns, no token twice
-MIXED = ([1, 16, 60, 17], [(7, 8), (10, 40), (1, 70), (9, 50), (1, 20), (1, 1)])
-
-
-@all_backends
-def test_a_pool_of_another_dtype_than_the_model(backend):
-    """
-    K, V are kept in fp16 under an fp32 model: what comes out is fp32 again, within fp16's rounding.
-    """
-    texts = Texts(backend, pool_dtype=torch.float16, length=70)
-    exact, _ = texts.reference()
-    assert 0 < (texts.whole() - exact).abs().max() < 0.005
-
-
-@all_backends
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("S", [1, 5, 16])
-def test_store_writes_the_addressed_slots_and_no_other_byte(backend, dtype, S):
-    """
-    V written into the K cache, a head's row into its neighbour, or one slot too far: into another
-    request's text.
-    """
-    texts = Texts(backend, Hk=3, G=2, S=S, dtype=dtype, length=70)
-    batch, _ = texts.step(*MIXED)
-    slots = batch.slot_mapping.tolist()
-    k, v = torch.randn(2, len(slots), 3, 16).to(texts.kv)
-    expected = texts.kv.clone()
-    for slot, key, value in zip(slots, k, v, strict=True):
-        expected[0, slot // S, :, slot % S] = key
-        expected[1, slot // S, :, slot % S] = value
-    texts.ops.store_kv(k, v, texts.kv, batch)
-    assert torch.equal(bits(texts.kv), bits(expected))
-
-
-@all_backends
-@pytest.mark.parametrize("groups", [[], [(0, 3, 64)]])
-def test_padded_rows_get_zeros_and_leave_the_others_alone(backend, groups):
-    """The padding of a CUDA graph: no context. A division by its sum of weights, 0, is NaN."""
-    if backend == "torch" and groups:
-        pytest.skip("needs triton: torch shares no prefix")
-    texts = Texts(backend, length=70)
-    batch, spans = texts.step([70, 69, 65, 1, 33, 1], [], groups)
-    batch.context_lens[3:] = torch.tensor([0, 33, 0])
-    batch.block_tables[[3, 5]] = texts.kv.shape[1] - 1
-    batch.context_lens_host = batch.context_lens.tolist()
-    batch.prepared = {0: texts.ops.prepare(batch, 2, texts.kv)}
-    exact, allowed = texts.reference()
-    outputs = texts.attend(batch, spans)
-    for i, (out, span) in enumerate(zip(outputs, spans, strict=True)):
-        expected = torch.zeros_like(out) if i in (3, 5) else exact[span]
-        assert (out - expected).abs().max() <= (0 if i in (3, 5) else allowed)
-
-
 @needs_triton
-def test_one_preparation_serves_all_lengths():
+@pytest.mark.parametrize("groups", [[], [(0, 2, 64)]])
+def test_one_preparation_serves_all_lengths(groups):
     """
     A captured graph replays the launches of its capture: nothing of them may hang on a length. One
-    that changes on the device, as there, to 1 or from one split to many, must be right.
+    that changes on the device, as there, to 1 or from one split to many, must be right. Padding has
+    none, and gets zeros: a division by its sum of weights, 0, is NaN.
     """
     texts = Texts("triton", Hk=1, G=2)
     exact, allowed = texts.reference()
-    batch, _ = texts.step([333, 40, 250])
-    for lens in [333, 40, 250], [1, 3, 2], [17, 40, 330], [300, 1, 64]:
-        batch.context_lens[:] = torch.tensor(lens)  # shorter texts in the same blocks
-        spans = [(i % 2, slice(n - 1, n)) for i, n in enumerate(lens)]
-        for out, span in zip(texts.attend(batch, spans), spans, strict=True):
+    batch, spans = texts.step([200, 140, 150, 1], [], groups)
+    batch.block_tables[-1] = texts.pool.sink
+    for lens in [200, 140, 150], [65, 130, 1], [70, 200, 17]:
+        batch.context_lens[:] = torch.tensor([*lens, 0])  # shorter texts in the same blocks
+        spans[:3] = [(text, slice(n - 1, n)) for (text, _), n in zip(spans, lens, strict=False)]
+        *outputs, padding = texts.attend(batch, spans)
+        assert not padding.any()
+        for out, span in zip(outputs, spans, strict=False):
             assert (out - exact[span]).abs().max() <= allowed
 
 
@@ -375,8 +309,7 @@ def attend_beyond_2_to_the_31(backend: str):
     batch.slot_mapping += far * S
     batch.prepared = {0: texts.ops.prepare(batch, 2, texts.kv)}
     texts.ops.store_kv(texts.k.flatten(0, 1), texts.v.flatten(0, 1), texts.kv, batch)
-    q = texts.q.flatten(0, 1)
-    out = texts.ops.attend(q, texts.kv, texts.attn, batch)
+    out = texts.ops.attend(texts.q.flatten(0, 1), texts.kv, texts.attn, batch)
     assert torch.equal(out.view_as(exact), exact)
 
 
@@ -438,10 +371,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
 class Largest(TorchDispatchMode):
     """The bytes of the largest result of torch's operators, views of the pool apart."""
 
-    def __init__(self, pool: Tensor):
-        super().__init__()
-        self.pool = pool.untyped_storage().data_ptr()
-        self.nbytes = 0
+    nbytes = 0
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         result = operator(*args, **(kwargs or {}))
@@ -451,21 +381,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(
-    ("backend", "copies"),
-    [("torch", True), pytest.param("triton", False, marks=needs_triton)],
-)
-def test_the_memory_that_attention_takes(backend, copies):
+@all_backends
+def test_the_memory_that_attention_takes(backend):
     """
     A gather of K and V, or a repacked pool, is what paging is there to avoid; that torch gathers
     shows that the measure notices.
     """
-    texts = Texts(backend, Hk=8, D=64)
-    batch, _ = texts.step([300, 301])
-    q = texts.q[:, 300].clone()
-    with Largest(texts.kv) as largest:
+    texts = Texts(backend, D=64)
+    batch, _ = texts.step([199, 200])
+    q = texts.q[:, 199].clone()
+    with Largest() as largest:
+        largest.pool = texts.kv.untyped_storage().data_ptr()
         texts.ops.attend(q, texts.kv, texts.attn, batch)
-    assert (largest.nbytes > texts.kv.nbytes / 4) == copies
+    assert (largest.nbytes > texts.kv.nbytes / 4) == (backend == "torch")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -473,36 +401,30 @@ def test_the_memory_that_attention_takes(backend, copies):
 
 
 @needs_triton
-@pytest.mark.parametrize("n", [1, 3, 7])
-def test_the_inputs_of_decodes_in_one_launch(n):
+def test_the_inputs_of_decodes_in_one_launch():
     """
     A position one off, or the neighbour's table, is another text; so is a new block that only this
     step knows of, or a given token in place of the last one. The padding's row must stay as it is.
     """
     torch.manual_seed(0)
     S, N, M = 4, 8, 6
-    last = torch.randint(50, (N + 1,))
     lens = torch.randint(M * S, (N + 1,))
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), dtype=torch.int32)
-    rows = torch.tensor([5, N, 0, 3, N, 7, 1][:n])
-    blocks = torch.randint(100, (n,))
-    blocks[rows == N] = tables[N, 0].long()  # padding's rows all write the same
-    tokens = torch.tensor([NO_TOKEN, NO_TOKEN, 7, 0, NO_TOKEN, 9, NO_TOKEN][:n])
-    positions = torch.tensor([0, 0, 21, 0, 0, 3, 0][:n])
+    blocks = torch.arange(7)
+    blocks[[1, 4]] = 0  # padding's rows all write the same
+    step = inputs.StepInputs(*[None] * len(inputs.StepInputs._fields))._replace(
+        rows=tensor([5, N, 0, 3, N, 7, 1]),
+        last_blocks=blocks.to(DEVICE),
+        given_tokens=tensor([NO_TOKEN, NO_TOKEN, 7, 0, NO_TOKEN, 9, NO_TOKEN]),
+        given_positions=tensor([0, 0, 21, 0, 0, 3, 0]),
+    )
     results = []
     for module in inputs, fused:
-        tensors = [x.to(DEVICE, copy=True) for x in (last, lens, tables)]
-        known = inputs.KnownRows(*tensors, None, S)
-        fields = [None] * len(inputs.StepInputs._fields)
-        step = inputs.StepInputs(*fields)._replace(
-            rows=rows.to(DEVICE),
-            last_blocks=blocks.to(DEVICE),
-            given_tokens=tokens.to(DEVICE),
-            given_positions=positions.to(DEVICE),
-        )
-        results.append([*module.decode_inputs(step, known), *tensors[1:]])
-    assert lens[N] == results[0][5][N] == 0
+        state = [x.to(DEVICE, copy=True) for x in (torch.arange(N + 1) + 50, lens, tables)]
+        known = inputs.KnownRows(*state, None, S)
+        results.append([*module.decode_inputs(step, known), *state[1:]])
+    assert results[0][5][N] == 0
     for x, y in zip(*results, strict=True):
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
@@ -511,14 +433,14 @@ def test_the_inputs_of_decodes_in_one_launch(n):
 @needs_triton
 def test_tokens_are_sent_to_the_next_row_of_the_ring():
     """Into another row, or another step's place in it, a request would get another's token."""
-    ring = torch.full((3, 5), -1, pin_memory=DEVICE == "cuda")
-    turn = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    for n in (1, 5, 2, 3):
-        fused.send(10 * n + torch.arange(n, device=DEVICE), ring, turn)
+    ring = torch.full((3, 4), -1, pin_memory=DEVICE == "cuda")
+    turn = tensor([0])
+    for tokens in [1], [2, 3, 4, 5], [6, 7], [8, 9, 10]:
+        fused.send(tensor(tokens), ring, turn)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
-    rows = [[30, 31, 32, -1, -1], [50, 51, 52, 53, 54], [20, 21, -1, -1, -1]]
-    assert ring.tolist() == rows and turn.item() == 4
+    assert ring.tolist() == [[8, 9, 10, -1], [2, 3, 4, 5], [6, 7, -1, -1]]
+    assert turn.item() == 4
 
 
 def calculate(operator, device: str, dtype: torch.dtype, *arguments) -> Tensor:
@@ -552,105 +474,64 @@ def randomised(*modules: nn.Module) -> list[nn.Module]:
 
 all_floats = pytest.mark.parametrize("dtype", KERNEL_FLOATS)
 both_biases = pytest.mark.parametrize("bias", [True, False])
-LAYERS = [(1, 50, 130), (3, 96, 48), (33, 200, 64), (70, 65, 48)]
-LAYERS = [(*sizes, "gelu_new") for sizes in LAYERS] + [(2, 8200, 24, None)]
-LAYERS += [(17, 40, 96, activation) for activation in (None, *ACTIVATIONS)]
+# rows, outputs, inputs, activation, gated: each activation, then each kind of tiles
+LAYERS = [(17, 40, 96, activation, False) for activation in (None, *ACTIVATIONS)]
+LAYERS += [(1, 50, 130, "gelu_new", False), (2, 24, 8200, None, False)]
+LAYERS += [(70, 65, 48, "silu", False), (130, 65, 48, "gelu_new", False)]
+LAYERS += [(1, 40, 70, "silu", True), (5, 40, 70, "silu", True)]
 
 
 @needs_triton
 @both_biases
 @all_floats
-@pytest.mark.parametrize(("R", "N", "K", "activation"), LAYERS)
-def test_linear_layers_with_their_activations(R, N, K, activation, dtype, bias):
-    """Rows or columns beyond the last, a bias that is not there, a wrong GELU."""
+@pytest.mark.parametrize(("R", "N", "K", "activation", "gated"), LAYERS)
+def test_linear_layers_with_their_activations(R, N, K, activation, gated, dtype, bias, monkeypatch):
+    """
+    Rows or columns beyond the last, a bias that is not there or the other half's, a wrong GELU.
+    """
+    if R == 130 and bias:  # as if the weights were many
+        monkeypatch.setattr(linear, "SMALL_WEIGHT", 0)
     torch.manual_seed(R)
-    (layer,) = randomised(nn.Linear(K, N, bias=bias))
+    (layer,) = randomised(nn.Linear(K, 2 * N if gated else N, bias=bias))
     x = 3 * torch.randn(R, K) + 1
-    check_operator(linear.launch_linear, model_module.linear, dtype, x, layer, activation)
+    check_operator(linear.launch_linear, model_module.linear, dtype, x, layer, activation, gated)
 
 
-@needs_triton
-@both_biases
-@pytest.mark.parametrize("R", [1, 5])
-def test_each_half_of_a_gated_layer_has_its_own_bias(R, bias):
-    torch.manual_seed(R)
-    (layer,) = randomised(nn.Linear(70, 2 * 40, bias=bias))
-    operators = (
-        partial(f, activation="silu", gated=True) for f in (linear.linear, model_module.linear)
-    )
-    check_operator(*operators, torch.float32, torch.randn(R, 70), layer)
-
-
-@needs_triton
-@pytest.mark.parametrize("limit", [0, 10**9])
-def test_many_rows_with_few_weights_and_with_many(limit, monkeypatch):
-    """Each has tiles of its own."""
-    monkeypatch.setattr(linear, "SMALL_WEIGHT", limit)
-    test_linear_layers_with_their_activations(130, 65, 48, "gelu_new", torch.float32, True)
+# rows, width of the sum, inputs, parts of a sum
+SUMS = [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (1, linear.NORMED_ROW + 1, 20, 1)]
 
 
 @needs_triton
 @both_biases
 @all_floats
-@pytest.mark.parametrize(
-    ("R", "N", "K", "parts"), [(1, 48, 100, 1), (3, 40, 1600, 4), (20, 130, 800, 2), (2, 48, 0, 0)]
-)
-def test_the_sum_of_x_and_a_layer_and_the_norm_after_it(R, N, K, parts, dtype, bias):
+@pytest.mark.parametrize(("R", "N", "K", "parts"), SUMS)
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_layer_the_sum_its_norm_and_the_layer_that_reads_it(R, N, K, parts, dtype, bias):
     """
     A part of the sum that is left out or added twice, its bias in each part, an x that does not
-    grow, a norm of what x was before, or with another epsilon. Without parts nothing is added.
+    grow, a norm of what x was before, or with another epsilon. Of one row, whose norm is computed
+    by the next product: a sum that no program stores, or again where the row itself is taken.
     """
     torch.manual_seed(R)
-    norm = nn.LayerNorm(N, eps=0.5, bias=bias)
-    modules = randomised(nn.Linear(max(K, 1), N, bias=bias), norm)
-    x = torch.randn(R, max(K, 1))
-    before = 3 * torch.randn(R, N) + 1
+    norm = nn.LayerNorm(N, eps=0.5) if bias else model_module.RMSNorm(N, eps=0.5)
+    modules = randomised(nn.Linear(K, N, bias=bias), norm, nn.Linear(N, 48))
+    activation = None if bias else "silu"
 
-    def operator(linear, add_norm, parts: int):
-        def add(x, before, layer, norm):
-            delta = linear(x, layer, partial_sums=True) if parts else None
-            assert parts < 2 or len(delta) == parts  # else the parts are not tested
-            return torch.stack(add_norm(before, delta, norm))
+    def operator(table):
+        def compute(x, before, layer, norm, reader):
+            delta = table.linear(x, layer, partial_sums=True)
+            total, y = table.add_norm(before, delta, norm)
+            if table is linear:
+                assert R == 1 or len(delta) == parts  # else the parts are not tested
+                assert isinstance(y, linear.LazyNorm) == (N == 48)
+            rows = [y[:], y[:]]
+            out = table.linear(y, reader, activation, gated=not bias)
+            return torch.cat([total, *rows, out], dim=1)
 
-        return add
+        return compute
 
-    ours = operator(linear.launch_linear, linear.norm_now, parts)
-    reference = operator(model_module.linear, model_module.add_norm, min(parts, 1))
-    check_operator(ours, reference, dtype, x, before, *modules)
-
-
-@needs_triton
-@torch.no_grad()
-@pytest.mark.parametrize(("gated", "activation"), [(False, None), (True, "silu")])
-@pytest.mark.parametrize("kind", [nn.LayerNorm, model_module.RMSNorm])
-@pytest.mark.parametrize("K", [20, 64])
-def test_one_row_is_normalised_by_the_product_that_reads_it(K, kind, gated, activation):
-    """
-    A sum that is stored by no program or before it is whole, a norm of the row without what is
-    added; and if the row itself is taken, not a product of it, it is normalised.
-    """
-    torch.manual_seed(K)
-    norm, layer = randomised(kind(K, eps=1e-3), nn.Linear(K, 48))
-    x = torch.randn(1, K)
-    delta = torch.randn(2, 1, K)
-    total = x + delta.sum(0)
-    normalised = norm(total)
-    exact = model_module.linear(normalised, layer, activation, gated)
-    x, delta, norm, layer = (each.to(DEVICE) for each in (x, delta, norm, layer))
-    added, y = linear.add_norm(x, delta, norm)
-    assert isinstance(y, linear.LazyNorm)
-    for _ in range(2):  # the second time the sum had been added again
-        assert (y[:].cpu() - normalised).abs().max() < 1e-5
-    out = linear.linear(y, layer, activation, gated)
-    assert (added.cpu() - total).abs().max() < 1e-6
-    assert (out.cpu() - exact).abs().max() < 1e-5 * exact.abs().max()
-
-
-@needs_triton
-def test_a_row_too_wide_for_a_program_is_normalised_at_once():
-    wide = torch.zeros(1, linear.NORMED_ROW + 1, device=DEVICE)
-    norm = nn.LayerNorm(wide.shape[1], device=DEVICE)
-    assert isinstance(linear.add_norm(wide, wide.clone(), norm)[1], Tensor)
+    x = (torch.randn(R, K), 3 * torch.randn(R, N) + 1)
+    check_operator(operator(linear), operator(model_module), dtype, *x, *modules)
 
 
 @needs_triton
@@ -662,113 +543,87 @@ def test_embeddings_of_tokens_and_positions():
     check_operator(fused.embed, model_module.embed, torch.float32, *arguments, slack=0)
 
 
-def project(project_qkv, attention: Attention, x: Tensor, slots: Tensor, kv: Tensor) -> Tensor:
-    """q [R, H, D]; K and V are stored in kv."""
-    ops = choose_ops("torch")[0]
-    batch = SimpleNamespace(slot_mapping=slots.to(x.device), rotations={}, ops=ops)
-    store_rows = gather.pool_rows(batch.slot_mapping[:, None], kv).flatten()
-    batch.prepared = {0: gather.GatherPlan(store_rows, [])}
-    q, _ = project_qkv(x, attention.to(x.device), kv, batch)
-    return q.view(len(x), attention.H, attention.D)
-
-
-@needs_triton
-@pytest.mark.parametrize(("H", "Hk", "D"), [(4, 4, 16), (6, 2, 24), (1, 1, 40)])
-@pytest.mark.parametrize("R", [1, 5, 70])
-def test_queries_are_returned_and_keys_and_values_stored(R, H, Hk, D):
-    """
-    Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write
-    to slot 0.
-    """
-    torch.manual_seed(R)
-    config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
-    attention = Attention(config, 0).requires_grad_(False)
-    x = torch.randn(R, H * D)
-    slots = torch.randperm(20 * 8)[:R]
-    expected = torch.full((2, 21, Hk, 8, D), 7.0)
-    kv = expected.to(DEVICE, copy=True)
-    exact = project(model_module.project_qkv, attention, x, slots, expected)
-    q = project(fused.project_qkv, attention, x.to(DEVICE), slots, kv)
-    assert torch.allclose(q.cpu(), exact, atol=1e-5)
-    assert torch.allclose(kv.cpu(), expected, atol=1e-5)
-    assert torch.equal(kv.cpu() == 7, expected == 7)
+# rows, heads, KV heads, their size, and how many blocks there are before those of the slots
+PROJECTIONS = [(1, 6, 2, 24, 0), (5, 4, 4, 16, 0), (70, 1, 1, 40, 0)]
+PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16)) for R in (1, 3)]
 
 
 @forks
 @needs_triton
-@pytest.mark.parametrize("R", [1, 3])
-def test_keys_and_values_are_stored_beyond_2_to_the_31(R):
-    """As above: a product of slots and sizes in int32. Three blocks of the pool are touched."""
-    in_a_child(store_beyond_2_to_the_31, R)
+@pytest.mark.parametrize("case", PROJECTIONS)
+def test_queries_are_returned_and_keys_and_values_stored(case):
+    """
+    Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write
+    to slot 0; beyond 2^31 numbers, as above, a product of slots and sizes in int32.
+    """
+    in_a_child(project, *case)
 
 
-def store_beyond_2_to_the_31(R: int):
-    attention = Attention(GPTConfig(vocab_size=8, n_layer=1, n_head=1, n_embd=16), 0)
-    attention = attention.half().requires_grad_(False)
-    x = torch.randn(R, 16, dtype=torch.float16).to(DEVICE)
-    stored = []
-    for first in 2**31 // 256, 0:
-        kv = x.new_empty(2, first + 3, 1, 16, 16)
-        slots = 16 * (first + torch.arange(R)) + 5
-        project(fused.project_qkv, attention, x, slots, kv)
-        stored.append(kv[:, first : first + R, :, 5])
-    assert torch.equal(*stored)
-    assert stored[0].abs().sum() > 0
+def project(R: int, H: int, Hk: int, D: int, first: int):
+    torch.manual_seed(R)
+    config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
+    dtype = torch.float16 if first else torch.float32
+    attention = Attention(config, 0).requires_grad_(False).to(dtype)
+    x = torch.randn(R, H * D).to(dtype)
+    slots = torch.randperm(20 * 8)[:R]
+    heads = attention.c_attn(x).view(R, H + 2 * Hk, D)
+    expected = torch.full((2, 21, Hk, 8, D), 7.0).to(dtype)
+    kv = torch.empty(2, first + 21, Hk, 8, D, device=DEVICE, dtype=dtype)
+    kv[:, first:] = 7
+    expected[:, slots // 8, :, slots % 8] = heads[:, H:].unflatten(1, (2, Hk))
+    batch = SimpleNamespace(slot_mapping=(8 * first + slots).to(DEVICE), rotations={})
+    q, _ = fused.project_qkv(x.to(DEVICE), attention.to(DEVICE), kv, batch)
+    close = partial(torch.testing.assert_close, rtol=0, atol=2e-3 if first else 1e-5)
+    close(q.cpu(), heads[:, :H])
+    close(kv[:, first:].cpu(), expected)
+    assert torch.equal(kv[:, first:].cpu() == 7, expected == 7)
 
 
-FEW = linear.FEW_ROWS
-MANY = linear.LINEAR_ROWS + 1
-HALF = torch.float16
-LARGE = 2**14  # a layer with as many inputs and outputs has more products than are ours
-# rows, inputs and outputs, activation, bias
-LAYER_WAYS = {
-    (1, 8, None, True): "ours None",
-    (MANY - 1, 8, "gelu_new", True): "ours gelu_new",
-    (MANY, 8, "gelu_new", True): "cuBLAS with GELU",
-    (MANY, 8, "gelu_new", False): "torch gelu_new",
-    (MANY, 8, "gelu", True): "torch gelu",
-    (MANY, 8, None, True): "torch None",
-    (FEW, LARGE, None, False): "ours None",
-    (FEW + 1, LARGE, None, False): "torch None",
+FEW, MANY = linear.FEW_ROWS, linear.LINEAR_ROWS
+# activation, gated, bias
+LAYERS_OF_ALL_KINDS = [(None, False, True), ("silu", True, True)]
+LAYERS_OF_ALL_KINDS += [("gelu_new", False, True), ("gelu_new", False, False)]
+# whose product: rows, outputs, dtype, is_head -> of our kernels?
+WAYS_OF_PRODUCTS = {
+    (1, 72, torch.float32, False): True,
+    (MANY, 72, torch.float32, False): True,
+    (MANY + 1, 72, torch.float32, False): False,
+    (1, 72, torch.float32, True): True,
+    (2, 72, torch.float32, True): False,
+    (FEW, 72, torch.float16, True): True,
+    (FEW + 1, 72, torch.float16, True): False,
+    (MANY + 1, 73, torch.float16, True): True,
 }
-HEAD_WAYS = {
-    (1, 8, torch.float32): "ours head",
-    (2, 8, torch.float32): "cuBLAS",
-    (FEW, 8, HALF): "ours head",
-    (FEW + 1, 8, HALF): "cuBLAS",
-    (MANY, 9, HALF): "ours head",
-}
 
 
-def test_which_products_are_ours_on_a_gpu(monkeypatch):
+@needs_triton
+@pytest.mark.parametrize(("case", "is_ours"), WAYS_OF_PRODUCTS.items(), ids=str)
+def test_which_products_are_ours_on_a_gpu(case, is_ours, monkeypatch):
     """
     Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's.
     Would catch: a limit off by one, a bias or an activation that is lost on one of the ways.
     """
-
-    def launch(x, layer, activation=None, gated=False, partial_sums=False, is_head=False):
-        assert is_head or partial_sums
-        return "ours head" if is_head else f"ours {activation}"
-
-    def gelu(bias, x, weight, use_gelu: bool):
-        assert use_gelu
-        assert len(bias) == 8
-        return "cuBLAS with GELU"
-
+    R, N, dtype, is_head = case
+    launch = Mock(wraps=linear.launch_linear)
     monkeypatch.setattr(linear, "launch_linear", launch)
-    monkeypatch.setattr(torch, "_addmm_activation", gelu)
-    monkeypatch.setattr(model_module, "linear", lambda x, layer, name: f"torch {name}")
-    monkeypatch.setattr(nn.Linear, "forward", lambda layer, x: "cuBLAS")
-    for case, way in LAYER_WAYS.items():
-        R, N, activation, bias = case
-        layer = nn.Linear(N, N, bias=bias, device="meta")
-        x = torch.empty(R, N, device="meta")
-        assert linear.linear(x, layer, activation, partial_sums=True) == way, case
-    for case, way in HEAD_WAYS.items():
-        R, N, dtype = case
-        layer = nn.Linear(N, N, bias=False, dtype=dtype, device="meta")
-        x = torch.empty(R, N, dtype=dtype, device="meta")
-        assert linear.head(x, layer) == way, case
+    torch.manual_seed(R)
+    x = torch.randn(R, 48)
+    # The tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype, and
+    # the erf that a CPU has in its place by 5e-4. A share of the largest number, about 4.
+    of_gelu = 2.5e-5 if DEVICE == "cuda" else 2e-4
+    if is_head:
+        arguments = (x, nn.Linear(48, N, bias=False), 3.0)
+        check_operator(linear.head, model_module.head, dtype, *arguments)
+    for activation, gated, bias in [] if is_head else LAYERS_OF_ALL_KINDS:
+        slack = of_gelu if activation == "gelu_new" and bias and not is_ours else 1e-6
+        arguments = (x, nn.Linear(48, N, bias=bias), activation, gated)
+        check_operator(linear.linear, model_module.linear, dtype, *arguments, slack=slack)
+    assert launch.called == is_ours
+
+
+def test_how_many_products_are_ours():
+    large = nn.Linear(2**14, 2**14, device="meta")
+    assert linear.use_triton(FEW, large) and not linear.use_triton(FEW + 1, large)
 
 
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
@@ -807,56 +662,19 @@ def test_keys_and_values_of_a_cpu_are_fp32():
         assert engine_device.kv_dtype(SimpleNamespace(wte=wte)) == expected
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: cuBLAS, and when it is chosen")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("R", [1, 256, 257, 600])
-@pytest.mark.parametrize("activation", [None, "gelu_new", "gelu"])
-def test_on_a_gpu_linear_layers_of_any_size_are_right(activation, R, dtype):
-    """A long prompt takes other ways than a decode."""
-    torch.manual_seed(R)
-    x = torch.randn(R, 48)
-
-    def operator(table):
-        def apply(x, layer, norm):
-            y = table.linear(x, layer, activation)
-            _, normalised = table.add_norm(y.clone(), y, norm)
-            return torch.stack([y, normalised[:]])
-
-        return apply
-
-    # The tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype. A
-    # share of the largest number, about 4.
-    slack = 2.5e-5 if activation == "gelu_new" and R > linear.LINEAR_ROWS else 2.5e-7
-    arguments = (x, nn.Linear(48, 72), nn.LayerNorm(72))
-    check_operator(operator(linear), operator(model_module), dtype, *arguments, slack=slack)
+CHIPS = {101_376: [2, 1, 1], 166_912: [3, 2, 1], 232_448: [3, 3, 2]}  # L4, A100, H200
 
 
 @needs_triton
-@pytest.mark.parametrize(
-    ("chip", "stages"),
-    [(101_376, [2, 1, 1]), (166_912, [3, 2, 1]), (232_448, [3, 3, 2])],
-    ids=["L4", "A100", "H200"],
-)
-def test_tiles_fit_into_the_shared_memory(chip, stages, monkeypatch):
+@pytest.mark.parametrize(("room", "stages"), CHIPS.items())
+def test_tiles_fit_into_the_shared_memory(room, stages, monkeypatch):
     """
-    Tuned on an H200, the six stages of a layer of GPT-2 were too large for an L4, and heads of 256
-    in fp32 for an H200 itself.
+    As compiled, for heads of 64, 128 and 256 in fp32, which were too large for an H200 itself. For
+    all kernels see test_compiled_kernels.py.
     """
-    kernel = MagicMock()
-    monkeypatch.setattr(kernels, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(linear, "shared_memory", lambda device: chip)
-    monkeypatch.setattr(linear, "matrix_kernel", kernel)
-    for dtype in torch.bfloat16, torch.float32:
-        for N in 768, 3072, 50257:
-            layer = nn.Linear(768, N, bias=False, dtype=dtype, device="meta")
-            for R in 2, 17, 33, 64, 65, 128, 129, 256:
-                x = torch.empty(R, 768, dtype=dtype, device="meta")
-                linear.launch_linear(x, layer, is_head=N == 50257)
-                options = kernel.__getitem__.return_value.call_args.kwargs
-                tile = (options["ROWS"] + options["COLS"]) * options["BLOCK"] * dtype.itemsize
-                assert 1 <= options["num_stages"] <= chip // tile
+    monkeypatch.setattr(kernels, "shared_memory", lambda device: room)
     pools = [torch.empty(2, 1, 1, 16, D) for D in (64, 128, 256)]
-    assert [kernels.stages_that_fit(pool) for pool in pools] == stages  # as compiled
+    assert [kernels.stages_that_fit(pool) for pool in pools] == stages
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
@@ -881,7 +699,7 @@ def test_nothing_compiles_after_the_first_steps():
 # Memory of the torch path
 
 
-@settings(max_examples=300, deadline=None)
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=40))
 def test_length_classes_at_most_double_the_memory(lens):
     """
@@ -899,15 +717,15 @@ def test_length_classes_at_most_double_the_memory(lens):
     ("decodes", "chunks", "window", "widths"),
     [
         # the long decode, the short ones together, the chunk: no row of K or V too many
-        ([4096] + [10] * 31, [(64, 200)], 0, [4096, 10, 200]),
+        ([512] + [10] * 31, [(64, 200)], 0, [512, 10, 200]),
         # one SDPA for each decode would cost more than the attention itself
-        ([*range(500, 532)], [], 0, [531]),
+        ([*range(480, 512)], [], 0, [511]),
         # decodes of any length pad each other to the window, not to the longest of them
-        ([4096, 700, 40, 20], [], 32, [32]),
+        ([512, 300, 40, 20], [], 32, [32]),
     ],
 )
 def test_requests_of_similar_length_are_one_gather(decodes, chunks, window, widths):
-    texts = Texts("torch", window=window, length=4096)
+    texts = Texts("torch", window=window, length=512)
     batch, _ = texts.step(decodes, chunks)
     gathers = batch.prepared[window].calls
     assert [call.kv_rows.shape[-1] for call in gathers] == widths
@@ -927,7 +745,7 @@ def test_copies_read_all_sources_before_they_write():
     assert torch.equal(pool.kv, before[:, :, [2, 0, 1, 3, 4]])
 
 
-@pytest.mark.parametrize("module", [gather, inputs, paged, sizing])
+@pytest.mark.parametrize("module", [gather, inputs, paged, prefix, sizing])
 def test_examples_in_docstrings_are_true(module):
     """An example that is wrong teaches the wrong thing."""
     result = doctest.testmod(module)

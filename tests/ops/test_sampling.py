@@ -9,10 +9,8 @@ shown beside it: the same counts are held against the distribution of a wrong sa
 import json
 import math
 import random
-import re
 import tomllib
-from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from unittest.mock import Mock
 
 import oracle
@@ -21,27 +19,36 @@ import torch
 from oracle import possible_tokens
 from torch import Tensor
 
-from ops import sampling, sampling_kernels
-from ops.sampling import SamplingRow, SamplingRows, gumbel_noise, philox
-from ops.sampling_kernels import gumbel, philox_words, sample_triton, tl, triton
+from ops import cpu, sampling, sampling_kernels
+from ops.choice import choose_ops
+from ops.sampling import SamplingRow, SamplingRows, gumbel_noise, masked, philox
+from ops.sampling_kernels import sample_triton, triton
 from params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 
 # On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs
 # them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
-needs_triton = pytest.mark.skipif(triton is None, reason="needs triton")
 sample = sample_triton if DEVICE == "cuda" else sampling.sample_torch
 
 
-def both(name: str, of_torch, of_triton):
-    """A test of two functions that do the same."""
-    paths = [pytest.param(of_torch, id="torch")]
-    paths.append(pytest.param(of_triton, id="triton", marks=needs_triton))
-    return pytest.mark.parametrize(name, paths)
+@cache
+def machine():
+    return choose_ops("cpu")[0]
 
 
-both_paths = both("pick", sampling.sample_torch, sample_triton)
+def sample_cpu(*arguments) -> Tensor:
+    return machine().sample(*arguments)
+
+
+needs_triton = pytest.mark.skipif(triton is None, reason="needs triton")
+needs_cpu = pytest.mark.skipif(
+    DEVICE == "cuda" or not cpu.c_compiler(), reason="needs a C compiler: and no GPU"
+)
+triton_path = pytest.param(sample_triton, id="triton", marks=needs_triton)
+cpu_path = pytest.param(sample_cpu, id="cpu", marks=needs_cpu)
+torch_path = pytest.param(sampling.sample_torch, id="torch")
+all_paths = pytest.mark.parametrize("pick", [torch_path, triton_path, cpu_path])
 no_warning = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 tensor = partial(torch.tensor, device=DEVICE)
 arange = partial(torch.arange, device=DEVICE)
@@ -117,39 +124,13 @@ def test_noise_is_the_function_that_design_states():
             assert torch.equal(alone[0], row)
 
 
-@pytest.mark.parametrize(("word", "u"), [(0, 2.0**-24), (ONES, 1 - 2.0**-24)])
-def test_noise_is_finite_at_both_ends(monkeypatch, word, u):
+def test_noise_is_finite_at_both_ends(monkeypatch):
     """A u of 0 or 1 is infinite noise: once in some million tokens, a token of probability zero."""
-    words = (torch.full((1, 1), word),) * 4
-    monkeypatch.setattr(sampling, "philox", lambda counter, key: words)
-    noise = gumbel_noise(*tensor([[0], [0], [0]]), 1)
-    assert noise.item() == pytest.approx(-math.log(-math.log(u)), rel=1e-6)
-
-
-@sampling_kernels.jit
-def noise_kernel(seeds, positions, choices, noise, QUADS: tl.constexpr):
-    """Grid (R,): noise [R, 4 * QUADS], as gumbel_max_kernel has it."""
-    r = tl.program_id(0)
-    quad = tl.arange(0, QUADS)
-    position = tl.load(positions + r)
-    choice = tl.load(choices + r)
-    words = philox_words(tl.load(seeds + r), quad, position, choice)
-    at = noise + r * 4 * QUADS + 4 * quad
-    for i in tl.static_range(4):
-        tl.store(at + i, gumbel(words[i]))
-
-
-@needs_triton
-def test_both_paths_have_the_same_noise():
-    """
-    A signed shift, a seed cut to 32 bits, positions and choices swapped: other tokens on a GPU than
-    on a CPU.
-    """
-    keys = tensor(SEEDS), tensor(POSITIONS), tensor(CHOICES)
-    noise = torch.zeros(8, 32, device=DEVICE)
-    noise_kernel[(8,)](*keys, noise, QUADS=8)
-    # rounding, and the chip's own logarithm
-    torch.testing.assert_close(noise, gumbel_noise(*keys, 32), rtol=3e-6, atol=3e-6)
+    words = tensor([0, ONES, 0, 0])[:, None, None]
+    monkeypatch.setattr(sampling, "philox", lambda counter, key: words.unbind())
+    noise = gumbel_noise(*tensor([[0], [0], [0]]), 2)
+    expected = [-math.log(-math.log(u)) for u in (2.0**-24, 1 - 2.0**-24)]
+    assert noise[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -159,15 +140,11 @@ N = 20_000
 LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
 V = len(LOGITS)
 # chi-square at the level 0.001, from the tables: degrees of freedom -> the most that fits
-CRITICAL = {2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515, 6: 22.458, 7: 24.322, 12: 32.909}
+CRITICAL = {2: 13.816, 4: 18.467, 5: 20.515, 6: 22.458, 12: 32.909}
 CASES = tomllib.loads("""
 plain = {}
-cold = {temperature = 0.6}
 hot = {temperature = 1.7}
-top_k = {top_k = 4}
 "top_k in a tie" = {top_k = 2}
-top_p = {top_p = 0.8}
-min_p = {min_p = 0.1}
 "all of them" = {temperature = 1.4, top_k = 8, top_p = 0.9, min_p = 0.15}
 """)
 CASES = {name: SamplingParams(**fields) for name, fields in CASES.items()}
@@ -240,11 +217,11 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     return thresholds / temperature
 
 
-both_thresholds = both("threshold", sampling.threshold, threshold_triton)
-
-
-@both_thresholds
+@pytest.mark.parametrize(
+    "threshold", [sampling.threshold, pytest.param(threshold_triton, marks=needs_triton)]
+)
 @pytest.mark.parametrize("V", [1, 9, 37, 300])
+@no_warning
 def test_filters_equal_the_oracle_row_by_row(threshold, V):
     """
     A filter that uses the wrong row's k, drops one token too many or too few, or tears a tie apart;
@@ -262,6 +239,8 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
     scores[5::12, V // 2] = 1e30
     scores[6::12, V // 3] = -1e30
     scores[::7, : V // 2] = -torch.inf  # as of forbidden tokens
+    scores[3::5, torch.arange(V) % 16 > 2] = -torch.inf  # the kernel has 16 lanes: most have none
+    top_k[3::5] = 8 * [12]
     least = threshold(scores, tensor(top_k), tensor(top_p), tensor(min_p))
     kept = (scores >= least[:, None]).cpu()
     for row, stays, *numbers in zip(scores.cpu().double(), kept, top_k, top_p, min_p, strict=True):
@@ -271,79 +250,17 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
         assert (surely | maybe | ~stays | row.isinf()).all(), (p, row)
 
 
-@both_thresholds
-def test_top_k_counts_tokens_that_are_allowed(threshold):
-    """
-    Twelve tokens in three of sixteen lanes of the kernel. Would catch: a bound by the best scores
-    of lanes of which most have none.
-    """
-    allowed = torch.arange(64) % 16 < 3
-    scores = torch.where(allowed, torch.arange(64.0), -torch.inf)[None].to(DEVICE)
-    for k in range(1, 13):
-        least = threshold(scores, tensor([k]), tensor([1.0]), tensor([0.0]))
-        assert int((scores >= least[:, None]).sum()) == k
-
-
-# what tokens weigh | top_k, top_p, min_p -> those that stay
-EDGES = """
-1 2 2 1 | 1 1 0     -> 1 2
-1 2 2 1 | 2 1 0     -> 1 2
-1 2 2 1 | 3 1 0     -> 0 1 2 3
-1 2 2 1 | 4 1 0     -> 0 1 2 3
-1 2 2 1 | 0 1 0.499 -> 0 1 2 3
-1 2 2 1 | 0 1 0.501 -> 1 2
-1 2 2 1 | 0 1 1     -> 1 2
-4 2 1 1 | 1 1 0     -> 0
-4 2 1 1 | 2 1 0     -> 0 1
-4 2 1 1 | 0 0.49 0  -> 0
-4 2 1 1 | 0 0.51 0  -> 0 1
-4 2 1 1 | 0 0.74 0  -> 0 1
-4 2 1 1 | 0 0.76 0  -> 0 1 2 3
-4 2 1 1 | 2 0.66 0  -> 0
-4 2 1 1 | 2 0.67 0  -> 0 1
-4 2 1 1 | 0 1e-30 0 -> 0
-"""
-
-
-@both_thresholds
-def test_filters_at_their_edges(threshold):
-    """
-    One token more or less than asked for: a tie with the last one stays, and top_p is a share of
-    what top_k left, here of two thirds.
-    """
-    rows = [re.split(r" *\| *| *-> *", row) for row in EDGES.strip().splitlines()]
-    weights, filters, kept = (
-        [[*map(float, x.split())] for x in part] for part in zip(*rows, strict=True)
-    )
-    top_k, top_p, min_p = tensor(filters).unbind(1)
-    scores = tensor(weights).log()
-    stays = scores >= threshold(scores, top_k.long(), top_p, min_p)[:, None]
-    assert [row.nonzero()[:, 0].tolist() for row in stays] == kept
-
-
-def test_no_filter_keeps_every_token():
-    """
-    In fp32 the sum over 50,000 tokens reaches 1 before the last of them: a request with top_p 1
-    lost its rarest tokens as soon as another one in its batch asked for a filter, so its answer
-    depended on its neighbours.
-    """
-    scores = 4 * randn(4, 50_257, seed=0)
-    weights = scores.cpu().double().softmax(-1).float()
-    assert (weights.sort(descending=True).values.cumsum(-1) >= 1).any()  # or this shows nothing
-    zero = torch.zeros(4, device=DEVICE)
-    least = sampling.threshold(scores, zero.long(), zero + 1, zero)
-    assert (scores >= least[:, None]).all()
-
-
 # --------------------------------------------------------------------------------------------------
 # Tokens: each path's token is one that float64 finds
 
-STOPS = (2, 8, 11, 99, -3)
 LIKELY = SamplingParams(top_p=0.5, seed=1)
 
 
 def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[SamplingRow]]:
-    """Logits [R, V] and requests; some rows are flat, some steep, and bf16 has many ties."""
+    """
+    Logits [R, V] and requests; some rows are flat, some steep, some sure of a token, and bf16 has
+    many ties.
+    """
     choose = random.Random(seed)
     scale = tensor([0.3, 1.0, 3.0]).repeat(R)[:R]
     logits = (randn(R, V, seed=seed) * scale[:, None]).to(dtype)
@@ -356,52 +273,57 @@ def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[Samp
         seed = choose.getrandbits(64) - 2**63
         stops = (best[0], V - 1, V + 7, -2)
         requests.append(SamplingRow(row, params, seed, row % 3, prompt, generated, stops))
+        if row % 4 == 1:
+            logits[row, best[0]] += 200
     return logits, requests
-
-
-def position_of(request: SamplingRow) -> int:
-    return len(request.prompt_tokens) + len(request.generated_tokens)
 
 
 def possible(logits: Tensor, request: SamplingRow) -> set[int]:
     _, params, seed, choice, prompt, generated, stops = request
     texts = {"prompt": prompt, "generated": generated, "stops": stops}
-    position = position_of(request)
+    position = len(prompt) + len(generated)
     return possible_tokens(logits, params, position, seed=seed, choice=choice, **texts)
 
 
 def check_tokens(pick, R: int, V: int, dtype, seed: int):
     """
-    In any order of rows; the rows remember their tokens and count them. The first request is also
-    judged alone: no filter, temperature or noise of its neighbours may matter.
+    In any order of rows, with masks as of grammars; the rows, which have had others before,
+    remember their tokens and count them. The first request is also judged alone: no filter,
+    temperature or noise of its neighbours may matter.
     """
-    logits, requests = random_requests(R, V, dtype, seed)
-    rows = filled(V, requests)
-    alone = filled(V, requests)
-    random.Random(seed).shuffle(requests)
-    order = [request.row for request in requests]
-    positions = tensor([position_of(request) for request in requests])
-    arguments = (logits[order], tensor(order), positions)
-    tokens = pick(*arguments, rows).tolist()
-    first = (x[:1] for x in arguments)
-    token = pick(*first, alone, [requests[0].params]).item()
-    assert token in possible(logits[order[0]], requests[0])
-    assert rows.last_token[order].tolist() == [max(token, 0) for token in tokens]
-    for request, token in zip(requests, tokens, strict=True):
-        allowed = possible(logits[request.row], request)
-        assert token in allowed, f"{token}, in float64 {allowed}: {request}"
-        if request.params.penalises:
-            text = [*request.generated_tokens, *[token][: token + 1]]
-            count = rows.marks[request.row].cpu() >> 2
-            assert torch.equal(count, oracle.count_of(text, V)), f"{request} got {token}"
+    rows = SamplingRows(R, V, DEVICE)
+    for of_round in range(2):
+        seed = 2 * seed + of_round
+        logits, requests = random_requests(R, V, dtype, seed)
+        rows.fill(*requests)
+        alone = filled(V, requests)
+        random.Random(seed).shuffle(requests)
+        order = tensor([request.row for request in requests])
+        positions = tensor([len(r.prompt_tokens + r.generated_tokens) for r in requests])
+        words = random.Random(seed).choices(range(-(2**31), 2**31), k=R * -(-V // 32))
+        bits = tensor(words, dtype=torch.int32).view(R, -1)
+        bits[arange(R) % 5 > 0] = -1
+        tokens = pick(logits[order], order, positions, rows, None, bits).tolist()
+        first = (x[:1] for x in (logits[order], order, positions))
+        token = pick(*first, alone, [requests[0].params], bits[:1]).item()
+        logits[order] = masked(logits[order], bits)
+        assert token in possible(logits[order[0]], requests[0])
+        assert rows.last_token[order].tolist() == [max(token, 0) for token in tokens]
+        for request, token in zip(requests, tokens, strict=True):
+            allowed = possible(logits[request.row], request)
+            assert token in allowed, f"{token}, in float64 {allowed}: {request}"
+            if request.params.penalises:
+                text = [*request.generated_tokens, *[token][: token + 1]]
+                count = rows.marks[request.row].cpu() >> 2
+                assert torch.equal(count, oracle.count_of(text, V)), f"{request} got {token}"
 
 
 MIXTURES = [
-    (24, 2, torch.float32, 2048, 256),
-    (24, 5, torch.bfloat16, 2048, 256),
-    (24, 127, torch.float32, 64, 16),
-    (20, 1000, torch.bfloat16, 512, 128),
-    (12, 301, torch.float16, 128, 32),
+    (12, 2, torch.float32, 2048, 256),
+    (12, 5, torch.bfloat16, 2048, 256),
+    (16, 127, torch.float32, 64, 16),
+    (10, 1000, torch.bfloat16, 512, 128),
+    (8, 301, torch.float16, 128, 32),
 ]
 LONG = [(1, 50257), (3, 50257), (40, 1000), (7, 4099), (64, 127), (200, 5), (200, 2)]
 for sizes in LONG:
@@ -410,7 +332,7 @@ for sizes in LONG:
         MIXTURES.append(case)
 
 
-@both_paths
+@all_paths
 @no_warning
 @pytest.mark.parametrize(("R", "V", "dtype", "width", "quads"), MIXTURES)
 def test_every_token_is_one_that_the_rules_allow(monkeypatch, pick, R, V, dtype, width, quads):
@@ -444,23 +366,22 @@ ONE_TOKEN = """
 """
 
 
-@both_paths
-@pytest.mark.parametrize("row", ONE_TOKEN.strip().splitlines())
-def test_numbers_that_leave_one_token(pick, row):
+@all_paths
+def test_numbers_that_leave_one_token(pick):
     """
     Beyond single precision: divided by 1e-40 all positive logits are infinite, and the first of
     them won; a top_p of 0 dropped all tokens; a logit over a penalty of 0 is no number.
     """
-    fields = json.loads(row)
-    params = [SamplingParams(**fields)] * 20
-    logits = tensor([[0.0, 5.0, 3.0, -2.0]]).expand(20, -1)
-    rows = filled(4, [SamplingRow(i, params[0], i, 0, [1, 3], [0]) for i in range(20)])
-    tokens = pick(logits, arange(20), arange(20) + 3, rows, params)
-    expected = 2 if fields.get("repetition_penalty", 0) > 1 else 1
-    assert tokens.tolist() == [expected] * 20
+    params = [SamplingParams(**json.loads(row)) for row in ONE_TOKEN.strip().splitlines()]
+    places = arange(len(params))
+    logits = tensor([[0.0, 5.0, 3.0, -2.0]]).expand(len(params), -1)
+    for position in range(3, 11):
+        rows = filled(4, [SamplingRow(i, p, 0, 0, [1, 3], [0]) for i, p in enumerate(params)])
+        tokens = pick(logits, places, torch.full_like(places, position), rows)
+        assert tokens.tolist() == [1] * (len(params) - 1) + [2]
 
 
-@both_paths
+@all_paths
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_tie_goes_to_the_lowest_token(monkeypatch, pick, dtype):
     """
@@ -493,7 +414,7 @@ def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
 ALL_FILTERS = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0)
 
 
-@both_paths
+@all_paths
 @no_warning
 @pytest.mark.parametrize("params", [GREEDY, LIKELY, ALL_FILTERS])
 def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
@@ -516,77 +437,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
 
 
 # --------------------------------------------------------------------------------------------------
-# Bias, bans, penalties
-
-ADJUSTED = [
-    {},
-    {"presence_penalty": 1.5},
-    {"presence_penalty": -2.0},
-    {"frequency_penalty": 0.7},
-    {"repetition_penalty": 1.9},
-    {"repetition_penalty": 0.4},
-    {"logit_bias": {3: 1.0, 5: -100, 0: 0.25}},
-    {"logit_bias": {9: 2.5, 1: 100.0}, "min_tokens": 3},
-    {"presence_penalty": 0.3, "frequency_penalty": -0.4, "repetition_penalty": 1.2},
-    {"frequency_penalty": 0.2, "logit_bias": {1: 1.5}, "min_tokens": 4},
-]
-ADJUSTED = [replace(GREEDY, **fields) for fields in ADJUSTED]
-
-
-@both_paths
-def test_penalties_bias_and_bans_follow_a_text_token_by_token(pick):
-    """
-    Greedy texts of 12 tokens: the prompt counted for presence or not for repetition, a count that
-    lags, a ban that ends a token early. Half way every request is preempted and set anew, in the
-    row of another, whose bias and counts must be gone.
-    """
-    prompt = [1, 2, 2, 7]
-    R = len(ADJUSTED)
-    texts = [[] for _ in ADJUSTED]
-    places = arange(R)
-    rows = SamplingRows(R, 12, DEVICE)
-    logits = (0.7 * randn(12, 12, seed=5)).round(decimals=2)  # close together: every rule matters
-    logits[1::2] -= 3  # and the penalty of logits below zero
-    for step in range(12):
-        if step in (0, 6):
-            places = places.flip(0)
-            for row, p, text in zip(places.tolist(), ADJUSTED, texts, strict=True):
-                rows.fill(SamplingRow(row, p, 0, 0, prompt, text, STOPS))
-        at = torch.full_like(places, len(prompt) + step)
-        tokens = pick(logits[step].expand(R, -1), places, at, rows, ADJUSTED)
-        for p, text, token in zip(ADJUSTED, texts, tokens.tolist(), strict=True):
-            scores = oracle.adjusted(logits[step], p, prompt, text, STOPS)
-            assert scores[token] >= scores.max() - 1e-5, (p, text, token)
-            text.append(token)
-    unlike = {tuple(text) for text in texts}
-    assert len(unlike) >= R - 1, "every rule must matter here, or nothing is shown"
-
-
-def test_every_logit_is_adjusted_by_the_rules():
-    """A token shows a wrong penalty only where it decides; here every number is compared."""
-    logits, requests = random_requests(48, 41, torch.float32, seed=3)
-    rows = filled(41, requests)
-    requests.reverse()
-    positions = tensor([position_of(request) for request in requests])
-    scores = sampling.adjust(logits.flip(0), arange(48).flip(0), positions, rows)
-    for row, request in zip(scores.cpu().double(), requests, strict=True):
-        number, params, _, _, *texts = request
-        exact = oracle.adjusted(logits[number], params, *texts)
-        torch.testing.assert_close(row, exact, rtol=1e-6, atol=2e-6)
-
-
-@both_paths
-def test_a_forbidden_token_is_never_chosen_however_likely(pick):
-    """
-    A ban that only takes 100 off a logit, as a bias may, holds until a model is sure of the token.
-    """
-    rows = filled(V, [SamplingRow(0, SamplingParams(min_tokens=12), 4, stop_token_ids=(4,))])
-    logits = LOGITS.repeat(4, 1)
-    logits[:, 4] = 1000.0
-    positions = tensor([0, 5, 11, 12])
-    *banned, free = pick(logits, 0 * positions, positions, rows).tolist()
-    assert 4 not in banned
-    assert free == 4
+# The host
 
 
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
@@ -604,39 +455,6 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
     assert upload.call_count == 2 + 4
 
 
-@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: CUDA graphs and their streams")
-def test_a_cuda_graph_serves_parameters_that_come_later():
-    """
-    A decision on the host, a synchronisation or a new tensor for a row is frozen into the graph, or
-    breaks it.
-    """
-    V = 50257
-    R = len(ADJUSTED)
-    rows = rows_of([GREEDY] * R, V)
-    places = arange(R)
-    logits = randn(R, V, seed=7).bfloat16()
-    arguments = (logits, places, places + 9)
-    sample_triton(*arguments, rows)  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tokens = sample_triton(*arguments, rows)
-    drawn = {}, {"temperature": 0.7}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
-    for i, fields in enumerate(drawn):
-        other = SamplingRows(R, V, DEVICE)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for row, p in enumerate(ADJUSTED):
-                request = SamplingRow(row, replace(p, **fields), row, i, [1, 2, 3], [4] * i, STOPS)
-                rows.fill(request)
-                other.fill(request)
-            graph.replay()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        expected = sampling.sample_torch(*arguments, other)
-        assert (tokens != expected).sum() <= 1
-        assert i == 0 or len(set(tokens.tolist())) > 3
-
-
 # --------------------------------------------------------------------------------------------------
 # Log-probabilities
 
@@ -648,16 +466,14 @@ def test_logprobs_are_those_of_the_raw_logits(dtype, n):
     Those of the tempered or penalised distribution, or of ranks that moved, are not what the API
     promises.
     """
-    close = partial(torch.testing.assert_close, atol=1e-5, rtol=0)
     logits = (3 * randn(4, 40, seed=6)).to(dtype)
     tokens = tensor([0, 39, 7, 7])
     chosen, ids, top = sampling.logprobs(logits, tokens, n)
     expected = logits.double().log_softmax(-1)
     best = expected.sort(descending=True).values[:, :n]
-    close(chosen.double(), expected[range(4), tokens])
-    close(top.double(), best)
-    assert ids.shape == (4, n)
     assert torch.equal(expected.gather(1, ids), best)
+    exact = torch.cat([expected.gather(1, tokens[:, None]), best], 1)
+    assert (torch.cat([chosen[:, None], top], 1) - exact).abs().max() < 1e-5
 
 
 def test_logprobs_are_finite_for_any_logits():
@@ -669,9 +485,7 @@ def test_logprobs_are_finite_for_any_logits():
     logits[1] = torch.nan
     logits[2, 3] = torch.inf
     chosen, ids, top = sampling.logprobs(logits, tensor([2, NO_TOKEN, NO_TOKEN, 5]), 20)
-    assert chosen[:3].tolist() == [LOWEST_LOGPROB] * 3
+    assert chosen.tolist() == pytest.approx([*3 * [LOWEST_LOGPROB], -math.log(6)])
     assert top.min() == LOWEST_LOGPROB
-    assert chosen.isfinite().all()
     assert top.isfinite().all()
-    assert chosen[3].item() == pytest.approx(-math.log(6))
     assert ids.shape == (4, 6)
