@@ -191,6 +191,8 @@ def start(name: str, kind: str, threads=1, **settings) -> Service:
     model = model_of(name)
     if kind in GPU_DTYPES:
         model = deepcopy(model).to("cuda", GPU_DTYPES[kind])
+    elif kind == "torch":
+        how |= {"attention": "torch", "deterministic": False}
     elif kind != "interpreted":
         how |= {"attention": "cpu", "quantize": kind}
     return Service(new_engine(model, **how | sizes | settings))
