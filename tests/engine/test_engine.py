@@ -24,7 +24,6 @@ from model import GPT, GPTConfig
 from paged import POLICIES, Plan
 from params import SamplingParams, Settings
 from test_paged import assert_idle, new_engine, prompt, raises, trained_model
-from test_paged import serve as serve_all
 from tests.simulated_device import (
     NoModel,
     SimulatedDevice,
@@ -421,17 +420,9 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
 # Windows
 
 
-def windowed_model(*windows: int) -> GPT:
-    """The model of the tests, whose layers see so much alone; it looks 13 tokens back."""
-    whole = trained_model()
-    model = GPT(replace(whole.config, windows=windows)).eval()
-    model.load_state_dict(whole.state_dict())
-    return model
-
-
 def test_a_layer_that_sees_all_keeps_all():
     """Would catch: blocks given back for the layers that slide, though another one reads them."""
-    engine = new_engine(windowed_model(8, 0), num_blocks=16)
-    assert engine.scheduler.after_commit is None
-    serve_all(engine, [prompt(0, 40)], 24)
+    model = GPT(replace(trained_model().config, windows=(8, 0))).eval()
+    engine = new_engine(model, num_blocks=16)
+    engine.generate([prompt(0, 40)], greedy(24), progress=False)
     assert engine.scheduler.peak_blocks == 16
