@@ -145,13 +145,11 @@ class Service:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.answers: dict[str, list[Output]] = defaultdict(list)
-        self.most_decodes = 0  # in one step
         self.chunks = Counter()  # of each request
         self.launch = engine.runner.launch
         engine.runner.launch = self.noted
 
     def noted(self, plan):
-        self.most_decodes = max(self.most_decodes, len(plan.decodes))
         self.chunks.update(request.id for request, _ in plan.chunks)
         return self.launch(plan)
 
@@ -213,7 +211,6 @@ def alone(name: str, kind: str, block_size=4) -> dict[str, list[Output]]:
     for asked in ASKS:
         service.run(asked)
     assert len(service.answers) == 13
-    assert service.most_decodes == 1
     assert set(service.chunks.values()) == {1}
     assert service.scheduler.num_hit_tokens == service.scheduler.num_forks == 0
     answers = {name_of(id): answer for id, answer in service.answers.items()}

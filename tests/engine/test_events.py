@@ -154,7 +154,7 @@ class Stage:
         self.recorder = self.engine.stages["record"]
         self.messages = []
         self.sent = []
-        self.unsent = b""
+        self.unsent = False
         self.queue_row = self.flush = lambda ignored: None
 
     def monotonic(self) -> float:
@@ -175,10 +175,8 @@ class Stage:
             self.engine.add_request("a", [1, 2, 3], greedy(20))
         elif command == "record":
             self.recorder.listen(str)
-        elif command == "clog":
-            self.unsent = b"the end of a message"
-        elif command == "read":
-            self.unsent = b""
+        elif command in ("clog", "read"):
+            self.unsent = command == "clog"
         elif command in ("join", "leave"):
             self.messages = [{"op": "listen", "on": command == "join", "tokens": False}]
         process.serve_step(self.engine, self)
