@@ -143,8 +143,8 @@ HOW += [pytest.param(name, marks=needs_gpu) for name in ("graphs", "launches")]
 def test_answers_are_those_of_each_request_alone_in_plain_torch(how, situation):
     """
     Would catch: a row of the padding that a request owns, inputs of the step before replayed, a row
-    that keeps state of its last owner, scores of a neighbour, a copy that comes too
-    late, a chunk that samples too early.
+    that keeps state of its last owner, scores of a neighbour, a copy that comes too late. That no
+    chunk samples too early is seen in the example of `pack` (ops/inputs.py), which is tested.
     """
     for service in situation(partial(start, how)):
         assert_near(service, alone("trained", "torch", service.scheduler.block_size))
