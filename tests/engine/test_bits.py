@@ -103,12 +103,12 @@ sampled = {length = 1, temperature = 1, logprobs = 5}
 filtered = {length = 30, temperature = 1.4, top_k = 12, top_p = 0.97, min_p = 0.01, logprobs = 1}
 nucleus = {length = 22, temperature = 0.8, top_p = 0.6}
 min-p = {length = 17, temperature = 0.7, min_p = 0.05, logprobs = 20}
-penalised = {length = 13, logprobs = 2, repetition_penalty = 1.3, presence_penalty = 0.2, \
-frequency_penalty = 0.1}
+penalised = {length = 13, logprobs = 2, repetition_penalty = 1.3, presence_penalty = 2.0, \
+frequency_penalty = 1.0}
 biased = {length = 26, temperature = 1.2, logprobs = 3, repetition_penalty = 1.3, \
 logit_bias = {1 = 2.0, 7 = -3.0}, stop_token_ids = [2, 3], min_tokens = 4}
-scored = {length = 35, prompt_logprobs = 3, logprobs = 1}
-three = {length = 18, n = 3, temperature = 1, logprobs = 2}
+scored = {length = 35, prompt_logprobs = 3, logprobs = 1, frequency_penalty = 2.0}
+three = {length = 18, n = 3, temperature = 1, logprobs = 2, presence_penalty = 2.0}
 two = {length = 21, n = 2, prompt_logprobs = 0, temperature = 1, top_k = 5, logprobs = 1}
 [neighbours]
 a = {length = 11, temperature = 1, max_tokens = 20}
