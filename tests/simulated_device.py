@@ -16,6 +16,8 @@ step, without slots: it is about what the server makes of tokens.
 """
 
 from dataclasses import replace
+from itertools import islice
+from types import SimpleNamespace
 from unittest import mock
 from zlib import crc32
 
@@ -29,8 +31,6 @@ from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
 from ops.prefix import GroupFinder, Groups, num_groups
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
-
-POISON = 255  # what a slot holds that its owner has not written; vocabularies end below
 
 # --------------------------------------------------------------------------------------------------
 # The model's answers: pure functions of the text (tokens as bytes) and of the noise's seed and
@@ -59,25 +59,20 @@ def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
 
 
 def seen(text: bytes, window: int) -> bytes:
-    """The part of a text that its last token sees."""
-    return text[-window:] if window else text
+    """The part of a text that its last token sees: all of it without a window, 0."""
+    return text[-window:]
 
 
 def answer(
     prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int, window: int = 0
 ) -> tuple[list[int], str]:
     """The right answer: its tokens, and how it ends."""
-    tokens = []
-    crc = crc32(seen(bytes(prompt), window), key)
-    while len(tokens) < max_tokens:
-        tokens.append(crc % V)
-        if tokens[-1] in stops:
-            return tokens, "stop"
-        if window:
-            crc = crc32(seen(bytes(prompt + tokens), window), key)
-        else:  # the CRC of a longer text goes on from that of the shorter one
-            crc = crc32(bytes(tokens[-1:]), crc)
-    return tokens, "length"
+    text = bytearray(prompt)
+    for length in range(1, max_tokens + 1):
+        text.append(crc32(seen(text, window), key) % V)
+        if text[-1] in stops:
+            return [*text[-length:]], "stop"
+    return [*text[-max_tokens:]], "length"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -94,15 +89,6 @@ class HostTokens(list):
         return self
 
 
-class Pool:
-    """The tokens of all blocks, the sink's last."""
-
-    def __init__(self, num_blocks: int, block_size: int):
-        self.sink = num_blocks
-        self.blocks = [bytearray([POISON] * block_size) for _ in range(num_blocks + 1)]
-        self.poison = bytes([POISON] * block_size)
-
-
 class SimulatedDevice:
     """
     Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU.
@@ -113,7 +99,11 @@ class SimulatedDevice:
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
         self.window = model.config.windows[0]
-        self.pool = Pool(settings.num_blocks, settings.block_size)
+        sink = settings.num_blocks
+        self.pool = SimpleNamespace(sink=sink)
+        # what a slot holds that its owner has not written; vocabularies end below
+        self.poison = b"\xff" * self.block_size
+        self.blocks = [bytearray(self.poison) for _ in range(sink + 1)]  # tokens, the sink's last
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
         self.program = settings.speculate and not padded
         self.run = self.run_program if self.program else self.run_batch
@@ -123,7 +113,7 @@ class SimulatedDevice:
         self.last_token = [0] * (N + 1)
         self.key = [0] * (N + 1)
         most_blocks = -(-model.config.context_length // settings.block_size)
-        self.block_tables = [[self.pool.sink] * most_blocks for _ in range(N + 1)]
+        self.block_tables = [[sink] * most_blocks for _ in range(N + 1)]
         decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
         self.finder = None if self.program or self.window else FindAll(G=16, S=self.block_size)
         self.shapes_with_groups = []
@@ -134,18 +124,15 @@ class SimulatedDevice:
         self.broken_logits: set[Request] = set()  # the next tokens of these are NO_TOKEN
 
     def poison_new_blocks(self, plan: Plan):
-        blocks = self.pool.blocks
-        S = self.block_size
         for request, _ in plan.work:
-            for block in request.block_table[-(-request.num_filled_slots // S) :]:
-                blocks[block][:] = self.pool.poison
+            for block in request.block_table[-(-request.num_filled_slots // self.block_size) :]:
+                self.blocks[block][:] = self.poison
 
     def copy_blocks(self, copies: dict[int, int]):
         """All are read before any is written."""
-        blocks = self.pool.blocks
-        contents = [bytes(blocks[source]) for source in copies.values()]
+        contents = [bytes(self.blocks[source]) for source in copies.values()]
         for block, content in zip(copies, contents, strict=True):
-            blocks[block][:] = content
+            self.blocks[block][:] = content
 
     def fill_rows(self, *requests: Request):
         for r in requests:
@@ -165,17 +152,23 @@ class SimulatedDevice:
 
     def run_batch(self, packed: PackedPlan) -> Launched:
         self.poison_new_blocks(packed.plan)
-        step = split_list(packed.inputs.tolist(), packed.shape)
+        numbers = iter(packed.inputs)
+        step = StepInputs(*[[*islice(numbers, size)] for size in sizes(packed.shape)])
         ends = self.write_decodes(step)
         hidden = [*ends, *zip(step.token_rows, [i + 1 for i in step.positions], strict=True)]
         self.write_chunks(step)
         ends = ends + [(row, self.context_len[row]) for row in step.sampling_rows]
-        return Launched(packed, *self.choose(packed, ends, self.read_prefixes(step)), hidden)
+        return self.sample(packed, ends, hidden, self.read_prefixes(step))
 
     def run_program(self, packed: PackedPlan) -> Launched:
+        """`hidden` and `ends`: the row of each token, of each that is wanted, and where it ends."""
         self.poison_new_blocks(packed.plan)
-        ends, hidden = self.write_all(packed.plan)
-        return Launched(packed, *self.choose(packed, ends, {}), hidden)
+        S = self.block_size
+        inputs, last = flat_inputs(packed.plan, S, self.last_token)
+        for token, _, slot, _ in inputs:
+            self.blocks[slot // S][slot % S] = token
+        hidden = [(row, position + 1) for _, position, _, row in inputs]
+        return self.sample(packed, [hidden[i] for i in last], hidden, {})
 
     def send(self, launched: Launched):
         launched.on_host = launched.tokens
@@ -183,8 +176,8 @@ class SimulatedDevice:
     def follow_turn(self):
         pass
 
-    def choose(self, packed: PackedPlan, ends: list[tuple], prefixes: dict[int, bytes]):
-        """Sample after each text. Returns the tokens, and the texts."""
+    def sample(self, packed: PackedPlan, ends: list, hidden: list, prefixes: dict[int, bytes]):
+        """Sample after each text."""
         texts = []
         tokens = HostTokens()
         for row, end in ends:
@@ -195,9 +188,20 @@ class SimulatedDevice:
             self.last_token[row] = token
             texts.append(text)
             tokens.append(token)
-        if self.broken_logits:
-            self.break_logits(packed, tokens)
-        return tokens, texts
+        launched = Launched(packed, tokens, texts, hidden)
+        for request, place in launched.place_of().items():
+            if request in self.broken_logits:
+                tokens[place] = NO_TOKEN
+                self.last_token[request.row] = 0
+                self.broken_logits.discard(request)
+                self.breaks(request)
+        return launched
+
+    def breaks(self, request: Request):
+        """
+        Called when the logits of a request are broken: the simulator overrides it, to know which
+        request must fail.
+        """
 
     def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
         """The next token that is allowed, from the one that is not on: after the last the first."""
@@ -210,29 +214,18 @@ class SimulatedDevice:
                 token = (token + 1) % self.V
             launched.tokens[place] = self.last_token[r.row] = token
 
-    def write_all(self, plan: Plan) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Returns the row of each text that is wanted and where it ends, and so of each token."""
-        S = self.block_size
-        inputs, last = flat_inputs(plan, S, self.last_token)
-        for token, _, slot, _ in inputs:
-            self.pool.blocks[slot // S][slot % S] = token
-        ends = [(row, position + 1) for _, position, _, row in inputs]
-        return [ends[i] for i in last], ends
-
     def write_decodes(self, step: StepInputs) -> list[tuple[int, int]]:
         """
         The token given or the last one of each row, in the slot after its text. Returns the row of
         each, and where its text ends then. On a GPU none sees the block of another one's token in
         the same step, if the device was not told of it before.
         """
-        blocks = self.pool.blocks
         lens = self.context_len
         S = self.block_size
         ends = []
         told = {row: self.block_tables[row].copy() for row in step.rows}
-        given = zip(step.given_tokens, step.given_positions, strict=True)
-        for row, last_block, (token, position) in zip(
-            step.rows, step.last_blocks, given, strict=True
+        for row, last_block, token, position in zip(
+            step.rows, step.last_blocks, step.given_tokens, step.given_positions, strict=True
         ):
             if token == NO_TOKEN:
                 token = self.last_token[row]
@@ -240,29 +233,27 @@ class SimulatedDevice:
             table = self.block_tables[row]
             assert table[: position // S] == told[row][: position // S], "it sees another table"
             table[position // S] = last_block
-            blocks[last_block][position % S] = token
+            self.blocks[last_block][position % S] = token
             lens[row] = position + 1
             lens[self.padding_row] = 0
             ends.append((row, position + 1))
         return ends
 
     def write_chunks(self, step: StepInputs):
-        blocks = self.pool.blocks
         S = self.block_size
-        tokens = zip(step.token_rows, step.positions, step.tokens, strict=True)
-        for row, position, token in tokens:
-            blocks[self.block_tables[row][position // S]][position % S] = token
+        for row, position, token in zip(step.token_rows, step.positions, step.tokens, strict=True):
+            self.blocks[self.block_tables[row][position // S]][position % S] = token
         for row, end in zip(step.chunk_rows, step.chunk_contexts, strict=True):
             self.context_len[row] = end
 
     def read(self, row: int, end: int) -> bytes:
         """The text that token `end` - 1 of a row sees, read through its block table."""
-        blocks = self.pool.blocks
         S = self.block_size
         start = max(0, end - self.window) if self.window else 0
-        table = self.block_tables[row][start // S : -(-end // S)]
-        first = start // S * S
-        return b"".join([blocks[block] for block in table])[start - first : end - first]
+        skipped = start // S
+        table = self.block_tables[row][skipped : -(-end // S)]
+        text = b"".join([self.blocks[block] for block in table])
+        return text[start - skipped * S : end - skipped * S]
 
     def read_prefixes(self, step: StepInputs) -> dict[int, bytes]:
         """Of each row in a group, what they share, read through the first one's block table."""
@@ -271,22 +262,6 @@ class SimulatedDevice:
             for i in range(first, end):
                 prefixes[step.rows[i]] = self.read(step.rows[first], step.shared[first])
         return prefixes
-
-    def break_logits(self, packed: PackedPlan, tokens: list[int]):
-        plan = packed.plan
-        rows = [r for r in plan.decodes for _ in range(plan.num_sampled(r))]
-        for i, request in [*enumerate(rows), *zip(packed.places, plan.completed, strict=True)]:
-            if request in self.broken_logits:
-                tokens[i] = NO_TOKEN
-                self.last_token[request.row] = 0
-                self.broken_logits.discard(request)
-                self.breaks(request)
-
-    def breaks(self, request: Request):
-        """
-        Called when the logits of a request are broken: the simulator overrides it, to know which
-        request must fail.
-        """
 
     def sampled_logprobs(self, launched: Launched, places: list[int], most: int):
         return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in places], most)
@@ -311,16 +286,6 @@ class FindAll(GroupFinder):
             groups.first.append(first)
             groups.end.append(end)
         return groups if groups.first else None
-
-
-def split_list(packed: list[int], shape: StepShape) -> StepInputs:
-    """As ops.inputs.split, of a list."""
-    fields = []
-    start = 0
-    for size in sizes(shape):
-        fields.append(packed[start : start + size])
-        start += size
-    return StepInputs(*fields)
 
 
 # --------------------------------------------------------------------------------------------------

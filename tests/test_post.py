@@ -5,6 +5,7 @@ the post means.
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,14 +15,7 @@ import torch
 from checkpoint import save_checkpoint
 from examples import post
 from model import GPT, GPTConfig, Rope
-from paged import (
-    BlockAllocator,
-    KVBlockPool,
-    Request,
-    Scheduler,
-    commit_completed_blocks,
-    find_cached_prefix,
-)
+from paged import BlockAllocator, KVBlockPool, Request
 from params import GREEDY
 from test_paged import assert_equals_dense, prompt, raises, trained_model
 from training.corpus import bpe_tokenizer
@@ -41,11 +35,24 @@ def poisoned_pools(monkeypatch):
     monkeypatch.setattr(post, "KVBlockPool", make_pool)
 
 
+@cache
+def rotary_model() -> GPT:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(64, 64, n_layer=2, n_head=2, n_embd=32, rope={0: Rope(1e4)})).eval()
+    for weight in model.requires_grad_(False).parameters():
+        weight *= 20 if weight.dim() == 2 else 1  # else attention would hardly change a token
+    return model
+
+
 @pytest.mark.parametrize(
-    ("budget", "max_kv_tokens", "preempts"), [(16, 256, False), (5, 256, False), (16, 44, True)]
+    ("model", "budget", "max_kv_tokens"),
+    [(trained_model, 16, 256), (trained_model, 5, 256), (rotary_model, 16, 44)],
 )
-def test_its_greedy_answers_are_the_engines(budget, max_kv_tokens, preempts, monkeypatch):
-    """Would catch: a slot, mask, position, chunk, hit or resumption that is wrong."""
+def test_its_greedy_answers_are_the_engines(model, budget, max_kv_tokens, monkeypatch):
+    """
+    Would catch: a slot, mask, position, chunk, hit or resumption that is wrong. In a rectangle each
+    row has positions of its own.
+    """
     load = Mock(side_effect=post.load_cached_blocks)
     monkeypatch.setattr(post, "load_cached_blocks", load)
     first = prompt(1, 30)
@@ -54,29 +61,14 @@ def test_its_greedy_answers_are_the_engines(budget, max_kv_tokens, preempts, mon
         length = 5 + 7 * i % 23
         tokens = first[:length] if i % 2 else prompt(90 + i, length)
         requests.append(Request(i, tokens, 12, arrival_time=i))
-    scheduler = post.interleaved_generate(
-        trained_model(), requests, "fcfs", budget, max_kv_tokens, 0.0
-    )
+    scheduler = post.interleaved_generate(model(), requests, "fcfs", budget, max_kv_tokens, 0.0)
     for r in requests:
         assert r.num_generated == 12
-        assert_equals_dense(trained_model(), r.prompt_tokens, r.generated_tokens, GREEDY)
+        assert_equals_dense(model(), r.prompt_tokens, r.generated_tokens, GREEDY)
     assert any(call.args[1] for call in load.mock_calls), "blocks were loaded"
-    assert (scheduler.num_preemptions > 0) == preempts
+    assert (scheduler.num_preemptions > 0) == (max_kv_tokens == 44)
     scheduler.check()
     assert scheduler.block_allocator.num_free == scheduler.block_allocator.num_blocks
-
-
-def test_rotary_positions_of_a_rectangle():
-    """Each row has positions of its own: as in the model's dense pass."""
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(64, 64, n_layer=2, n_head=2, n_embd=32, rope={0: Rope(1e4)})).eval()
-    for weight in model.requires_grad_(False).parameters():
-        weight *= 20 if weight.dim() == 2 else 1  # else attention would hardly change a token
-    prompts = [[7 * i + j * j % (11 + i) for j in range(11 - 4 * i)] for i in range(3)]
-    requests = [Request(i, tokens, 16) for i, tokens in enumerate(prompts)]
-    post.interleaved_generate(model, requests, temperature=0.0)
-    for r in requests:
-        assert_equals_dense(model, r.prompt_tokens, r.generated_tokens, GREEDY)
 
 
 def test_it_samples_as_the_post_does(monkeypatch):
@@ -97,23 +89,8 @@ def test_it_samples_as_the_post_does(monkeypatch):
     torch.testing.assert_close(drawn, [(2 * last).softmax(-1), last.softmax(-1)])
 
 
-def test_find_a_prefix():
-    """Would catch: a hit of the whole prompt, or one after a gap."""
-    cache = Scheduler().block_cache
-    first = Request("first", [*range(12)], 1, block_table=[5, 2, 7], num_filled_slots=12)
-    commit_completed_blocks(first, cache, 4)
-
-    def found(length: int) -> list[int]:
-        return find_cached_prefix(Request("r", [*range(length)], 1), cache, 4)
-
-    hits = [found(length) for length in (4, 5, 8, 9, 13)]
-    assert hits == [[], [5], [5], [5, 2], [5, 2, 7]]
-    cache.forget(2)
-    assert found(13) == [5]
-
-
 @pytest.mark.parametrize(
-    ("filled", "new", "blocks"), [(0, 1, 1), (3, 1, 1), (4, 1, 2), (3, 6, 3), (4, 8, 3), (2, 0, 1)]
+    ("filled", "new", "blocks"), [(3, 1, 1), (4, 1, 2), (3, 6, 3), (4, 8, 3), (2, 0, 1)]
 )
 def test_ensure_blocks_for_new_tokens(filled, new, blocks):
     """Would catch: a block too many or too few, at the edges of blocks."""

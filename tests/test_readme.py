@@ -160,11 +160,11 @@ def test_the_fields_of_a_record_are_in_the_reference():
 
 # a row of README's table -> what tests/engine/test_bits.py, or test_digest.py, calls it
 PROMISED = {
-    "beside any other requests": "together beside_others",
-    "after a prefix hit; its prompt in chunks": "one_after_the_other warm chunked",
+    "beside any other requests": "in_random_lives",
+    "after a prefix hit; its prompt in chunks": "in_random_lives",
     "preempted and resumed": "preempted",
-    "forked (`n` answers to one prompt)": "forked",
-    "with overlap; with `--speculate`": "overlapping with_drafts",
+    "forked (`n` answers to one prompt)": "in_random_lives",
+    "with overlap; with `--speculate`": "with_drafts",
     "with CUDA graphs": "without_graphs",
     "with any threads, C compiler and CPU": "with_threads test_one_digest_by_any_compiler",
 }

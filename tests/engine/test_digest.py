@@ -17,9 +17,9 @@ import struct
 import subprocess
 import sys
 from functools import cache
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -45,17 +45,16 @@ MODELS = {
     | {"post_norm": True, "rope": {0: Rope(1e4)}, "embedding_scale": 7.0}
     | {"attention_softcap": 3.0, "logit_softcap": 5.0, "activation": "relu2"},
 }
-FMA_BITS = (128, 256, 512)
 FORMATS = ("none", "int8")
 DIGESTS = """\
-gpt2 none c6ded030a3ba9254135c93ac81cfd2743753c8197433603203b38044127c6b32
-gpt2 int8 fd4be2af5b1d1c5afe02cc8ae40319ec162b21b60c2c120f5a70dcc4d15b6061
-gelu none 700fec24c58c41fed2af7eadd0823db19b6c7e4888101e145561153944d90b39
-gelu int8 ca46378d7641af99b2e6d3d16288aadbabf224005af00321831c1eda090bf91c
-llama none 8c7b2f2e02128f5a7d68f7ba73717eefdc8868811ab91428db6c07c200c67fb7
-llama int8 c48b02e308a1395de84d5f8aaceb41e0b2a3333aef1d0fde60df53a4644b3c1b
-gemma none e387616bd61ffc5f790d32b695168498140c08cbaab73d8e8f57ee2797a17e62
-gemma int8 511e7d9e178595ae30c7b79351e3bc9de724a29cd7fb04ab9083a1d5a48e706d
+gpt2 none 348ce44930d763eb19c4f302744b193ec98451c08ebce4eca6838f688cc6a57f
+gpt2 int8 c25bea7ca85e3e501c9c9cd5eabf6ad773bcc1500328f9b82e90aba5b2e29a7e
+gelu none a1a249a3951582c08461453a2e4c83c2d2ab945d13064f2d19e551f795606e7b
+gelu int8 9e746bfd0ef451ecf16be7c25bfe8c5e3ce50ba7a5f212323826535ca408514a
+llama none 90211559cc47354a1b03707d1b4142cf2e65fd5c8378bafdb4b9c41102a889b8
+llama int8 7028ae5f0eafb3aa126b0157489ef54b2b318f60909d7f07d15841991d1ee6aa
+gemma none fec9a4733532c56c4fe384dcfdf9aee04397d47b7ac7737daf1478474ab3837c
+gemma int8 f7346dafae64b13039303cee076476cb39ada68da5b87019a4d6e8d15b105a05
 """.splitlines()
 
 
@@ -127,25 +126,21 @@ def threads_share_all(monkeypatch):
 
 ZIG = [sys.executable, "-m", "ziglang", "cc"]  # a newer clang, of the package ziglang
 CLANG = "clang-16" if shutil.which("clang-16") else "clang"
+# what gcc 13 does by itself on CPUs with AMX: some products and sums apart that it could fuse
+HOSTILE = "gcc-512"
 COMPILERS = {"default": [], "clang": [CLANG], "zig": ZIG}
-COMPILERS |= {f"gcc-{bits}": ["gcc", f"--param=avoid-fma-max-bits={bits}"] for bits in FMA_BITS}
-HOSTILE = "gcc-512"  # what gcc 13 does by itself on CPUs with AMX
+COMPILERS[HOSTILE] = ["gcc", "--param=avoid-fma-max-bits=512"]
 # a CPU, and the macro that says that this one can do all that it can
 CPUS = {"native": "", "x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": ""}
 
 
 def compiler(name: str) -> list[str]:
     command = COMPILERS[name] or cpu.c_compiler()
-    missing = not shutil.which(command[0]) or (name == "zig" and not find_spec("ziglang"))
-    if missing or not accepts(tuple(command)):
-        pytest.skip(f"needs a C compiler that is {shlex.join(command)}")
-    return command
-
-
-@cache
-def accepts(command: tuple[str, ...]) -> bool:
-    run = subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True)
-    return run.returncode == 0
+    if shutil.which(command[0]):
+        run = subprocess.run([*command, "-E", "-x", "c", os.devnull], capture_output=True)
+        if run.returncode == 0:
+            return command
+    pytest.skip(f"needs a C compiler that is {shlex.join(command)}")
 
 
 def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):
@@ -160,21 +155,16 @@ def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):
 
 
 @needs_compiler
+@pytest.mark.parametrize("threads", range(1, 9))
 @pytest.mark.parametrize("name", ["default", HOSTILE])
-def test_one_digest(name, monkeypatch):
+@pytest.mark.quick("*-3")
+def test_one_digest(name, threads, monkeypatch):
     """
     Would catch: a product and a sum that one compiler fuses and another does not; a sum whose order
     follows the width of vectors; a function of torch or of the C library that has other last bits
     elsewhere.
     """
     use(monkeypatch, name)
-    assert digests(threads=3) == DIGESTS
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [*range(1, 9)])
-def test_one_digest_by_any_number_of_threads(threads):
     assert digests(threads) == DIGESTS
 
 
@@ -194,7 +184,7 @@ def test_one_digest_by_any_compiler(name, level, cpu_name, monkeypatch):
 def test_one_digest_whatever_torch_uses(capability):
     """Would catch: powers, sines, exponentials of torch, which differ from CPU to CPU."""
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
-    command = [sys.executable, "-m", "pytest", "-n0", f"{__file__}::test_one_digest[default]"]
+    command = [sys.executable, "-m", "pytest", "-n0", f"{__file__}::test_one_digest[default-3]"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stdout
 
@@ -243,13 +233,13 @@ def test_a_cpu_without_the_instruction_rounds_once(tmp_path):
     """Would catch: a sum that is rounded to double and then to float, one time in 2^29."""
     source = tmp_path / "sums.c"
     source.write_text(HARD_SUMS)
-    flags = [flag.replace("native", "x86-64-v2") for flag in cpu.FLAGS]
+    flags = [flag.replace("native", "x86-64-v2").replace("-O3", "-O1") for flag in cpu.FLAGS]
     path = tmp_path / "sums.so"
     command = [*cpu.c_compiler(), *flags, f"-I{ROOT}", source, "-o", path, "-lm"]
     subprocess.run(command, check=True)
     library = ctypes.CDLL(str(path))
     library.count_wrong.restype = ctypes.c_int64
-    assert library.count_wrong(ctypes.c_int64(10_000_000)) == 0
+    assert library.count_wrong(ctypes.c_int64(1_000_000)) == 0
 
 
 # --------------------------------------------------------------------------------------------------
@@ -257,37 +247,6 @@ def test_a_cpu_without_the_instruction_rounds_once(tmp_path):
 
 ARM = ["aarch64-linux-gnu-gcc", "-static"]
 POINTERS = cpu.POINTERS.split()
-
-
-class Recorder:
-    """
-    In place of the library: writes to a file what memory the operators of each call name, before
-    and after it, for replay.c.
-    """
-
-    def __init__(self, library, file):
-        self.library = library
-        self.file = file
-
-    def run(self, pool, ops, count: int, R: int):
-        program = getattr(ops, "_obj", ops)  # of byref
-        program = program if count > 1 else [program]
-        places = {getattr(op, name) for op in program[:count] for name in POINTERS} - {None}
-        regions = {place: SIZES[place] for place in places}
-        self.write("4q", count, R, len(regions), ctypes.sizeof(cpu.Op))
-        for op in program[:count]:
-            self.file.write(bytes(op))
-        self.dump(regions)
-        self.library.run(pool, ops, count, R)
-        self.dump(regions)
-
-    def dump(self, regions: dict[int, int]):
-        for place, size in regions.items():
-            self.write("2q", place, size)
-            self.file.write(ctypes.string_at(place, size))
-
-    def write(self, form: str, *numbers: int):
-        self.file.write(struct.pack(form, *numbers))
 
 
 SIZES: dict[int, int] = {}  # of the tensors that operators were given, by address
@@ -324,15 +283,29 @@ def test_arm_makes_the_same_of_each_step(name, kind, flags, tmp_path, monkeypatc
     calls = tmp_path / "calls"
     kernels = engine.device.ops.linear.__self__
     library = kernels.library
+
+    def recorded(pool, ops, count: int, R: int):
+        """A call, and the memory that its operators name, before and after it."""
+        program = getattr(ops, "_obj", ops)  # of byref
+        program = program[:count] if count > 1 else [program]
+        places = {getattr(op, name) for op in program for name in POINTERS} - {None}
+        file.write(struct.pack("4q", count, R, len(places), ctypes.sizeof(cpu.Op)))
+        file.write(b"".join(map(bytes, program)))
+        for after in (False, True):
+            for place in places:
+                size = SIZES[place]
+                file.write(struct.pack("2q", place, size) + ctypes.string_at(place, size))
+            if not after:
+                library.run(pool, ops, count, R)
+
+    monkeypatch.setattr(kernels, "library", SimpleNamespace(run=recorded))
     with open(calls, "wb") as file:
-        kernels.library = Recorder(library, file)
         for asked in ("min-p", "nucleus"):
             request = message(asked, SHARED["vocab_size"])
             request["params"] |= {"max_tokens": 3, "logprobs": 3}
             add_request(engine, request)
         while engine.has_work:
             engine.step()
-        kernels.library = library
     program = tmp_path / "replay"
     source = Path(__file__).with_name("replay.c")
     options = [flag for flag in cpu.FLAGS if flag not in ("-shared", "-fPIC", "-O3")]

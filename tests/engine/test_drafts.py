@@ -10,11 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 from simulated_device import SimulatedDevice, finish, greedy, simulated_engine, tokens_of
-from test_bits import needs_compiler
 
 from engine import grammar as grammar_module
 from engine.device import CHEAP_ROWS
-from engine.drafts import LONGEST_PAUSE, GrowingText, num_right
+from engine.drafts import LONGEST_PAUSE, GrowingText
 from engine.engine import Engine
 from engine.grammar import Grammars
 from engine.step import Answer
@@ -103,13 +102,6 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
     assert pause() == 1, "right guesses make up for wrong ones"
 
 
-def test_how_much_of_a_draft_counts():
-    assert num_right([1, 2, 3], [1, 2, 9, 3], frozenset()) == 2
-    assert num_right([1, 2, 3], [1, 2, 3, 4], frozenset()) == 3
-    assert num_right([1, 2, 3], [2, 2, 3, 4], frozenset()) == 0
-    assert num_right([1, 2, 3], [1, 2, 3, 4], frozenset([2])) == 1, "2 is the text's last token"
-
-
 def test_a_draft_leaves_the_blocks_that_requests_must_grow_into():
     settings = SchedulerSettings(max_num_seqs=4, watermark=0.5)
     scheduler = Scheduler("fcfs", token_budget=16, max_kv_tokens=16, settings=settings)
@@ -148,13 +140,11 @@ def test_a_draft_is_cut_where_its_grammar_forbids_it(tmp_path, monkeypatch):
     assert grammar.accept(97)
 
 
-@needs_compiler
-@pytest.mark.parametrize("attention", ["cpu", "torch"])
-def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces(attention):
+def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces():
     """With torch's operators answers are hardly ever others, if not to the bit the same."""
     prompt = [5, 6, 7, 8] * 5
     plain, engine = (
-        new_engine(trained_model(), attention=attention, speculate=speculate, num_blocks=100)
+        new_engine(trained_model(), attention="torch", speculate=speculate, num_blocks=100)
         for speculate in (False, True)
     )
     [answer] = plain.generate([prompt], greedy(40), progress=False)
@@ -166,33 +156,29 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces(attent
     assert engine.num_steps == plain.num_steps - engine.stages["drafts"].num_right
 
 
-def test_logits_behind_a_wrong_guess_may_be_broken(monkeypatch):
-    """Would catch: a text that ends with an error because of a token that it does not have."""
+def test_guesses_may_be_broken_and_fill_another_block(monkeypatch):
+    """
+    Would catch: a text that ends with an error because of a token that it does not have; in a
+    record, no copy of a block that is not the last one, because a draft needs another.
+    """
     monkeypatch.setattr(GrowingText, "guess", lambda text, most: [0] * most)
     engine = padded(speculate=True)
+    lines = []
+    engine.stages["record"].listen(lines.append)
     wait_for = engine.runner.wait_for
 
     def wait_for_broken(launched):
         tokens = wait_for(launched)
         for request in launched.packed.plan.guesses:
-            tokens[request][-1] = NO_TOKEN
+            if tokens[request][0] != 0:  # its first guess is wrong
+                tokens[request][-1] = NO_TOKEN
         return tokens
 
     engine.runner.wait_for = wait_for_broken
-    engine.add_request("r", [5, 6, 7, 8], greedy(9))
-    assert finish(engine)[-1].finish_reason == "length"
-    assert engine.stages["drafts"].num_guessed > 9
-
-
-def test_a_record_has_the_copies_that_come_before_drafts(monkeypatch):
-    """Would catch: the copy of a block that is not the last one, because a draft needs another."""
-    monkeypatch.setattr(GrowingText, "guess", lambda text, most: [0] * most)
-    engine = padded(speculate=True)
-    lines = []
-    engine.stages["record"].listen(lines.append)
     for i in range(4):
         engine.add_request(str(i), [5, 6, 7, 8, 5, 6], greedy(20), n=2)
-        finish(engine)
+        assert {output.error for output in finish(engine)} == {None}
+    assert engine.stages["drafts"].num_guessed > 9
     copies = [copy for line in lines for copy in json.loads(line).get("copies", ())]
     assert len(copies) == engine.scheduler.num_copies > 3
 

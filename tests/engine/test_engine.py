@@ -24,7 +24,6 @@ from model import GPT, GPTConfig
 from paged import POLICIES, Plan
 from params import SamplingParams, Settings
 from test_paged import assert_idle, new_engine, prompt, raises, trained_model
-from test_paged import serve as serve_all
 from tests.simulated_device import (
     NoModel,
     SimulatedDevice,
@@ -54,8 +53,6 @@ def test_a_count_is_a_whole_number_of_at_least_1_and_a_share_below_1():
     for wrong in -0.001, 1, float("nan"):
         with raises(ValueError, f"prefill_share is {wrong}", "0 or more, below 1"):
             Settings(prefill_share=wrong)
-    with raises(ValueError, "attention flex is withdrawn; `python examples/flex_attention.py` has"):
-        Settings(attention="flex")
 
 
 def test_every_setting_reaches_the_scheduler():
@@ -72,15 +69,16 @@ def test_every_setting_reaches_the_scheduler():
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "max_num_seqs", "token_budget", "sizes"),
+    ("on_gpu", "asked", "sizes"),
     [
-        (False, None, None, (64, 512)),
-        (True, None, None, (256, 8192)),
-        (False, 600, None, (600, 600)),
-        (True, None, 256, (256, 256)),
+        (False, (None, None), (64, 512)),
+        (True, (None, None), (256, 8192)),
+        (False, (600, None), (600, 600)),
+        (True, (None, 256), (256, 256)),
     ],
 )
-def test_the_sizes_of_a_step(on_gpu, max_num_seqs, token_budget, sizes):
+def test_the_sizes_of_a_step(on_gpu, asked, sizes):
+    max_num_seqs, token_budget = asked
     settings = Settings(max_num_seqs=max_num_seqs, token_budget=token_budget)
     settings = with_step_size(settings, on_gpu)
     assert (settings.max_num_seqs, settings.token_budget) == sizes
@@ -100,14 +98,6 @@ def test_the_pool_has_room_for_three_quarters_of_the_rows_at_full_length():
 
     assert (room(4), room(4, 30), room(4, 29), room(4, 28)) == (24, 24, 24, 21)
     assert (room(3), room(2), room(1)) == (18, 12, 8)
-
-
-@pytest.mark.parametrize(
-    ("num_blocks", "asked", "longest"), [(7, None, 28), (8, None, 30), (8, 9, 9)]
-)
-def test_a_text_is_as_long_as_context_pool_and_flag_allow(num_blocks, asked, longest):
-    engine = simulated_engine(context_length=30, num_blocks=num_blocks, max_model_len=asked)
-    assert engine.max_model_len == longest
 
 
 @pytest.mark.parametrize(
@@ -161,16 +151,13 @@ def test_the_defaults_on_a_gpu(monkeypatch):
     # a block: 2 (K, V) * 3 layers * 2 KV heads * 5 * 4 tokens * 2 bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (48_000, 480_000))
     engine = Engine(model, Settings(block_size=4))
-    assert built == [1, "warm", 90]
     assert engine.num_blocks == 90
     assert engine.overlap
-    built.clear()
     engine = Engine(model, Settings(block_size=4, num_blocks=1000, overlap=False))
-    assert built == [1000]
-    assert not engine.overlap
+    assert built == [1, "warm", 90, 1000]
+    assert not engine.overlap and not simulated_engine().overlap
     with raises(ValueError, "1,001 blocks of 4", "lower --kv-blocks"):
         Engine(model, Settings(block_size=4, num_blocks=1001))
-    assert not simulated_engine().overlap
 
 
 def test_out_of_memory_says_what_to_change():
@@ -254,11 +241,11 @@ def test_an_add_message_carries_a_bias_and_is_refused_with_the_reason():
     message = {"op": "add", "id": "a", "prompt": [1]}
     handle_message(engine, link, message | {"params": {"logit_bias": {"5": 2.5}}})
     assert engine.requests["a"].params.logit_bias == {5: 2.5}
-    for wrong in {"max_tokens": 0}, {"temprature": 1}, {"temperature": "hot"}:
-        handle_message(engine, link, message | {"id": "b", "params": wrong})
+    for wrong in "max_tokens", "temprature":
+        handle_message(engine, link, message | {"id": "b", "params": {wrong: 0}})
         error = errors.pop()
         assert (error["id"], error["kind"]) == ("b", "invalid")
-        assert next(iter(wrong)) in error["message"]
+        assert wrong in error["message"]
     assert list(engine.requests) == ["a"]
 
 
@@ -287,38 +274,11 @@ def test_each_of_several_ends_of_text_ends_it():
     later = next(token for token in text if token != text[0])
     for ends in (later, text[0]), (text[0], later), (later, 11):
         engine = simulated_engine(eos=ends)
-        engine.add_request("a", [1, 2], greedy(20))
-        engine.add_request("ignored", [1, 2], greedy(20, ignore_eos=True))
-        outputs = finish(engine)
+        answers = engine.generate(
+            2 * [[1, 2]], [greedy(20), greedy(20, ignore_eos=True)], progress=False
+        )
         length = 1 + min(text.index(token) for token in ends if token in text)
-        assert tokens_of(outputs, "a") == text[:length]
-        assert tokens_of(outputs, "ignored") == text
-
-
-@pytest.mark.parametrize(("P", "max_num_seqs", "forks"), [(7, 8, 3), (7, 2, 0), (8, 8, 0)])
-def test_choices_are_forks_where_there_is_a_row_and_a_partial_block(P, max_num_seqs, forks):
-    """Other choices wait, and find the prompt's blocks in the prefix cache."""
-    engine = simulated_engine(max_num_seqs=max_num_seqs)
-    engine.add_request("other", [9], greedy(20))
-    engine.add_request("a", [*range(P)], greedy(5), n=4)
-    outputs = finish(engine)
-    assert engine.scheduler.num_forks == forks
-    assert {output.id for output in outputs} == {"a", "a.1", "a.2", "a.3", "other"}
-
-
-def test_overlap_starts_a_step_before_it_takes_in_the_last():
-    """So the host works while the device does; each request has at most one token too many."""
-    engine = simulated_engine(overlap=True)
-    order = []
-    launch = engine.runner.launch
-    wait_for = engine.runner.wait_for
-    engine.runner.launch = lambda plan: order.append("launch") or launch(plan)
-    engine.runner.wait_for = lambda flight: order.append("wait_for") or wait_for(flight)
-    engine.add_request("a", [1, 2], greedy(3))
-    assert engine.step() == []
-    assert engine.has_work
-    finish(engine)
-    assert order == ["launch", "launch", "wait_for", "launch", "wait_for", "wait_for"]
+        assert answers == [text[:length], text]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -363,10 +323,6 @@ def test_generate_leaves_the_requests_of_others_as_they_are():
     outputs = engine.step() + engine.step()
     with raises(ValueError, "prompt is empty"):
         generate([[1, 2], []], greedy(2))
-    with raises(ValueError, "'generate-2' is in use"):
-        generate([[1, 2]] * 3, greedy(2))
-    with raises(ValueError, "shorter"):
-        generate([[1, 2]] * 2, [greedy(2)])
     assert list(engine.requests) == ["generate-2"]
     outputs += finish(engine)
     assert tokens_of(outputs, "generate-2") == greedy_answer([1, 2, 3], 12)
@@ -394,22 +350,15 @@ def fail(engine: Engine, error: BaseException, nth=1, when=lambda plan: True):
     engine.runner.launch = failing
 
 
-@pytest.mark.parametrize(
-    ("error", "kind", "message"),
-    [
-        (FloatingPointError("bad"), RuntimeError, "failed: FloatingPointError: bad"),
-        (KeyboardInterrupt(), KeyboardInterrupt, ""),
-    ],
-)
-def test_generate_raises_errors_and_leaves_an_idle_pool(error, kind, message):
+def test_generate_raises_errors_and_leaves_an_idle_pool():
     """
     Would catch: an answer cut short and returned as if it were whole; Ctrl-C leaving requests that
     the next call would serve again, or that go on with a device state one step ahead of their own.
     """
     engine = simulated_engine()
-    fail(engine, error, nth=5)
+    fail(engine, FloatingPointError("bad"), nth=5)
     mine = engine.add_request("mine", [9, 9], greedy(20))
-    with raises(kind, message):
+    with raises(RuntimeError, "failed: FloatingPointError: bad"):
         engine.generate([[i] for i in range(12)], greedy(8), progress=False)
     assert mine.status == "done"
     assert mine.finish_reason == "error"
@@ -464,17 +413,9 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
 # Windows
 
 
-def windowed_model(*windows: int) -> GPT:
-    """The model of the tests, whose layers see so much alone; it looks 13 tokens back."""
-    whole = trained_model()
-    model = GPT(replace(whole.config, windows=windows)).eval()
-    model.load_state_dict(whole.state_dict())
-    return model
-
-
 def test_a_layer_that_sees_all_keeps_all():
     """Would catch: blocks given back for the layers that slide, though another one reads them."""
-    engine = new_engine(windowed_model(8, 0), num_blocks=16)
-    assert engine.scheduler.after_commit is None
-    serve_all(engine, [prompt(0, 40)], 24)
+    model = GPT(replace(trained_model().config, windows=(8, 0))).eval()
+    engine = new_engine(model, num_blocks=16)
+    engine.generate([prompt(0, 40)], greedy(24), progress=False)
     assert engine.scheduler.peak_blocks == 16

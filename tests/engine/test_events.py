@@ -8,6 +8,7 @@ import json
 import re
 import resource
 from collections import Counter
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -94,23 +95,6 @@ new: waiting
 new: active"""
 
 
-@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(150), marks=pytest.mark.slow)])
-def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds, monkeypatch):
-    """
-    After each step; see RecordedWorld. All that a line can tell happens in these lives: overlap,
-    windows, forks, preemptions, failed steps. 49: many preemptions.
-    """
-    seen = Counter()
-    for seed in (*seeds, 49):
-        life = RecordedWorld(*a_life(seed))
-        life.run()
-        for line in map(json.loads, life.lines):
-            seen.update(name for name, value in line.items() if value)
-            seen.update(f"ended: {reason}" for _, reason, _ in line.get("ended", ()))
-            seen.update(f"new: {q['status']}" for q in line.get("new", ()))
-    assert not [name for name in EVERYTHING.splitlines() if seen[name] < 3], seen
-
-
 class Renewed(RecordedWorld):
     """
     While steps are under way a recording begins, with what was planned before it; or somebody asks
@@ -137,13 +121,21 @@ class Long(RecordedWorld):
         assert not re.search(r"(\n(?!.*snapshot).*){10}", self.record().decode())
 
 
-@pytest.mark.parametrize("world", [Renewed, Long])
-@pytest.mark.parametrize("seeds", [range(1, 5), pytest.param(range(5, 13), marks=pytest.mark.slow)])
-def test_a_reader_may_begin_at_any_time(seeds, world):
-    for seed in seeds:
+@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(150), marks=pytest.mark.slow)])
+def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds):
+    """
+    After each step, wherever a reader begins; see RecordedWorld. All that a line can tell happens
+    in these lives: overlap, windows, forks, preemptions, failed steps. 49: many preemptions.
+    """
+    seen = Counter()
+    for seed, world in zip((*seeds, 49), cycle([RecordedWorld, Renewed, Long])):
         life = world(*a_life(seed))
         life.run()
-        assert sum('"snapshot"' in line for line in life.lines) > 3, f"life {seed}"
+        for line in map(json.loads, life.lines):
+            seen.update(name for name, value in line.items() if value)
+            seen.update(f"ended: {reason}" for _, reason, _ in line.get("ended", ()))
+            seen.update(f"new: {q['status']}" for q in line.get("new", ()))
+    assert not [name for name in EVERYTHING.splitlines() if seen[name] < 3], seen
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,7 +154,7 @@ class Stage:
         self.recorder = self.engine.stages["record"]
         self.messages = []
         self.sent = []
-        self.unsent = b""
+        self.unsent = False
         self.queue_row = self.flush = lambda ignored: None
 
     def monotonic(self) -> float:
@@ -183,10 +175,8 @@ class Stage:
             self.engine.add_request("a", [1, 2, 3], greedy(20))
         elif command == "record":
             self.recorder.listen(str)
-        elif command == "clog":
-            self.unsent = b"the end of a message"
-        elif command == "read":
-            self.unsent = b""
+        elif command in ("clog", "read"):
+            self.unsent = command == "clog"
         elif command in ("join", "leave"):
             self.messages = [{"op": "listen", "on": command == "join", "tokens": False}]
         process.serve_step(self.engine, self)
@@ -257,11 +247,10 @@ def test_the_time_goes_on_while_nobody_listens(monkeypatch):
     """A page that slept for an hour took the new lines for those that it had."""
     stage = Stage(monkeypatch)
     lines = []
-    for engine, seconds in ((stage.engine, 5), (stage.engine, 3600), (simulated_engine(), 1)):
-        stage.now += seconds
-        recorder = engine.stages["record"]
-        recorder.listen(str)
-        lines.append(json.loads(recorder.snapshot()))
+    for engine in stage.engine, stage.engine, simulated_engine():
+        stage.now += 3600
+        engine.stages["record"].listen(str)
+        lines.append(json.loads(engine.stages["record"].snapshot()))
     first, second, other = lines
     assert second["time"] - first["time"] == pytest.approx(3600)
     assert second["engine"] == first["engine"] != other["engine"], "as in another container"
@@ -484,13 +473,11 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
         assert lines_of(caller) == ["snapshot", 0, 1, "snapshot", *kept, *range(100, 125)]
 
 
-def test_a_head_or_a_call_while_loading_is_no_listener():
+def test_a_head_is_no_listener():
     with House() as house:
         assert "text/event-stream" in house.call("/events", method="HEAD").said
         assert not house.service.listeners.all
         assert not house.engine.of("listen")
-    with House(ready=False) as house:
-        assert house.get("/events").status == 503
 
 
 # --------------------------------------------------------------------------------------------------
@@ -516,9 +503,8 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
         title, *lines = map(json.loads, path.read_text().splitlines())
-        assert title["event"] == "title"
-        assert title["date"]
-        assert title["model"] == "small"
+        assert title.pop("date")
+        assert title == {"event": "title", "model": "small"}
         assert [lines[0]["event"], lines[-1]["event"]] == ["snapshot", "idle"]
         assert sum(line.get("sampled", 0) for line in lines) == 4
     said = capsys.readouterr().err
@@ -545,13 +531,10 @@ TOUR_LINES = (ROOT / "assets/tour.jsonl").read_text().splitlines()
 _, SNAPSHOT, STEP, *_ = TOUR_LINES
 BAD = [
     ("", "no record: line 1 is b''"),
-    ("# pagedGPT", "no record: line 1 is b'# pagedGPT"),
     ("[1, 2]", "no record: line 1 is"),
     ("[" * 10**6, "no record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
     (f"{TITLE}\n{STEP}", "no record: line 2 is"),
-    ('{"event": ["snapshot"]}', "it does not begin with a snapshot"),
-    ("{}", "no record: line 1 is"),
     ('{"event": "snapshot", "version": 1}', "this reads version 2, there is 1"),
     ('{"event": "snapshot"}', "no record: line 1 is"),
     (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "no record: line 2 is"),
@@ -577,15 +560,15 @@ def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last():
     assert [*tallies.idle] == [2, 1]
 
 
-def read(text: str) -> list[dict]:
-    return [line for _, line in replay(io.BytesIO(text.encode()))]
-
-
 def test_only_the_last_line_may_be_cut_off():
     """By the end of the server; it may also lack nothing but its line break."""
+
+    def read(text: str) -> list[str]:
+        return [line["event"] for _, line in replay(io.BytesIO(text.encode()))]
+
     cut = f"{TITLE}\n{SNAPSHOT}\n{STEP}"
-    assert [line["event"] for line in read(cut)] == ["title", "snapshot", "step"]
-    assert [line["event"] for line in read(cut[:-5])] == ["title", "snapshot"]
+    assert read(cut) == ["title", "snapshot", "step"]
+    assert read(cut[:-5]) == ["title", "snapshot"]
     with pytest.raises(RecordError, match="no record: line 3 is"):
         read(f"{cut[:-5]}\n{STEP}\n")
 
@@ -620,23 +603,20 @@ Resume: admitted chunks hit
 """
 
 
-def request_of(entry) -> int:
-    """The request of an entry in a line: {"r": 1, ..}, [1, ..] or 1."""
-    return int(re.search(r"\d+", json.dumps(entry))[0])
-
-
 def test_each_caption_of_the_tour_stands_at_what_it_tells():
-    """[step, request, text]: what its step does with the request. Two sentences each."""
+    """[step, request, text]: what its step does with the request."""
     title, *lines = map(json.loads, TOUR_LINES)
     steps = {line.get("step"): line for line in lines if line["event"] == "step"}
     shown = ""
     for step, r, text in title["tour"]:
         line = steps[step]
         line["hit"] = [entry for entry in line.get("admitted", []) if entry[1] >= 16]
-        words = [name for name in KINDS if r in map(request_of, line.get(name, []))]
-        shown += f"{text.split('.')[0]}: {' '.join(words)}\n"
-        assert len(re.findall(r"[.:](?: |$)", text)) >= 3
-        assert len(text) < 220
+        shown += f"{text.split('.')[0]}:"
+        for name in KINDS:
+            # {"r": 1, ..}, [1, ..] or 1
+            first = [re.search(r"\d+", json.dumps(entry))[0] for entry in line.get(name, [])]
+            shown += f" {name}" * (str(r) in first)
+        shown += "\n"
     assert shown == TOUR.lstrip()
     assert title["tour"] == sorted(title["tour"], key=lambda caption: caption[0])
 
