@@ -214,29 +214,39 @@ def merge_stored(
 ):
     """
     Merge the states of the splits from `begin` to `end` that programs have stored at `place`
-    [ROWS], in this order, as `merge` does. AT_ONCE of them are loaded before the first is needed,
-    and are all brought to the highest top at once, since the chain of merges would be as slow as
-    the loads.
+    [ROWS], in this order and AT_ONCE at a time. For several rows these are loaded first, and all
+    brought to the highest top: a chain of merges would wait for one load after the other. (An
+    H200 was faster so by 8%, SmolLM2 alone, and for one row slower by 3%, gpt2-124M.)
     """
-    acc, total, top = state
     for several in range(begin, end, AT_ONCE):
         states = ()
         for i in tl.static_range(AT_ONCE):
             each = place + several + i
-            stored = real & (each < place + end)
-            states += (load_state(split_acc, split_sums, each, stored, WIDTH),)
-        before = top
-        for i in tl.static_range(AT_ONCE):
-            top = tl.maximum(top, states[i][2])
-        reference = tl.where(top == -INF, 0.0, top)
-        shrink = tl.exp2(before - reference)
-        acc, total = acc * shrink[:, None], total * shrink
-        for i in tl.static_range(AT_ONCE):
-            more_acc, more_total, more_top = states[i]
-            weight = tl.exp2(more_top - reference)
-            acc += more_acc * weight[:, None]
-            total += more_total * weight
-    return acc, total, top
+            more = load_state(split_acc, split_sums, each, real & (each < place + end), WIDTH)
+            if place.shape[0] == 1:
+                state = merge(state, more)
+            states += (more,)
+        if place.shape[0] > 1:
+            state = add_states(state, states)
+    return state
+
+
+@jit
+def add_states(state, states):
+    """Do what merges of the states would, one by one, to the bit."""
+    acc, total, top = state
+    highest = top
+    for i in tl.static_range(len(states)):
+        highest = tl.maximum(highest, states[i][2])
+    reference = tl.where(highest == -INF, 0.0, highest)
+    shrink = tl.exp2(top - reference)
+    acc, total = acc * shrink[:, None], total * shrink
+    for i in tl.static_range(len(states)):
+        more_acc, more_total, more_top = states[i]
+        weight = tl.exp2(more_top - reference)
+        acc += more_acc * weight[:, None]
+        total += more_total * weight
+    return acc, total, highest
 
 
 @jit
