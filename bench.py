@@ -237,6 +237,7 @@ def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
             seconds, texts = generate(work)
             answers[name] += texts
             rates[name].append(sum(map(len, texts)) / seconds)
+            print(f"turn {seed}: {name} {rates[name][-1]:.0f} tok/s", file=sys.stderr)
     result = {}
     for name, (_, *values) in rates.items():
         rate = median(values)
