@@ -1,7 +1,7 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
 # make test       lint and all tests but the large volumes, 5 min on two cores
 # make test-avx2  the numeric tests as on a CPU with AVX2 and no more, 1 min
-# make test-slow  the large volumes: a million steps, planted bugs, many kills, a minute of traces, real clients
+# make test-slow  the large volumes: a million steps, planted bugs, kills, a round of traces, real clients
 #                 (in .venv-clients), real models (in ~/.cache/pagedgpt)
 # make test-all   make test, then make test-slow
 # make clean      delete what is made again without loss: environments, caches, the corpora that train.py makes
