@@ -296,8 +296,6 @@ def test_all_requests_of_a_connection_end_with_it(house, sent, how):
     assert caller.wire.is_reading
     was_asked = list(house.choices)
     getattr(caller, how)()
-    assert caller.wire.is_lost
-    assert caller.closed == (("abort", 0) if how == "hang_up" else OPEN)
     assert not house.choices
     assert not house.state.tasks
     assert not house.state.connections
@@ -361,7 +359,6 @@ def test_a_connection_too_many_is_refused():
     with House("--max-connections", "2") as house:
         idle, busy = house.connect(), house.connect()
         busy.send(ASK)
-        assert len(house.choices) == 1
         one_more = house.connect()
         assert one_more.refusal[:2] == (503, "too_many_connections")
         assert one_more.closed == ("close", 0)
