@@ -598,8 +598,8 @@ def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
 # Errors
 
 
-KINDS_OF_ERRORS = [(400, "invalid_request_error"), (413, "invalid_request_error")]
-KINDS_OF_ERRORS += [(429, "rate_limit_error"), (500, "server_error"), (503, "server_error")]
+KINDS_OF_ERRORS = [(400, "invalid_request_error"), (429, "rate_limit_error")]
+KINDS_OF_ERRORS += [(500, "server_error"), (503, "server_error")]
 
 
 @pytest.mark.parametrize("status, kind", KINDS_OF_ERRORS)
