@@ -359,6 +359,7 @@ def test_a_connection_too_many_is_refused():
     with House("--max-connections", "2") as house:
         idle, busy = house.connect(), house.connect()
         busy.send(ASK)
+        assert len(house.choices) == 1
         one_more = house.connect()
         assert one_more.refusal[:2] == (503, "too_many_connections")
         assert one_more.closed == ("close", 0)
