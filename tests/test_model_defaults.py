@@ -31,9 +31,9 @@ def folder(tmp_path):
 # The file
 
 
-SAVED = [(ALL | IDS, ALL), (ALL | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
+SAVED = [(ALL | IDS | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
 SAVED += [({"top_k": -1}, {"top_k": 0})]  # vLLM has two words for all tokens
-SAVED += [({"top_k": 0, "top_p": None}, {"top_k": 0}), (IDS, {}), (dict.fromkeys(TAKEN), {})]
+SAVED += [(dict.fromkeys(TAKEN), {})]
 
 
 @pytest.mark.parametrize(("saved", "taken"), SAVED)

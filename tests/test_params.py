@@ -59,11 +59,10 @@ def test_a_range_reaches_from_edge_to_edge(name):
 
 WRONG = {
     "min_tokens": [17],  # more than max_tokens
-    "stop_token_ids": [None, 5, "abc", (1.5,), [True], ([1],)],
-    "ignore_eos": [None, 1, "yes"],
-    "logit_bias": [{"1": 1}, {1: 101}, {1: -100.5}, {1: math.nan}, {1: True}, {True: 1}, [1], 1],
+    "stop_token_ids": [None, "abc", [True]],
+    "ignore_eos": [None, 1],
+    "logit_bias": [[1], {True: 1}, {1: 101}, {1: -101}],
 }
-WRONG["logit_bias"] += [{1: "1"}, {1: None}, {1.0: 1}]
 
 
 @pytest.mark.parametrize("name", WRONG)

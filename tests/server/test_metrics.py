@@ -152,26 +152,25 @@ def test_calls_that_do_not_end_well(house, watched, stream):
 
 
 def test_each_refusal_counts_once_by_its_status():
-    key = {"Authorization": "Bearer sesame"}
+    """A full queue, and a deadline, too."""
     flags = ["--request-seconds", "5", "--max-num-seqs", "1", "--max-queue", "0"]
-    with House(*flags, keys=["sesame"]) as house:
+    with House(*flags) as house:
         house.service.encode = lambda body: {}["a bug"]
-        get = house.get
-        house.get = lambda path: get(path, **key)
         watched = Watched(house)
-        house.call("/v1/models")
-        watched.expect("pagedgpt:requests_refused:401 1\n")
-        house.call("/nowhere", **key)
+        house.call("/v1/models", Host="evil.example")
+        watched.expect("pagedgpt:requests_refused:403 1\n")
+        house.call("/nowhere")
         watched.expect("pagedgpt:requests_refused:404 1\n")
-        house.call("/tokenize", {"prompt": "a"}, **key)
+        house.call("/tokenize", {"prompt": "a"})
         watched.expect("pagedgpt:requests_refused:500 1\n")
         house.connect().send(b"this is no HTTP\r\n\r\n")
         watched.expect("pagedgpt:requests_refused:400 1\n")
-        for _ in range(2):  # a full queue, and a deadline
-            house.call("/v1/completions", {"prompt": [1]}, **key)
+        late, _ = house.ask([1]), house.ask([1])
         watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
         watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
+        message = "not finished within 5 s, what the server allows"
+        assert late.refusal == (503, "timeout", message)
 
 
 def test_the_engines_own_numbers_are_shown(house, watched):
@@ -244,8 +243,17 @@ VLLMS_SECONDS = (
 VLLMS_LENGTHS = "1 2 5 10 20 50 100 500000"
 
 
-def test_buckets_are_vllms(house):
-    """Its boards and rules ask for its bounds; there are finer ones beside them."""
+# Metrics that the twelve panels of vLLM's Grafana board query, beside the histograms
+# (examples/observability/prometheus_grafana/grafana.json).
+GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
+GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "
+GRAFANA_BOARD += "request_success_total:abort request_success_total:error"
+
+
+def test_a_board_of_vllms_has_its_metrics_and_buckets(house):
+    """The metrics before anything was served; there are finer buckets beside its own."""
+    names = shown(house).keys()
+    assert names >= set(GRAFANA_BOARD.split())
     house.ask("a" * 5, max_tokens=20)
     house.clock.run(2.5)
     house.engine.step(b"x")
@@ -256,20 +264,8 @@ def test_buckets_are_vllms(house):
         assert bounds == sorted(set(bounds))
         assert set(bounds) >= set(map(float, vllms.split()))
     for name, value in HISTOGRAMS.items():
+        assert f"{name}_sum" in names
         bounds = metrics.SECONDS if name.endswith("seconds") else metrics.LENGTHS
         expected = {f"{name}_bucket:{float(bound)}": float(value <= bound) for bound in bounds}
         buckets = {key: count for key, count in samples.items() if key.startswith(f"{name}_bucket")}
         assert buckets == expected | {f"{name}_bucket:+Inf": 1.0}
-
-
-# Metrics that the twelve panels of vLLM's Grafana board query, beside the histograms
-# (examples/observability/prometheus_grafana/grafana.json).
-GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
-GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "
-GRAFANA_BOARD += "request_success_total:abort request_success_total:error"
-
-
-def test_the_panels_of_vllms_grafana_board_have_their_metrics(house):
-    """Also before anything was served."""
-    names = {f"{name}_{part}" for name in HISTOGRAMS for part in ("sum", "count", "bucket:+Inf")}
-    assert shown(house).keys() >= names | set(GRAFANA_BOARD.split())
