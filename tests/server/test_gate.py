@@ -361,7 +361,6 @@ def test_the_log_says_why_a_call_ended_and_quotes_no_texts(house, logged):
 # Calls that are refused, each with a text that no log may have.
 PRIVATE = """
 completions {"prompt": {"TULIP": 1}}
-completions {"prompt": "TULIP\\u0000"}
 completions {"prompt": "a", "seed": "TULIP"}
 completions {"prompt": "a", "stop": ["TULIP", 1]}
 completions {"prompt": "a", "model": "TULIP"}
