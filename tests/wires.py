@@ -17,7 +17,6 @@ import atexit
 import functools
 import json
 import shutil
-import socket
 import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -26,7 +25,7 @@ import h11
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
-from virtual import Loop, Socket, Transport, pair
+from virtual import Listener, Loop, Socket, Transport, pair
 
 import serve
 from engine.link import to_line
@@ -349,9 +348,7 @@ class House:
         self.config.load()
         self.state = ServerState()
         self.service.server = SimpleNamespace(should_exit=False, server_state=self.state)
-        self.service.sock = SimpleNamespace(
-            getsockname=lambda: ("127.0.0.1", 8000), family=socket.AF_INET
-        )
+        self.service.sock = Listener(pair)
         self.service.loop = self.clock
 
     def start_engine(self) -> tuple[None, Socket]:
