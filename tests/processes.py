@@ -75,10 +75,5 @@ class Process:
     @property
     def engine_pid(self) -> int:
         """The child that multiprocessing spawned to run code (another tracks resources)."""
-        command = ["ps", "-wweo", "pid,ppid,args"]
-        listing = subprocess.run(command, capture_output=True, text=True).stdout
-        for line in listing.splitlines():
-            pid, parent, args = line.split(None, 2)
-            if parent == str(self.process.pid) and "spawn_main" in args:
-                return int(pid)
-        raise LookupError("it has no engine")
+        command = ["pgrep", "-P", str(self.process.pid), "-f", "spawn_main"]
+        return int(subprocess.check_output(command))

@@ -21,7 +21,7 @@ import uvicorn.server
 from http_oracle import Judge, check_metrics, prompts_of
 from scripted_engine import EngineProcess, ScriptedDevice, call_of
 from virtual import Listener, Loop, Socket, pair, selectors_of_memory
-from wires import TIMED, Answer, ByteTokenizer, Client, bytes_directory, read_answers, request
+from wires import TIMED, Answer, Client, bytes_directory, read_answers, request
 
 import serve
 from engine import engine
@@ -249,7 +249,6 @@ class World:
         """As serve.py does."""
         self.client = client.EngineClient(self.start_engine)
         texts = encoder.Encoder(bytes_directory())
-        texts.tokenizer = ByteTokenizer()
         self.service = api.Service(self.client, texts, self.args, KEYS)
         self.client.on_state = self.note_state
         task = self.loop.create_task(self.service.run(self.listener))

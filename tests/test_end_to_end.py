@@ -226,7 +226,7 @@ def test_an_engine_is_killed_and_a_hang_up_drains(server, checkpoint, complete, 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs ps and /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_server_killed(checkpoint):
     """
     kill -9 of the server: the engine finds its link closed and leaves, instead of keeping the

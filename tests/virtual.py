@@ -11,7 +11,6 @@ wires.py has servers and clients on such a loop, simulator_http.py whole random 
 """
 
 import asyncio
-import heapq
 import itertools
 import math
 import time
@@ -96,10 +95,8 @@ class Loop(asyncio.BaseEventLoop):
         """When there is something to do; infinity if there never will be."""
         if self._ready:
             return self.now
-        while self._scheduled and self._scheduled[0]._cancelled:
-            self._timer_cancelled_count -= 1
-            heapq.heappop(self._scheduled)._scheduled = False
-        return self._scheduled[0]._when if self._scheduled else math.inf
+        timers = (timer.when() for timer in self._scheduled if not timer.cancelled())
+        return min(timers, default=math.inf)
 
     def run(self, seconds: float, is_over: Callable[[], bool] = lambda: False):
         """Have so much time pass, or less if `is_over()`; each timer finds the clock at its own."""
@@ -137,21 +134,12 @@ class Loop(asyncio.BaseEventLoop):
 
     # what programs ask
 
-    def run_in_executor(self, executor, function: Callable, *args) -> asyncio.Future:
+    async def run_in_executor(self, executor, function: Callable, *args):
         """A thread does one job after the other."""
-        future = self.create_future()
-        free_at = max(self.free_at.get(id(executor), 0.0), self.now)
-        self.free_at[id(executor)] = free_at + self.job_seconds
-        self.call_at(free_at + self.job_seconds, self._work, future, function, *args)
-        return future
-
-    def _work(self, future: asyncio.Future, function: Callable, *args):
-        if future.cancelled():
-            return
-        try:
-            future.set_result(function(*args))
-        except Exception as error:
-            future.set_exception(error)
+        free_at = max(self.free_at.get(id(executor), 0.0), self.now) + self.job_seconds
+        self.free_at[id(executor)] = free_at
+        await asyncio.sleep(free_at - self.now)
+        return function(*args)
 
     async def create_unix_connection(self, factory: Callable, sock: "Socket"):
         transport = Transport(self, sock, factory())

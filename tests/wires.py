@@ -17,15 +17,15 @@ import atexit
 import functools
 import json
 import shutil
-import socket
 import tempfile
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import h11
 import pytest
 import uvicorn
 from uvicorn.server import ServerState
-from virtual import Loop, Socket, Transport, pair
+from virtual import Listener, Loop, Socket, Transport, pair
 
 import serve
 from engine.link import to_line
@@ -36,7 +36,6 @@ from server import client as client_module
 from server.client import EngineClient
 from server.connection import Connection
 from server.text import Encoder
-from tokenizer import TextStream, TokenizerError
 from training.corpus import bpe_tokenizer
 
 EOS = 256
@@ -74,42 +73,25 @@ class Answer(NamedTuple):
         return self.status, self.error["code"], self.error["message"]
 
 
-def read_answers(data: bytes, is_head=False) -> list[Answer]:
+def read_answers(data: bytes, method="GET") -> list[Answer]:
     """The answers that a server has sent, up to where they break off."""
     answers = []
     while data:
-        head, separator, data = data.partition(b"\r\n\r\n")
-        if not separator:
-            answers.append(Answer(None, {}, "", False))
-            break
-        first, *lines = head.decode("latin-1").split("\r\n")
-        status = int(first.split()[1])
-        if status == 100:
-            continue
-        headers = {name.lower(): value for name, value in (line.split(": ", 1) for line in lines)}
-        if is_head:
-            body, whole = b"", True
-        elif headers.get("transfer-encoding") == "chunked":
-            body, data, whole = unchunked(data)
-        else:
-            size = int(headers["content-length"])
-            body, data, whole = data[:size], data[size:], len(data) >= size
-        answers.append(Answer(status, headers, body.decode(errors="ignore"), whole))
+        reader = h11.Connection(h11.CLIENT)
+        reader.send(h11.Request(method=method, target="/", headers={"Host": "localhost"}.items()))
+        reader.send(h11.EndOfMessage())
+        reader.receive_data(data)
+        answer = Answer(None, {}, "", False)
+        body = b""
+        while not answer.whole and isinstance(event := reader.next_event(), h11.Event):
+            if isinstance(event, h11.Response):
+                headers = {name.decode(): value.decode("latin-1") for name, value in event.headers}
+                answer = answer._replace(status=event.status_code, headers=headers)
+            body += getattr(event, "data", b"")
+            answer = answer._replace(whole=isinstance(event, h11.EndOfMessage))
+        answers.append(answer._replace(body=body.decode(errors="ignore")))
+        data = reader.trailing_data[0] if answer.whole else b""
     return answers
-
-
-def unchunked(data: bytes) -> tuple[bytes, bytes, bool]:
-    """A chunked body, what comes after it, and whether its end has come."""
-    body = b""
-    while True:
-        size, separator, rest = data.partition(b"\r\n")
-        length = int(size, 16) if separator else 0
-        if not separator or len(rest) < length + 2:
-            return body, b"", False
-        body += rest[:length]
-        data = rest[length + 2 :]
-        if length == 0:
-            return body, data, True
 
 
 def request(
@@ -172,13 +154,13 @@ class Caller(Client):
     def __init__(self, house: "House"):
         sock, theirs = pair()
         super().__init__(house.clock, sock)
-        self.is_head = False  # a HEAD's answer has no body
+        self.method = "GET"  # or HEAD, whose answer has no body
         protocol = Connection(house.config, house.state, {}, house.clock)
         self.wire = Transport(house.clock, theirs, protocol)
         self.clock.settle()
 
     def send(self, data: bytes):
-        self.is_head = self.is_head or data.startswith(b"HEAD ")
+        self.method = "HEAD" if data.startswith(b"HEAD ") else self.method
         if self.ended_at is None:
             self.sock.send(data)
             self.clock.settle()
@@ -213,7 +195,7 @@ class Caller(Client):
 
     @property
     def answers(self) -> list[Answer]:
-        answers = read_answers(self.received, self.is_head)
+        answers = read_answers(self.received, self.method)
         assert all(answer.whole for answer in answers)
         return answers
 
@@ -327,43 +309,12 @@ class Engine:
 # The server
 
 
-class ByteTokenizer:
-    """
-    A token a byte, so that every character beyond ASCII is split over tokens. It does not know the
-    character \\0.
-    """
-
-    vocab_size, eos_token_id = 257, EOS
-    has_known_pattern = True
-
-    bos = ()
-
-    def encode(self, text, allow_special=False, add_special_tokens=False):
-        if "\0" in text:
-            raise TokenizerError("character '\\x00' is not in the vocabulary")
-        return list(text.encode("utf-8", "replace"))
-
-    def least_tokens(self, text):
-        return len(text)
-
-    def token_bytes(self, token):
-        return b"" if token == EOS else bytes([token])
-
-    def spelled_bytes(self, token):
-        return b"<end>" if token == EOS else bytes([token])
-
-    def decode(self, ids, skip_special_tokens=True):
-        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        return b"".join(map(spell, ids)).decode("utf-8", "replace")
-
-    def stream(self, context=(), skip_special_tokens=True):
-        spell = self.token_bytes if skip_special_tokens else self.spelled_bytes
-        return TextStream(spell, spell)
-
-
 @functools.cache
 def bytes_directory() -> str:
-    """A directory whose tokens are bytes as well: what the encoder's thread opens."""
+    """
+    A directory with a tokenizer alone: a token a byte, so that every character beyond ASCII is
+    split over tokens.
+    """
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     bpe_tokenizer([]).save(folder)
@@ -381,7 +332,6 @@ class House:
         keys=(),
         ready: bool = True,
         directory=None,
-        tokenizer=None,
     ):
         self.args = serve.parse_args(["--model", "fake", "--no-access-log", *flags])
         self.clock = Loop()
@@ -391,18 +341,14 @@ class House:
         for module in TIMED:
             self.patches.setattr(module, "time", self.clock.clock)
         variables = self.args.default_chat_template_kwargs
-        directory = directory or bytes_directory()
-        self.encoder = Encoder(directory, variables)
-        self.encoder.tokenizer = tokenizer or ByteTokenizer()
+        self.encoder = Encoder(directory or bytes_directory(), variables)
         client = EngineClient(self.start_engine)
         self.service = api.Service(client, self.encoder, self.args, list(keys))
         self.config = uvicorn.Config(gate.Gate(self.service), log_level="critical", ws="none")
         self.config.load()
         self.state = ServerState()
         self.service.server = SimpleNamespace(should_exit=False, server_state=self.state)
-        self.service.sock = SimpleNamespace(
-            getsockname=lambda: ("127.0.0.1", 8000), family=socket.AF_INET
-        )
+        self.service.sock = Listener(pair)
         self.service.loop = self.clock
 
     def start_engine(self) -> tuple[None, Socket]:

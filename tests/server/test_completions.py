@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 from wires import House
 
 from server.text import Encoder
-from tokenizer import load_tokenizer
 from training.corpus import bpe_tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -141,7 +140,7 @@ def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder):
     tokenizer = bpe_tokenizer([])
     tokenizer.backend.normalizer = Strip()
     tokenizer.save(folder)
-    with House(directory=folder, tokenizer=load_tokenizer(folder)) as house:
+    with House(directory=folder) as house:
         for prompt in (" ", ["a", "  "]):
             error = call(house, prompt=prompt, echo=True, logprobs=1).answer.error
             assert (error["message"][:15], error["param"]) == ("prompt is empty", "prompt")
@@ -163,7 +162,6 @@ def test_a_bos_comes_once_to_prompts_and_chats(folder):
     (folder / "chat_template.jinja").write_text("{{ bos_token }}say {{ messages[0].content }}")
     cut_name = [{"role": "user", "content": "a <"}]
     with House(directory=folder) as house:
-        house.encoder.tokenizer = load_tokenizer(folder)
         for fields, tokens in (
             ({"prompt": "hi"}, [256, *b"hi"]),
             ({"prompt": "hi", "add_special_tokens": False}, [*b"hi"]),

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import partial, partialmethod
 
 import httpx
 import pytest
@@ -32,24 +32,23 @@ slow = pytest.mark.slow
 # Servers, a router, calls
 
 
-def free_ports(count: int, first: int | None = None) -> int:
-    """The first of so many free ports in a row: that given, or anywhere. Raises OSError."""
-    if first is None:
-        while True:
-            with suppress(OSError):
-                # the two processes that share the tests have ranges of their own
-                worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % 2
-                return free_ports(count, 20_000 + 6_000 * worker + random.randrange(5_990))
-    for port in range(first, first + count):
-        socket.create_server(("127.0.0.1", port)).close()
-    return first
+def are_free(first: int) -> bool:
+    """Whether nobody has a router's four ports."""
+    for port in range(first, first + 4):
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            return False
+    return True
 
 
 class Replicas:
     """Two servers and their router, of the programs in `bin`, ready. They use no GPU."""
 
     def __init__(self, bin, checkpoint, *flags):
-        self.port = free_ports(4)
+        # the processes that share the tests have ranges of their own
+        places = range(20_000 + os.getpid() % 3_000 * 4, 65_000, 4)
+        self.port = next(filter(are_free, places))
         self.url, *self.servers = (f"http://127.0.0.1:{self.port + i}" for i in range(3))
         command = [sys.executable, ROOT / "examples/replicas.py", "--model", checkpoint]
         command += ["--port", str(self.port), "--no-access-log", "--check", *flags]
@@ -73,14 +72,14 @@ class Replicas:
         found = subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, text=True)
         return int(found.stdout)
 
-    def running(self, number: int) -> int:
-        """How many choices a server computes."""
-        return get(f"{self.servers[number]}/v1/loads").json()["loads"][0]["num_running_reqs"]
+    def metric(self, name: str) -> list[int]:
+        """Of each server."""
+        texts = [get(f"{server}/metrics").text for server in self.servers]
+        return [int(float(re.search(rf"\n{name}\S* (\S+)", text)[1])) for text in texts]
 
-    def begun(self, number: int) -> int:
-        """Of how many choices a server has ever sent a token."""
-        text = get(f"{self.servers[number]}/metrics").text
-        return int(float(re.search(r"time_to_first_token_seconds_count\S* (\S+)", text)[1]))
+    # choices that are computed, and those of which a token was ever sent
+    running = partialmethod(metric, "vllm:num_requests_running")
+    begun = partialmethod(metric, "vllm:time_to_first_token_seconds_count")
 
     def is_ready(self, number: int) -> bool:
         with suppress(httpx.HTTPError):
@@ -181,7 +180,7 @@ def test_two_servers_answer_as_one_and_finish_what_runs(bin, checkpoint, tmp_pat
     keys.chmod(0o600)
     with Replicas(bin, checkpoint, "--api-key-file", str(keys)) as replicas:
         answers = ask_all(replicas.ask, calls(60, 24))
-        assert min(map(replicas.begun, (0, 1))) > 0
+        assert min(replicas.begun()) > 0
         alone = ask_all(replicas.ask_one, calls(60, 24))
         assert [answer.error for answer in answers] == [""] * 60
         assert [answer.text for answer in answers] == [answer.text for answer in alone]
@@ -192,12 +191,12 @@ def test_two_servers_answer_as_one_and_finish_what_runs(bin, checkpoint, tmp_pat
         pids = [replicas.pid(0), replicas.pid(1)]
         with ThreadPoolExecutor(1) as pool:
             asked = pool.submit(ask_all, replicas.ask, calls(8, 900))
-            wait_until(lambda: sum(map(replicas.begun, (0, 1))) == 60 + 60 + 3 + 8)
+            wait_until(lambda: sum(replicas.begun()) == 60 + 60 + 3 + 8)
             replicas.process.send_signal(signal.SIGHUP)
             answers = asked.result()
         assert [answer.error for answer in answers] == [""] * 8
         assert replicas.process.wait(60) == 0
-        assert free_ports(4, replicas.port) == replicas.port
+        assert are_free(replicas.port)
         left = ["pgrep", "-s", ",".join(map(str, pids))]  # of their sessions, with their engines
         wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
 
@@ -213,11 +212,11 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
         alone = ask_all(replicas.ask_one, calls(60, 16))
         long = {"prompt": "of nobody else", "n": 32, "max_tokens": 900, "stream": True}
         begun = pool.submit(replicas.ask, **long)
-        wait_until(lambda: replicas.running(0) + replicas.running(1) == 32)
-        one = int(replicas.running(0) == 0)  # the server that it came to
+        wait_until(lambda: sum(replicas.running()) == 32)
+        one = replicas.running().index(32)  # the server that it came to
         pid = replicas.pid(one)
         asked = pool.submit(ask_all, replicas.ask, calls(500, 16))
-        wait_until(lambda: replicas.running(one) > 32)
+        wait_until(lambda: replicas.running()[one] > 32)
         os.kill(pid, signal.SIGKILL)
         answers = asked.result()
         assert begun.result().error
@@ -229,13 +228,13 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
         wait_until(lambda: replicas.is_ready(one), 0.1)
         assert replicas.pid(one) != pid
         cut = pool.submit(replicas.ask, **long)
-        wait_until(lambda: replicas.running(0) + replicas.running(1) == 32)
+        wait_until(lambda: sum(replicas.running()) == 32)
         replicas.process.terminate()
         wait_until(lambda: not replicas.is_ready(0))  # it drains
         replicas.process.terminate()
         assert replicas.process.wait(60) == 0
         assert cut.exception() or cut.result().error
-        assert free_ports(4, replicas.port) == replicas.port
+        assert are_free(replicas.port)
 
 
 @slow

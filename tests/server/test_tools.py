@@ -28,7 +28,6 @@ from wires import House
 
 from engine.matcher import Library
 from server.tools import NO_TAGS, find_tags, find_thoughts
-from tokenizer import load_tokenizer
 
 TOOLS = """[
     {"type": "function", "function": {"name": "weather", "parameters": {
@@ -82,7 +81,7 @@ def columns(row: str) -> list[str]:
 
 def house_with(template: str, folder, kind: str = "text", *flags: str) -> House:
     save_tokens(folder, KINDS[kind], template)
-    return House(*flags, directory=folder, tokenizer=load_tokenizer(folder))
+    return House(*flags, directory=folder)
 
 
 @pytest.fixture
