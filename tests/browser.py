@@ -197,9 +197,7 @@ def save_random_model(folder, template: str = "", context_length: int = 256):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """PAGE_MODEL, or a random model with a chat template."""
-    if os.environ.get("PAGE_MODEL"):
-        return ROOT / os.environ["PAGE_MODEL"]
+    """A random model with a chat template."""
     return save_random_model(tmp_path_factory.mktemp("random"), CHAT)
 
 
