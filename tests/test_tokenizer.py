@@ -136,11 +136,9 @@ def test_characters(tmp_path):
     assert chars.vocab_size == len(set(text))
     assert chars.eos_token_id is None
     assert chars.encode("\n\r") == [0, 1]  # sorted, numbered from 0
-    chars.save(tmp_path / "new")  # to be read by people, too; and no file of the way there
-    files = [path.name for path in sorted((tmp_path / "new").iterdir())]
-    assert files == ["tokenizer.json", "tokenizer_config.json"]
-    assert "ö" in (tmp_path / "new" / files[0]).read_text(encoding="utf-8")
-    reference, again = read_both(tmp_path / "new")
+    chars.save(tmp_path)  # to be read by people, too
+    assert "ö" in (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
+    reference, again = read_both(tmp_path)
     assert again.has_known_pattern
     for part in (text, text[::-1], "  ", ""):
         ids = reference.encode(part)

