@@ -22,19 +22,12 @@ ROOT = Path(__file__).parents[1]
 GREEDY = {"temperature": 0, "max_tokens": 24}
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-# feature: its files, the file that lists it, how the lines there begin
+# feature: its file, the file that lists it, how the lines there begin
 LISTED = {
-    "drafts": (["engine/drafts.py"], "engine/stages.py", ['    "drafts": "engine.']),
-    "grammar": (
-        ["engine/grammar.py", "server/tools.py"],
-        "engine/stages.py",
-        ['    "grammar": "engine.'],
-    ),
-    "scores": (["engine/scores.py"], "engine/stages.py", ['    "scores": "engine.']),
-    "windows": (["engine/window.py"], "engine/stages.py", ['    "windows": "engine.']),
-    "record": (["engine/events.py"], "engine/stages.py", ['    "record": "engine.']),
-    "prefixes": (["ops/prefix.py"], "ops/choice.py", ["    prefix,", "    group_finder=prefix."]),
+    name: (file, "engine/stages.py", (f'    "{name}": "engine.',)) for name, file in FILES.items()
 }
+CHOSEN = ("    prefix,", "    group_finder=prefix.")
+LISTED["prefixes"] = "ops/prefix.py", "ops/choice.py", CHOSEN
 FLAGS = {"drafts": ["--speculate"], "record": ["--record", "r.jsonl"]}
 FIELDS = {
     "grammar": [{"response_format": {"type": "json_object"}}, {"tools": [TOOL]}],
@@ -75,12 +68,13 @@ def expected(model):
 def without(feature: str, folder: Path) -> Path:
     """A copy of the tree in which a feature's files and lines are deleted."""
     repo = copy_repo(folder / "repo")
-    files, list_file, beginnings = LISTED[feature]
-    for name in files:
-        (repo / name).unlink()
+    file, list_file, beginnings = LISTED[feature]
+    (repo / file).unlink()
+    if feature == "grammar":
+        (repo / "server/tools.py").unlink()
     lines = (repo / list_file).read_text().splitlines(keepends=True)
-    kept = [line for line in lines if not line.startswith(tuple(beginnings))]
-    assert len(lines) - len(kept) == len(beginnings) <= 3
+    kept = [line for line in lines if not line.startswith(beginnings)]
+    assert len(lines) - len(kept) == len(beginnings)
     (repo / list_file).write_text("".join(kept))
     return repo
 

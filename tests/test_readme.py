@@ -237,25 +237,29 @@ def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# make run, with a stand-in for what takes minutes
+# make, with a stand-in for Python
 
-PYTHON = """#!/bin/sh
-# in place of .venv/bin/python: notes its arguments, trains as far as the file `training` says
-echo "$*" >> calls
-case "$1" in
-    train.py) mkdir -p out/stdlib; for file in $(cat training); do echo > out/stdlib/$file; done ;;
-esac
-"""
 TRAIN = "train.py --out out/stdlib"
 RESUME = f"{TRAIN} --resume"
 SERVE = "serve.py --model out/stdlib"
 STOPPED = "config.json train_state.pt"
-# files that the training writes -> the calls
+# files that the training writes -> what runs
 RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
 RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
-
-
-needs_make = pytest.mark.skipif(not shutil.which("make"), reason="needs make")
+INSTALLER = """#!/bin/sh
+# makes an environment with itself in it; pip ends as the file `pip` says; trains as far as the file
+# `training` says
+case "$*" in
+    -V) echo "Python of $0" ;;
+    *venv*) echo $* >> calls; mkdir -p $3/bin; cp "$0" $3/bin/python ;;
+    *--dry-run*) echo $* >> calls; exit $(cat offline) ;;
+    *install*) echo $* >> calls; exit $(cat pip) ;;
+    *.py*) echo $* >> runs ;;
+esac
+case "$1" in
+    train.py) mkdir -p out/stdlib; for file in $(cat training); do echo > out/stdlib/$file; done ;;
+esac
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -273,39 +277,11 @@ def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(["make", *argv], cwd=folder, **pipes, **options)
 
 
-@needs_make
-def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(tmp_path):
-    """The last run finds its model. In the environment that VENV names, and no other."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    for name in ("requirements.txt", "calls", "other/ready", "other/bin/python"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    python = tmp_path / "other/bin/python"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    calls = []
-    for files, more in RUNS:
-        (tmp_path / "training").write_text(files)
-        done = make(tmp_path, "run", "VENV=other")
-        calls += more
-        assert (tmp_path / "calls").read_text().splitlines() == calls
-        assert (done.returncode == 0) == (SERVE in more)
-
-
-INSTALLER = """#!/bin/sh
-# in place of Python: makes an environment with itself in it; pip ends as the file `pip` says
-case "$*" in
-    -V) echo "Python of $0" ;;
-    *venv*) echo $* >> calls; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
-    *--dry-run*) echo $* >> calls; exit $(cat offline) ;;
-    *install*) echo $* >> calls; exit $(cat pip) ;;
-esac
-"""
-
-
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """A folder with the Makefile, a model that is trained, and a stand-in for Python."""
+    if not shutil.which("make"):
+        pytest.skip("needs make")
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "out/stdlib").mkdir(parents=True)
     for name in ("requirements.txt", "out/stdlib/loss.png"):
@@ -315,6 +291,17 @@ def clone(tmp_path) -> Path:
     for name in ("pip", "offline"):
         (tmp_path / name).write_text("0")
     return tmp_path
+
+
+def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(clone):
+    """The last run finds its model. In the environment that VENV names, and no other."""
+    (clone / "out/stdlib/loss.png").unlink()
+    for files, runs in RUNS:
+        (clone / "training").write_text(files)
+        (clone / "runs").write_text("")
+        done = make(clone, "run", "VENV=other")
+        assert (clone / "runs").read_text().splitlines() == runs
+        assert (done.returncode == 0) == (SERVE in runs)
 
 
 VENV = "-m venv .venv"
@@ -339,7 +326,6 @@ INSTALLS = [
 ]
 
 
-@needs_make
 @pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
 def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
     """
@@ -359,7 +345,6 @@ def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
     assert calls.read_text() == INSTALL.replace("--quiet ", "") + "\n"  # with pip's progress
 
 
-@needs_make
 @pytest.mark.parametrize("options, gpu", [("", "false"), ("", "true"), ("--no-deps", "false")])
 def test_an_installation_says_how_much_will_come(options, gpu, clone):
     """For minutes there was not a word; and a machine without a GPU got 3 GB of CUDA."""
@@ -370,7 +355,6 @@ def test_an_installation_says_how_much_will_come(options, gpu, clone):
     assert (options or "-r") in (clone / "calls").read_text()
 
 
-@needs_make
 def test_another_python_than_the_environments_is_refused(clone):
     """`make run PYTHON=..` was ignored without a word once there was an environment."""
     other = "PYTHON=./python3"
@@ -386,7 +370,6 @@ AGAIN = ".venv/bin/python engine/__pycache__/a.pyc compare.png data/stdlib/train
 AGAIN += " data/shakespeare_char/tokenizer.json .pytest_cache/a"
 
 
-@needs_make
 def test_clean_deletes_nothing_that_is_not_made_again(clone):
     """
     It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json. The list of

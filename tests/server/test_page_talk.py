@@ -6,7 +6,6 @@ filled it by a script, was green.
 """
 
 # ruff: noqa: F811  fixtures of browser.py
-import re
 
 import pytest
 from browser import (  # noqa: F401
@@ -106,21 +105,15 @@ def test_keys_work_in_the_form(live):
     assert live.input_value("[name=max_tokens]") == "18"
 
 
-@pytest.mark.parametrize("way", ["Control+Enter", "Enter on Send", "Space on Send", "mouse"])
-@pytest.mark.quick("Control+Enter", "mouse")
-def test_sending(live, way):
+def test_sending(live):
     """The box is empty then, and the settings, which are folded, are those that were chosen."""
     assert not live.is_visible("[name=max_tokens]")
     live.focus("#settings summary")
     live.keyboard.press("Enter")
     set_knob(live, "max_tokens", "5")
     write(live, "text")
-    if way == "mouse":
-        live.click("#send")
-    else:
-        if "Send" in way:
-            live.keyboard.press("Tab")
-        live.keyboard.press(way.split()[0])
+    live.keyboard.press("Tab")
+    live.keyboard.press("Space")
     wait_for(live, IS_OVER)
     assert prompt(live) == ""
     told = live.locator(".asked, .progress span").all_inner_texts()
@@ -146,10 +139,8 @@ def test_how_far_an_answer_is_and_stop(stepped):
         step(stepped, *names)
         is_told(text)
     step(stepped, "d", finish_reason="length")
-    stepped("end()")
-    is_told("stopped at 4 tokens")
+    stepped("(end(), window.step = null)")
     set_knob(stepped, "n", "2")
-    stepped("window.step = null")
     send(stepped, "one")
     wait_for(stepped, "window.step")
     stepped.click("#stop")
@@ -158,44 +149,17 @@ def test_how_far_an_answer_is_and_stop(stepped):
     assert stepped.locator("#answers .error").count() == 0
 
 
-@pytest.mark.slow
-def test_the_oldest_is_first_and_the_newest_in_view(live):
-    """It scrolls inside, also while one has scrolled back to read: then it stays where it is."""
-    for text in ("one", "two", "three", "four", "five"):
-        send(live, f"{text} <b>is</b> text\n" * 4)
-        wait_for(live, IS_OVER)
-    asked = live.locator(".asked")
-    texts = [text.partition(" <b>is</b> text\n")[0] for text in asked.all_inner_texts()]
-    assert texts == ["one", "two", "three", "four", "five"]
-    answers = live.locator("#answers").bounding_box()
-    last = live.locator(".progress >> nth=-1").bounding_box()
+def test_the_oldest_is_first_and_the_newest_in_view(open_page):
+    """Many answers to one prompt are folded."""
+    page = live_page(open_page)
+    page("[...Array(40).keys()].forEach((i) => addArticle([{ text: `<b>${i}</b>` }], 1))")
+    page("void addArticle([{ text: 'five' }], 5)")
+    asked = page.locator(".asked:visible")
+    assert asked.all_inner_texts() == [f"<b>{i}</b>" for i in range(40)]
+    folded = page.locator("#articles summary:visible")
+    assert folded.all_inner_texts() == ["5 answers"]
+    answers, last = (one.bounding_box() for one in (page.locator("#answers"), folded))
     assert answers["y"] < last["y"] < answers["y"] + answers["height"]
-    live.hover("#answers")
-    live.mouse.wheel(0, -10000)
-    wait_for(
-        live,
-        """(({ clientHeight, scrollTop, scrollHeight }) =>
-            clientHeight - scrollTop > scrollHeight - 1)($("answers"))""",
-    )  # wheels scroll smoothly
-    place = asked.first.bounding_box()
-    live("$('articles').append('more')")
-    assert asked.first.bounding_box()["y"] == pytest.approx(place["y"], abs=2)
-
-
-def test_several_answers(live):
-    set_knob(live, "max_tokens", "4")
-    set_knob(live, "n", "2")
-    send(live, "four\nlines")
-    wait_for(live, IS_PLAYED)
-    numbers = live.locator(".progress b")
-    wait_until(lambda: all(numbers.all_inner_texts()))
-    assert len(set(numbers.all_inner_texts())) == 2
-    assert not live.is_visible("#articles summary")
-    set_knob(live, "n", "5")
-    send(live, "six")
-    wait_for(live, f"{IS_OVER} && calls.size === 2")
-    assert live.inner_text("#articles summary >> nth=-1") == "5 answers"  # many are folded
-    assert live.locator(".answer:visible").count() == 2
 
 
 def test_the_number_of_a_calls_first_request_is_kept(live):
@@ -215,19 +179,14 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     wait_for(live, IS_PLAYED)
     live("seek(tape.lines.findLastIndex((line) => line.new))")
     wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
-    border = "getComputedStyle(document.querySelector('.answer')).borderLeftColor"
-    colour = live(border)
-    colours = "(all) => all.map((text) => getComputedStyle(text).color)"
+    number = live.locator(".progress b >> nth=1").inner_text()
     live.hover(".answer >> nth=1")
-    assert f"{live('lit')}" == live.inner_text(".progress b >> nth=1")
-    dimmed, bright = live.locator(".text").evaluate_all(colours)
-    assert dimmed != bright
+    assert f"{live('lit')}" == number == live.inner_text(".answer.lit .progress b")
     live.hover("#send")
     assert live("lit") is None
-    assert live.locator(".text").evaluate_all(colours) == [bright, bright]
+    assert live.locator(".answer.lit").count() == 0
     live.click("#live")
     wait_for(live, "!document.querySelector('.answer.runs')")
-    assert live(border) != colour  # a hue is another's when its request has ended
 
 
 @pytest.mark.slow
@@ -255,28 +214,21 @@ def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
 def test_probabilities_are_shown_when_they_are_wanted(live):
     add_tokens(live, "likely", "rare", x=-0.5)
     token = live.locator(".token >> nth=1")
-    background = "(token) => getComputedStyle(token).backgroundColor"
     tip = live.locator("#tip")
-    token.hover()
-    assert token.evaluate(background) == "rgba(0, 0, 0, 0)"
-    assert not tip.is_visible()
-    live.focus("#probabilities")
-    live.keyboard.press("Space")
-    assert live.inner_text("#scale").split() == ["likely", "surprising"]
-    r, g, b = map(float, re.findall(r"[\d.]+", token.evaluate(background))[:3])
-    assert b > g > r  # not the colour of warnings
-    live.hover("#send")
-    token.hover()
-    assert tip.inner_text().split() == ["60.7%", "x", "▸", "36.8%", "rare"]
-    live.hover("#send")
-    assert not tip.is_visible()
-    live.focus(".token >> nth=0")
-    live.keyboard.press("Tab")
-    assert "rare" in tip.inner_text()
-    live.click("#probabilities")
-    token.hover()
-    assert not tip.is_visible()
-    assert not live.is_visible("#scale")
+    for wanted in False, True, False:
+        token.hover()
+        colour = token.evaluate("(token) => getComputedStyle(token).backgroundColor")
+        shown = [tip.is_visible(), live.is_visible("#scale"), colour != "rgba(0, 0, 0, 0)"]
+        assert shown == [wanted] * 3
+        if wanted:
+            assert tip.inner_text().split() == ["60.7%", "x", "▸", "36.8%", "rare"]
+            live.focus(".token >> nth=0")
+            live.keyboard.press("Tab")
+            assert "rare" in tip.inner_text()
+        live.hover("#send")
+        assert not tip.is_visible()
+        live.focus("#probabilities")
+        live.keyboard.press("Space")
 
 
 def test_blanks_can_be_told_apart(live):
@@ -285,14 +237,11 @@ def test_blanks_can_be_told_apart(live):
     assert {text: live("visible", text) for text in shown} == shown
 
 
-def test_end_tokens_are_dim_and_parts_of_a_character_wait_for_the_last(live):
+def test_end_tokens_are_marked_and_parts_of_a_character_wait_for_the_last(live):
     ends = ["<|im_end|>", "</s>", "<end_of_turn>"]
     add_tokens(live, *ends, "<b>", "<", "|>", "bytes:\\xe2\\x98", "bytes:\\x83")
     assert live.locator(".token.end").all_inner_texts() == ends
     assert live.inner_text(".text").endswith("<b><|>☃")
-    end, other = (live.locator(f".token >> nth={i}") for i in (0, 3))
-    colour = "(token) => getComputedStyle(token).color"
-    assert end.evaluate(colour) != other.evaluate(colour)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -310,7 +259,6 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.focus("[value=text]")
     live.keyboard.press("ArrowRight")
     assert live.is_checked("[value=chat]")
-    assert not live.is_visible("#no-chat")
     set_knob(live, "max_tokens", "6")
     for text in ("hello", "again"):
         say(live, text)
@@ -325,8 +273,6 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.click("#new-chat")
     assert live("[conversation.length, calls.size]") == [0, 2]
     assert focused(live) == "prompt"
-    say(live, "another")
-    assert live(roles) == ["user", "assistant"]
 
 
 def test_a_chat_has_one_answer_at_a_time(stepped):
@@ -362,7 +308,8 @@ def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, 
 def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     live.expected = "400"  # Chromium's own words in the console
     set_knob(live, "max_tokens", "100000")
-    send(live, "too much")
+    write(live, "too much")
+    live.click("#send")
     wait_for(live, IS_OVER)
     assert "maximum context length" in live.inner_text("#answers .error")
     assert prompt(live) == "too much"
@@ -434,10 +381,9 @@ def test_eight_prompts_that_begin_alike(demo_page):
     _, said = moment(demo_page, "alike")
     assert said == "Seven have found 48 tokens cached, in 3 blocks. Paused: press ▶ to go on."
     lines = demo_page("tape.lines.slice(0, tape.at + 1)")
-    mine = {q["r"] for x in lines for q in x.get("new", []) if q["name"].startswith("page-")}
-    hits = [r for x in lines for r, hit, _ in x.get("admitted", []) if r in mine and hit >= 48]
+    hits = [r for line in lines for r, hit, _ in line.get("admitted", []) if hit >= 48]
     assert len(hits) >= 7
-    assert demo_page("lit") in mine
+    assert demo_page("lit") in hits
     demo_page("goLive()")
     wait_for(demo_page, IS_OVER)
     assert demo_page.locator("#answers .error").count() == 0
@@ -461,12 +407,7 @@ def test_four_answers_to_one_prompt(demo_page):
     assert said.startswith(f"Request {r} must write into block {source}, which it shares: ")
     assert f" a copy, {block}. Paused" in said
     assert demo_page(f"[lit, state.requests.get({r}).prompt]") == [r, 40]
-    kinds = "[...$('effects').children].map((path) => path.className.baseVal)"
-    wait_for(demo_page, "!$('effects').querySelector(':not(.copied)')")
-    assert demo_page(kinds) == ["copied"] * len(line["copies"])
-    demo_page.click("#forth")  # the arrow stays in sight until the next step
-    copies = demo_page("tape.lines[tape.at].copies ?? []")
-    assert demo_page(kinds).count("copied") == len(copies)
+    demo_page.click("#forth")
     assert demo_page.inner_text("#moment") == said
     demo_page.click("#pause")
     assert demo_page.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
@@ -547,9 +488,6 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
         page.click(button)
         assert focused(page) == "next"
         page("showCaption(7)")
-        page.click("#previous")
-        page.click("#next")
-        assert page.inner_text("#caption-number") == "8 of 8"
         page.click(way)
         assert not page.is_visible("#tour")
         assert page("player.isLive && !player.isPaused")
