@@ -62,36 +62,21 @@ def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
         side = "val" if int(digest[:8], 16) < 2**32 / 20 else "train"
         text = (library / name).read_text(errors="replace")
         sides[side].append(text.encode())
-    assert 4 < len(sides["val"]) < 20
     assert {split: documents(folder, split) for split in sides} == sides
 
 
 def test_stdlib_is_the_same_each_time_and_learns_nothing_from_held_out_text(library, tmp_path):
-    names = ("train.bin", "val.bin", "meta.json", "tokenizer.json", "tokenizer_config.json")
 
-    def files(folder: Path) -> dict[str, bytes]:
-        return {name: (folder / name).read_bytes() for name in names}
+    def files(name: str) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in prepare(tmp_path / name).iterdir()}
 
-    first = files(prepare(tmp_path / "1"))
-    assert files(prepare(tmp_path / "2")) == first
+    first = files("1")
+    assert files("2") == first
     held_out = next(name for name in INCLUDED if stdlib["is_held_out"](name))
     (library / held_out).write_text("unheard_of = 'quixotic' # " * 100)
-    third = files(prepare(tmp_path / "3"))
-    assert [name for name in names if third[name] != first[name]] == ["val.bin"]
-
-
-def test_the_last_tenth_of_shakespeare_is_held_out(tmp_path):
-    """nanoGPT's split, int(0.9 n), and a vocabulary of all characters, in order."""
-    text = "To be, or not to be, that is the question" * 3 + "?"
-    (tmp_path / "input.txt").write_text(text)
-    shakespeare["prepare"](tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    train = read_corpus(tmp_path, "train")
-    val = read_corpus(tmp_path, "val")
-    assert tokenizer.decode(train.tolist()) == text[:111]
-    assert tokenizer.decode(val.tolist()) == text[111:]
-    characters = tokenizer.decode(range(tokenizer.vocab_size))
-    assert characters == "".join(sorted(set(text)))
+    third = files("3")
+    assert third.pop("val.bin") != first.pop("val.bin")
+    assert third == first
 
 
 def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, monkeypatch):
@@ -101,12 +86,12 @@ def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, mo
     monkeypatch.setattr(corpus, "ROOT", tmp_path)
     tokenizer = train_bpe(["def function0(x): return x + 1"], 280)
     monkeypatch.setattr(corpus, "gpt2_tokenizer", lambda: tokenizer)
-    loaded = {name: corpus.load_corpus(name, ALONE) for name in ("stdlib", "stdlib_gpt2")}
-    assert loaded["stdlib_gpt2"].tokenizer.vocab_size == 277  # all that so short a text gives
-    assert loaded["stdlib"].tokenizer.vocab_size > 277
+    plain, gpt2 = (corpus.load_corpus(name, ALONE) for name in ("stdlib", "stdlib_gpt2"))
+    # the latter is all that so short a text gives
+    assert plain.tokenizer.vocab_size > gpt2.tokenizer.vocab_size == 277
     for split in ("train", "val"):
-        plain, gpt2 = (documents(tmp_path / "data" / name, split) for name in loaded)
-        assert gpt2 == plain
+        folder = tmp_path / "data"
+        assert documents(folder / "stdlib_gpt2", split) == documents(folder / "stdlib", split)
 
 
 def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):

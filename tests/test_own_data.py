@@ -11,7 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
-from itertools import chain, groupby
+from itertools import cycle, groupby
 from pathlib import Path
 
 import pytest
@@ -45,8 +45,7 @@ def prepare(name: str, source: Path, out: Path, *more: str) -> Corpus:
 
 def turns(*contents: str) -> list[dict]:
     """A dialogue that a user begins."""
-    roles = ["user", "assistant"] * len(contents)
-    pairs = zip(roles, contents, strict=False)
+    pairs = zip(cycle(["user", "assistant"]), contents, strict=False)
     return [{"role": role, "content": content} for role, content in pairs]
 
 
@@ -104,11 +103,10 @@ def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
     out = tmp_path / "out"
     marked = notes / "04.txt"
     marked.write_bytes(b"\xef\xbb\xbf" + marked.read_bytes())
-    corpus = prepare("text", notes, out)
+    prepare("text", notes, out)
     contents = [b"note %d\r\n" % i for i in range(20)] + [b"<|endoftext|> is text"]
     assert documents(out, "val") == contents[::10]
     assert documents(out, "train") == contents[1:10] + contents[11:20]
-    assert corpus.tokenizer.vocab_size > 257
 
 
 def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
@@ -144,13 +142,11 @@ def test_a_vocabulary_is_learnt_from_words_of_any_length():
 
 def test_of_one_text_the_last_tenth_is_held_out_and_shapes_no_vocabulary(tmp_path):
     path = tmp_path / "book.txt"
-    sides = "to be or not to be " * 9, "quixotic" * 19
-    path.write_text("".join(sides)[:190])
+    path.write_text("to be or not to be " * 9 + "quixotic, quixotic.")
     tokenizer = prepare("text", path, tmp_path).tokenizer
-    assert documents(tmp_path, "train") == [sides[0].encode()]
-    assert documents(tmp_path, "val") == [sides[1][:19].encode()]
-    assert len(tokenizer.encode(" not")) == 1
-    assert len(tokenizer.encode("quixotic")) == 8
+    assert documents(tmp_path, "train") == [b"to be or not to be " * 9]
+    assert documents(tmp_path, "val") == [b"quixotic, quixotic."]
+    assert [len(tokenizer.encode(word)) for word in (" not", "quixotic")] == [1, 8]
 
 
 # whether texts have a BOS, and an end
@@ -199,16 +195,13 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
     reference = AutoTokenizer.from_pretrained(tmp_path)
     expected = []
     for dialogue in DIALOGUES:
-        answer = reference.apply_chat_template(
-            dialogue, return_assistant_tokens_mask=True, return_dict=True
-        )
+        answer = reference.apply_chat_template(dialogue, return_assistant_tokens_mask=True)
         pairs = zip(answer["input_ids"], answer["assistant_masks"], strict=True)
-        expected.append([token if mask else ~token for token, mask in pairs])
+        expected += [token if mask else ~token for token, mask in pairs]
     lines = write_lines(tmp_path / "a.jsonl", *DIALOGUES)
     val = write_lines(tmp_path / "b.jsonl", *DIALOGUES)
     corpus = prepare("chat", lines, tmp_path, f"--init={tmp_path}", f"--val={val}")
-    assert corpus.train.tolist() == [*chain(*expected)]
-    assert corpus.val.tolist() == corpus.train.tolist()
+    assert corpus.train.tolist() == corpus.val.tolist() == expected
 
 
 # without an end-of-turn token, all that the template puts behind the prompt
@@ -355,7 +348,6 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         command = [sys.executable, recipe, sources[name], f"--init={checkpoint}", f"--out={name}"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.stderr == ""
-        assert f"{name}: " in done.stdout
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not recipe.with_name("meta.json").exists():
         with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
@@ -416,8 +408,6 @@ def test_our_dialogues_have_one_style(name, count):
     lines = COMMANDS["chat"].with_name(f"{name}.jsonl").read_text().splitlines()
     style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^ .!?]+ ?){,8}\.")
     for line in lines:
-        contents = [message["content"] for message in json.loads(line)["messages"]]
-        assert json.loads(line)["messages"] == turns(*contents)
-        for answer in contents[1::2]:
-            assert style.fullmatch(answer), answer
+        for message in json.loads(line)["messages"][1::2]:
+            assert style.fullmatch(message["content"]), line
     assert len({*lines}) == count

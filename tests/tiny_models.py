@@ -187,14 +187,10 @@ def build(config):
     return model.float().eval()
 
 
-def make(family: str, **changes):
-    """transformers' model of a family, the same each time."""
-    return filled(build(config_of(family, **changes)))
-
-
 @torch.no_grad()
-def filled(model):
-    """The model, its weights drawn so that each matters."""
+def make(family: str, **changes):
+    """transformers' model of a family, the same each time, its weights such that each matters."""
+    model = build(config_of(family, **changes))
     generator = torch.Generator().manual_seed(0)
     for name, weight in sorted(model.named_parameters()):
         fill(name, weight, model.config.model_type, generator)
@@ -203,18 +199,18 @@ def filled(model):
 
 def fill(name: str, weight: Tensor, family: str, generator: torch.Generator):
     module = name.split(".")[-2]
+    is_gemma = family.startswith("gemma")
     if weight.ndim == 1 and name.endswith(".weight"):  # a norm's
-        post = family.startswith("gemma") and module.startswith("post_")
+        post = is_gemma and module.startswith("post_")
         low = 2.5 if post else 1.0 if module in ("q_norm", "k_norm") else 0.5
         weight.uniform_(low, low + 1, generator=generator)
-        if family.startswith("gemma"):
+        if is_gemma:
             weight -= 1  # which its norms add
         return
     if weight.ndim == 1:
-        weight.normal_(0, 0.5, generator=generator)
-        return
-    if module in ("wte", "wpe", "embed_tokens", "lm_head"):
-        std = 0.2 if family.startswith("gemma") else 0.5
+        std = 0.5
+    elif module in ("wte", "wpe", "embed_tokens", "lm_head"):
+        std = 0.2 if is_gemma else 0.5
     else:
         fan_in = weight.shape[0] if family.startswith("gpt2") else weight.shape[1]
         gain = 1.5 if module in ("q_proj", "k_proj", "c_attn", "o_proj") else 1.0

@@ -1,18 +1,11 @@
 """A training step as a CUDA graph, with graphs that stand in for CUDA's."""
 
 from contextlib import nullcontext
+from unittest.mock import MagicMock
 
 import torch
 
 from training.fast import WARM_UP, CudaGraph
-
-
-class Replay:
-    """A graph that computes anew, from the tensors that it was captured with, into its result."""
-
-    def replay(self):
-        result = loss_of(*self.inputs)
-        self.result.copy_(result)
 
 
 def loss_of(x, y, rate):
@@ -25,16 +18,17 @@ def test_replays_read_the_batch_and_the_rate_of_their_call(monkeypatch):
     copied would change with the next step; batches of another shape need a graph of their own.
     """
     graphs = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(Replay()) or graphs[-1])
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(MagicMock()) or graphs[-1])
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     calls = []
 
     def step(x, y, rate):
         calls.append(x.shape)
-        graphs[-1].inputs = x, y, rate
-        graphs[-1].result = loss_of(x, y, rate)
-        return graphs[-1].result
+        result = loss_of(x, y, rate)
+        # anew, from the tensors that were captured, into the same result
+        graphs[-1].replay = lambda: result.copy_(loss_of(x, y, rate))
+        return result
 
     train_step = CudaGraph(step)
     long, short = torch.Size([2, 8]), torch.Size([8, 2])

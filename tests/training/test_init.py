@@ -51,14 +51,8 @@ def finetune(*run):
     train.main(argv(*run))
 
 
-def weights(folder: Path) -> dict:
-    return load_checkpoint(folder).state_dict()
-
-
 KINDS = [(family, "bfloat16") for family in tiny_models.FAMILIES]
 KINDS += [("llama", "float32"), ("gemma3", "float16")]
-
-
 open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_implementation="eager")
 
 
@@ -75,7 +69,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
     hf_model, info = open_saved(out, output_loading_info=True)
     assert not any(info.values())
     before = open_saved(base, dtype=torch.float32)
-    assert type(hf_model) is type(before)
     tokens = read_corpus(corpus, "train")
     rows = torch.tensor(batch_rows(tokens, B=4, T=32, seed=1337, step=0))
     expected = before(rows, labels=rows).loss.item()
@@ -119,7 +112,8 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
     for _ in range(2):
         train.main(["--resume", f"--out={moved}"])
     assert read_log(moved) == read_log(whole)
-    assert same(weights(moved), weights(whole))
+    ours, theirs = (load_checkpoint(folder).state_dict() for folder in (moved, whole))
+    assert same(ours, theirs)
     for name in names:
         assert (moved / name).read_bytes() == companions[name]
 
@@ -127,24 +121,20 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
     """
     A generation_config.json of a larger vocabulary made it unreadable. But any *token*.json was
-    deleted, the user's, too.
+    deleted, the user's, too. What was overwritten said what its weights are: with the tied head
+    that the base's config.json speaks of vLLM would have left out the model's own.
     """
+    config = read_json(base / "config.json")
+    old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
+    write_json(base / "config.json", old)
     finetune(base, corpus, out)
+    assert read_json(out / "config.json") == config
     write_json(out / "generation_config.json", {"eos_token_id": 310})
     (out / "my_tokens.json").touch()
     train.main([*tiny, "--steps=1", "--overwrite"])
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not any((out / name).exists() for name in COMPANIONS)
     assert (out / "my_tokens.json").exists()
-
-
-def test_a_model_of_ones_own_is_trained_further(tiny, corpus, out, tmp_path):
-    """It goes on where it stood, and is no other model: a GPT-2 without biases."""
-    train.main([*tiny, "--arch=gpt2", "--steps=4"])
-    again = tmp_path / "again"
-    finetune(out, corpus, again, "--steps=1 --vector_lr=0")
-    assert same(weights(out), weights(again))
-    assert read_json(out / "config.json") == read_json(again / "config.json")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -162,8 +152,8 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
     for split in "train", "val":
         for token in 320, ~320, 319, ~319:
             setattr(loaded, split, np.array([1, token] * 200, np.int32))
-            with nullcontext() if token in (319, ~319) else refused:
-                assert machine.load_to_train(args, loaded, MACHINE)
+            with refused if token in (320, ~320) else nullcontext():
+                machine.load_to_train(args, loaded, MACHINE)
     loaded.tokenizer = char_tokenizer("".join(map(chr, range(300, 600))))
     with refused:
         machine.load_to_train(args, loaded, MACHINE)
@@ -184,27 +174,16 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     assert f"memory: {needed}" in capsys.readouterr().out
     free = 0  # to resume, what was saved is in memory before this is asked
     train.main(["--resume", f"--out={out}"])
-    with pytest.raises(SystemExit, match=f"{needed}.* 0.00 GiB free: end other"):
-        finetune(base, corpus, out, "--steps=1 --overwrite")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     loaded = load_corpus(str(corpus), MACHINE)
     args = train.parse_args(argv(base, corpus, out))
     gpu = replace(MACHINE, device=torch.device("cuda"))
     for process, each in ((MACHINE, 2 * 16), (gpu, 16), (replace(gpu, world=2), 20)):
         free = each * count
-        assert machine.load_to_train(args, loaded, process)
+        machine.load_to_train(args, loaded, process)
         free -= 1
-        with pytest.raises(ValueError, match="GiB to train"):
+        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: end other"):
             machine.load_to_train(args, loaded, process)
-
-
-def test_a_configuration_says_what_the_weights_are(corpus, out, base):
-    """With the tied head that config.json spoke of vLLM would have left out the model's own."""
-    config = read_json(base / "config.json")
-    old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
-    write_json(base / "config.json", old)
-    finetune(base, corpus, out)
-    assert read_json(out / "config.json") == config
 
 
 def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpus, out):

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import train
 from model import GPT, TORCH, GPTConfig, Rope
-from training import fast, report
+from training import fast
 from training.corpus import batch_rows, epoch_starts
 from training.fast import training_ops
 
@@ -60,12 +60,11 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
     tokens = np.arange(65, dtype=np.int32)
     run.corpus.train = np.where(tokens % 3, tokens, ~tokens)
     x, y = train.Run(run.args, run.corpus, MACHINE).next_batch()
-    assert x.dtype == y.dtype == torch.int64
+    assert x.dtype == torch.int64
     assert x.shape == (8, 16)
     assert x.max() < 64
     assert torch.equal(x[:, 1:], x[:, :-1] + 1)
-    expected = torch.where((x + 1) % 3 > 0, x + 1, -100)
-    assert torch.equal(y, expected)
+    assert torch.equal(y, torch.where((x + 1) % 3 > 0, x + 1, -100))
     run.corpus.train = run.corpus.train[:64]
     message = "64 training tokens are too few for windows of 32: take more text, or lower"
     with pytest.raises(ValueError, match=message):
@@ -76,46 +75,32 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
 # The recipe
 
 
-def small_gpt2(**fields) -> GPT:
-    config = GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16, **fields)
-    return GPT(config)
-
-
-def lively_gpt2() -> GPT:
-    """Far from uniform, so that each token counts."""
-    torch.manual_seed(0)
-    model = small_gpt2()
-    model.wte.weight.data *= 20
-    return model
-
-
-@torch.no_grad()
-def nats(model: GPT, ids: np.ndarray, T: int) -> torch.Tensor:
-    """Of each token after the end of a text, by one window at a time, in plain torch."""
-    stream = torch.tensor([299, *ids.tolist()])
-    losses = []
-    for i in range(0, len(ids), T):
-        targets = stream[i + 1 : i + T + 1]
-        logits, _ = model(stream[None, i : i + len(targets)])
-        losses.append(F.cross_entropy(logits[0], targets, reduction="none"))
-    return torch.cat(losses)
+def small_gpt2() -> GPT:
+    return GPT(GPTConfig(300, context_length=32, n_layer=1, n_head=2, n_embd=16))
 
 
 def test_evaluation_scores_what_is_to_be_predicted_once(corpus):
     """
-    By all that stands before it, also in the last window, which is short; and the bits are by the
-    bytes of what was scored. A part of the windows that happened to have nothing to score was
-    divided by zero tokens.
+    By all that stands before it in its window, in plain torch by one window at a time; also in the
+    last one, which is short; and the bits are by the bytes of what was scored. A part of the
+    windows that happened to have nothing to score was divided by zero tokens.
     """
     loaded = train.load_corpus(str(corpus), MACHINE)
-    ids = loaded.val.astype(np.int32)
-    model = lively_gpt2()
-    numbers = np.arange(1001)
+    ids = torch.from_numpy(loaded.val.astype(np.int64))
+    before = torch.cat([torch.tensor([299]), ids[:-1]])
+    torch.manual_seed(0)
+    model = small_gpt2()
+    model.wte.weight.data *= 20  # far from uniform, so that each token counts
+    numbers = torch.arange(1001)
     every_second = (numbers % 2 > 0) & (numbers < 300)
     for is_predicted in numbers >= 0, every_second:
-        loaded.val = np.where(is_predicted, ids, ~ids)
+        loaded.val = torch.where(is_predicted, ids, ~ids).numpy()
+        targets = torch.where(is_predicted, ids, -100)
         for T in 20, 32:
-            expected = nats(model, ids, T)[torch.from_numpy(is_predicted)].sum().item()
+            expected = 0.0
+            for tokens, wanted in zip(before.split(T), targets.split(T), strict=True):
+                logits = model(tokens[None])[0][0]
+                expected += F.cross_entropy(logits, wanted, reduction="sum").item()
             score = train.evaluate(model, loaded, MACHINE, T)
             assert score == (pytest.approx(expected, rel=1e-5), is_predicted.sum())
     assert train.evaluate(model, loaded, MACHINE, 32, limit=400) == score
@@ -129,8 +114,8 @@ def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):
     loaded = train.load_corpus(str(corpus), MACHINE)
     model = small_gpt2()
 
-    def count(process: train.Process = MACHINE, limit: int | None = None) -> int:
-        return train.evaluate(model, loaded, process, 32, limit=limit)[1]
+    def count(process=MACHINE, limit=None) -> int:
+        return train.evaluate(model, loaded, process, 32, limit)[1]
 
     assert count(limit=96) == 96 - 32 + 1001 % 32  # first, middle, last window
     assert count(limit=1) == 32
@@ -159,17 +144,12 @@ def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
-    """Neither in an evaluation nor in a sample; afterwards training drops again."""
-    run = new_run([*tiny, "--arch=gpt2", "--dropout=0.5"], corpus)
-    calm = small_gpt2(activation="relu2", bias=False)
-    calm.load_state_dict(run.model.state_dict())
-    score = train.evaluate(run.model, run.corpus, MACHINE, 32, limit=96)
-    assert score == train.evaluate(calm, run.corpus, MACHINE, 32, limit=96)
-    assert run.model.training
+    """In an evaluation, and a sample, which ends at a context of 32; then training drops again."""
+    run = new_run(tiny, corpus)
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
-    report.generate_text(run)
-    assert modes == [False] * 31  # of a context of 32
+    run.evaluate_and_sample()
+    assert modes == [False] * (1 + 31)
     assert run.model.training
 
 
@@ -277,13 +257,11 @@ def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
     monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
     monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
-    messages = {
-        "cpu": r"no-such-g.*: install g.., name a C.. compiler in CXX",
-        "cuda": r"no more processes.*: raise `ulimit -u`, set TORCHIND",
-    }
-    for device, message in messages.items():
-        with pytest.raises(SystemExit, match=message):
-            train.main([*tiny, "--compile", "--overwrite", f"--device={device}"])
+    flags = [*tiny, "--compile", "--overwrite"]
+    with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., name a C.. compiler in CXX"):
+        train.main(flags)
+    with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
+        train.main([*flags, "--device=cuda"])
     assert model.exists()
     child.kill.assert_called_once_with()
 
@@ -359,13 +337,9 @@ def test_an_evaluation_multiplies_for_no_gradients():
 # The model that training begins with
 
 
-def test_generation_ends_at_the_context_and_a_longer_text_is_refused():
-    model = small_gpt2().eval()
+def test_a_text_longer_than_the_context_is_refused():
     with pytest.raises(ValueError, match="33 tokens do not fit the model's context_length of 32"):
-        model(torch.zeros(2, 33, dtype=torch.int64))
-    prompts = torch.zeros(2, 29, dtype=torch.int64)
-    assert model.generate(prompts, 2).shape == (2, 31)
-    assert model.generate(prompts, 100).shape == (2, 32)
+        small_gpt2()(torch.zeros(2, 33, dtype=torch.int64))
 
 
 def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
@@ -383,6 +357,8 @@ def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
         else:
             assert torch.all(w == name.endswith("weight")), name  # of norms; biases
 
-    drawn = [new_run([*tiny, f"--seed={seed}"], corpus).model.wte.weight for seed in (3, 3, 4)]
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
+    first, again, other = (
+        new_run([*tiny, f"--seed={seed}"], corpus).model.wte.weight for seed in (3, 3, 4)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)

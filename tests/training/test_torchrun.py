@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -17,22 +16,18 @@ import train
 from checkpoint import load_checkpoint
 from tokenizer import TokenizerError
 from training import machine
-from training.fast import training_ops
 
 # --------------------------------------------------------------------------------------------------
 # Devices
 
 
-def test_each_process_of_a_host_takes_a_gpu_of_its_own(monkeypatch):
+def test_a_gpu_is_taken_where_there_is_one(monkeypatch):
     """`--device cuda` has no index, which torch.cuda.set_device refuses."""
     pick = train.pick_device
     assert pick(None) == pick("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert pick("cpu") == torch.device("cpu")
     assert pick("cuda") == pick(None) == torch.device("cuda", 0)
-    monkeypatch.setenv("RANK", "13")
-    monkeypatch.setenv("LOCAL_RANK", "5")
-    assert pick("cuda") == pick(None) == torch.device("cuda", 5)
 
 
 # of avx2 it would be emulated; oneDNN is limited by ONEDNN_MAX_CPU_ISA
@@ -61,8 +56,9 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
     monkeypatch, bf16, flags, dtype, compiled
 ):
     """
-    And processes that torchrun starts again find none of the addresses of the dead, which its store
-    keeps: they waited for ever, by chance (pytorch's issue 135712).
+    Each process of a host has a GPU of its own. And those that torchrun starts again find none of
+    the addresses of the dead, which its store keeps: they waited for ever, by chance (pytorch's
+    issue 135712).
     """
     calls = []
     kept = torch.distributed.HashStore()
@@ -76,8 +72,7 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
         "torch.set_float32_matmul_precision": calls.append,
         "torch.distributed.init_process_group": lambda **named: calls.append(named),
         "torch.distributed.rendezvous": lambda address: iter([(kept, 5, 8)]),
-        # the compiler, imported only now, would stumble over what is replaced here
-        "torch.compile": lambda function, **options: partial(function),
+        "training.machine.training_ops": lambda *place: place,
     }
     for name, function in functions.items():
         monkeypatch.setattr(name, function)
@@ -89,10 +84,7 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
     assert kept.check(["3/address"])
     named = {"backend": "nccl", "device_id": gpu, "rank": 5, "world_size": 8}
     assert calls == [gpu, stream, "high", named]
-    assert process == train.Process(gpu, dtype, compiled, 5, 8, process.ops)
-    assert process.ops.attend == training_ops(gpu).attend
-    is_eager = process.ops.loss.keywords == training_ops(gpu).loss.keywords
-    assert is_eager != compiled
+    assert process == train.Process(gpu, dtype, compiled, 5, 8, (gpu, compiled))
 
 
 # CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads
@@ -131,10 +123,6 @@ def test_a_thread_for_each_core_that_may_be_used(monkeypatch, row):
 
 # --------------------------------------------------------------------------------------------------
 # Several processes
-
-
-def place(rank: int, world: int) -> train.Process:
-    return replace(MACHINE, rank=rank, world=world)
 
 
 DIES_AND_IS_STOPPED = """
@@ -200,14 +188,15 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     (folder / "prepare.py").write_text(RECIPE)
     is_prepared = []
     monkeypatch.setattr("training.corpus.ROOT", tmp_path)
-    monkeypatch.setattr(
-        torch.distributed,
-        "barrier",
-        lambda: is_prepared.append((folder / "meta.json").exists()),
-    )
+
+    def barrier():
+        is_prepared.append((folder / "meta.json").exists())
+
+    monkeypatch.setattr(torch.distributed, "barrier", barrier)
     with pytest.raises(TokenizerError):
-        train.load_corpus("letters", place(1, 2))  # the other has not prepared it
-    corpus = train.load_corpus("letters", place(0, 2))
+        # the other has not prepared it
+        train.load_corpus("letters", replace(MACHINE, rank=1, world=2))
+    corpus = train.load_corpus("letters", replace(MACHINE, world=2))
     assert is_prepared == [False, True]
     (folder / "prepare.py").write_text("raise AssertionError('prepared twice')")
     assert train.load_corpus("letters", MACHINE).val.tolist() == corpus.val.tolist() == [1, 1]
@@ -215,7 +204,7 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
 
 
 def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
-    monkeypatch.setattr(train, "init_process", lambda args: place(0, 3))
+    monkeypatch.setattr(train, "init_process", lambda args: replace(MACHINE, world=3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
         train.main([*tiny, "--steps=2"])
