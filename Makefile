@@ -1,5 +1,5 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
-# make test       lint and all tests but the large volumes, 5 min on two cores
+# make test       lint and all tests but the large volumes, 4 min on two cores
 # make test-avx2  the numeric tests as on a CPU with AVX2 and no more, 1 min
 # make test-slow  the large volumes: a million steps, planted bugs, kills, a round of traces, real clients
 #                 (in .venv-clients), real models (in ~/.cache/pagedgpt)
