@@ -117,7 +117,7 @@ SERVED = r"""
 {"const": {"minimum": 1, "required": true, "$ref": "#/no", "multipleOf": 0}} -> {"minimum": 1, "required": true, "$ref": "#/no", "multipleOf": 0} -> {}
 {"$schema": "http://json-schema.org/draft-04/schema#", "type": "integer", "minimum": 1, "exclusiveMinimum": true} -> 2 -> 1
 {"$schema": "https://json-schema.org/draft/2020-12/schema", "const": 1} -> 1 -> 2
-{"$ref": "#/$defs/a%20b~1c", "$defs": {"a b/c": {"const": 1}}} -> 1 -> 2
+{"$ref": "#/$defs/a%20b~1~01", "$defs": {"a b/~1": {"const": 1}}} -> 1 -> 2
 {"$ref": "#a", "$defs": {"b": {"$anchor": "a", "const": 1}}} -> 1 -> 2
 {"$id": "http://a.example/b", "type": "object", "properties": {"a": {"$ref": "http://a.example/b"}}} -> {"a": {}} -> {"a": 1}
 {"type": "object", "required": ["v", "next"], "properties": {"v": {}, "next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}} -> {"v": 1, "next": {"v": 2, "next": null}} -> {"v": 1}
