@@ -195,9 +195,10 @@ def merge(state, more):
     """
     Merge a split's state into that of the splits before (online softmax, Milakov and Gimelshein
     2018): both are brought to the higher top, then added. Tops are whole numbers, so the factors
-    are powers of two and the products are exact: an addition alone rounds. So the bits do not
-    depend on when a state is brought to a higher top, or whether the compiler fuses a product with
-    the addition; and a split of which a row sees nothing changes none of them.
+    are powers of two and the products are exact (but for numbers below 2 ** -126, which are nothing
+    beside the others): only the addition rounds. So the bits depend neither on when a state is
+    brought to a higher top, nor on whether the compiler fuses a product with the addition. And a
+    split of which a row sees nothing changes none of them.
     """
     acc, total, top = state
     more_acc, more_total, more_top = more
@@ -214,9 +215,9 @@ def merge_stored(
 ):
     """
     Merge the states of the splits from `begin` to `end` that programs have stored at `place`
-    [ROWS], in this order and AT_ONCE at a time. For several rows these are loaded first, and all
-    brought to the highest top: a chain of merges would wait for one load after the other. (An
-    H200 was faster so by 8%, SmolLM2 alone, and for one row slower by 3%, gpt2-124M.)
+    [ROWS], in this order, AT_ONCE at a time. Of several rows, all are loaded first, and brought to
+    the highest top together: a chain of merges would wait for one load after the other. On an H200
+    that makes SmolLM2 alone 8% faster; gpt2-124M, of one row, it would make 3% slower.
     """
     for several in range(begin, end, AT_ONCE):
         states = ()
@@ -233,7 +234,7 @@ def merge_stored(
 
 @jit
 def add_states(state, states):
-    """Do what merges of the states would, one by one, to the bit."""
+    """Merge `states`, a tuple, in their order: to the bit what `merge` would, one by one."""
     acc, total, top = state
     highest = top
     for i in tl.static_range(len(states)):
