@@ -94,7 +94,7 @@ SAVED = [*OPENED, {"n_kv_head": 2, "eos_token_ids": (3, 5), "dropout": 0.1}]
 
 @pytest.mark.parametrize("fields", SAVED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.quick("dtype0-*", "*-fields2")
+@pytest.mark.quick("dtype0-*", "*-fields1", "*-fields2")
 def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
     """
     Also after its files have changed: a mapped weight would change with them, or end the process

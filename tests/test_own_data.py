@@ -281,6 +281,7 @@ TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
 UNFIT = r"""
 text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
 text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
+text     | MISSING       | No such file .*a\.txt
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
 text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
 chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
@@ -307,6 +308,8 @@ def test_what_will_not_do_is_named_and_nothing_is_written(row, checkpoint, path,
     if recipe == "text":
         char_tokenizer("abc").save(checkpoint)
         path.write_bytes(content.encode("latin-1"))  # in which ü is not UTF-8
+        if content == "MISSING":
+            path.unlink()
     else:
         (checkpoint / "chat_template.jinja").write_text(TEMPLATES[kind])
         write_lines(path, turns("a", "b"))
@@ -349,7 +352,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
-    if not recipe.with_name("meta.json").exists():
+    if not COMMANDS["chat"].with_name("meta.json").exists():
         with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
             load_corpus("chat", ALONE)
 
@@ -408,6 +411,9 @@ def test_our_dialogues_have_one_style(name, count):
     lines = COMMANDS["chat"].with_name(f"{name}.jsonl").read_text().splitlines()
     style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^ .!?]+ ?){,8}\.")
     for line in lines:
-        for message in json.loads(line)["messages"][1::2]:
-            assert style.fullmatch(message["content"]), line
+        messages = json.loads(line)["messages"]
+        contents = [message["content"] for message in messages]
+        assert messages == turns(*contents)
+        for answer in contents[1::2]:
+            assert style.fullmatch(answer), line
     assert len({*lines}) == count

@@ -93,8 +93,8 @@ finetuned enough |  0 | 1:1           |  0 | 40 | init | 1 minute     |  20 0.08
 """
 WARNING = (
     "only about {} steps fit into {}, and in fewer than {} a model learns little: begin again "
+    "with {} --minutes {} --out {} --overwrite{}"
 )
-WARNING += "with {} --minutes {} --out {} --overwrite{}"
 AGAIN = {
     "user": (200, "the same flags and", ""),
     "make": (200, f"`{os.path.relpath(sys.executable)} train.py", "`, then make run"),

@@ -155,6 +155,7 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_
     disk = Disk(tmp_path, monkeypatch)
     shakespeare["prepare"](tmp_path)
     assert disk.moments[:2] == [{}, {"input.txt": TEXT.encode()}]
+    assert shakespeare["fetch"](tmp_path / "input.txt") == TEXT  # once
     (tmp_path / "input.txt").unlink()
     shakespeare["prepare"](tmp_path)
     has_meta = ["meta.json" in files for files in disk.moments]

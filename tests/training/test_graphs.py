@@ -18,7 +18,12 @@ def test_replays_read_the_batch_and_the_rate_of_their_call(monkeypatch):
     copied would change with the next step; batches of another shape need a graph of their own.
     """
     graphs = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graphs.append(MagicMock()) or graphs[-1])
+
+    def new_graph() -> MagicMock:
+        graphs.append(MagicMock())
+        return graphs[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
     monkeypatch.setattr(torch.cuda, "graph", lambda graph, stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     calls = []

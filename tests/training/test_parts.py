@@ -124,7 +124,7 @@ def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):
     # a window for each process, here the last one, times two
     assert count(second, limit=1) == 2 * (1001 % 32)
     # of 32 windows the 99th process has none: its NaN made the sum of all processes NaN
-    assert count(replace(MACHINE, rank=98)) == 0
+    assert train.evaluate(model, loaded, replace(MACHINE, rank=98), 32) == (0, 0)
     loaded.val = np.tile(loaded.val, 20)
     sizes = []
     model.register_forward_pre_hook(lambda model, inputs: sizes.append(inputs[0].numel()))
@@ -151,6 +151,8 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     run.evaluate_and_sample()
     assert modes == [False] * (1 + 31)
     assert run.model.training
+    score = train.evaluate(run.model, run.corpus, MACHINE, 32)
+    assert score == train.evaluate(run.model, run.corpus, MACHINE, 32)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, read_log
+from runs import MACHINE, ROOT, new_run, read_log
 
 import train
 from checkpoint import load_checkpoint
@@ -36,7 +36,8 @@ CPUS = [("avx512_bf16", True), ("amx_bf16", True), ("bf16", True), ("avx2", True
 
 @pytest.mark.parametrize(("feature", "onednn"), CPUS)
 def test_bfloat16_where_a_cpu_has_it(monkeypatch, feature, onednn):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True, "amx_tile": True})
+    features = {"avx512_bf16": False, "amx_tile": True, feature: True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     process = train.init_process(train.parse_args(["--device=cpu"]))
     has_it = onednn and feature != "avx2"
@@ -209,3 +210,16 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, o
     with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
         train.main([*tiny, "--steps=2"])
     assert not out.exists()
+
+
+def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
+    """One that stepped on alone would wait for the others' gradients for ever."""
+    out.mkdir()
+    run = new_run([*tiny, "--steps=9"], corpus)
+
+    def mean(process, x):
+        return x + torch.tensor([0.25, 0.0]) if x.shape == (2,) else x
+
+    monkeypatch.setattr(train.Process, "mean", mean)
+    assert train.train(run, [], train.Clock(run, 0.0)) is False
+    assert run.step == 1

@@ -312,7 +312,7 @@ def test_nothing_to_resume(tmp_path):
         assert "\n" not in str(error.value)  # torch explains itself in ten lines
 
 
-@pytest.mark.parametrize("change", ["tokenizer", "val", "train"])
+@pytest.mark.parametrize("change", ["tokenizer", "val", "train", "less to train"])
 def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, tmp_path):
     """
     In as many other tokens the run went on, and its model learnt what it could not read; with fewer
@@ -326,8 +326,9 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, t
         text = string.printable * 2 + "wholly other words, and quixotic ones " * 2
         train_bpe([text], 300).save(folder)
     else:
-        ids = np.array(read_corpus(folder, change))[::-1]
-        ids[: 40 if change == "train" else None].tofile(folder / f"{change}.bin")
+        split = change.removeprefix("less to ")
+        ids = np.array(read_corpus(folder, split))[::-1]
+        ids[: 40 if change != split else None].tofile(folder / f"{split}.bin")
     with pytest.raises(SystemExit, match=r"--data .*corpus has other tokens than .*out: make it"):
         train.main(["--resume", f"--out={out}"])
     assert {path: path.read_bytes() for path in out.iterdir()} == before
@@ -371,14 +372,19 @@ def test_a_llama_has_the_weights_of_a_gpt2(corpus):
     config = new_run(flags, corpus).model.config
     assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
     assert (config.n_inner, config.bias, config.tied) == (2048, False, True)
-    widths = {3: 8, 128: 344, 384: 1024}
+    widths = {1: 8, 128: 344, 376: 1000, 384: 1024}
     assert {n: train.gated_width(n) for n in widths} == widths
 
 
 def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_path, monkeypatch):
     train.main([*tiny, "--steps=1"])
     asked = []
-    monkeypatch.setattr(train, "init_process", lambda args: sys.exit(asked.append(vars(args))))
+
+    def note(args):
+        asked.append(vars(args))
+        sys.exit()
+
+    monkeypatch.setattr(train, "init_process", note)
     moved = out.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
         train.main(["--resume", f"--out={moved}", "--device=cuda", "--compile"])
@@ -452,7 +458,7 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
 
 
 # --------------------------------------------------------------------------------------------------
-# Real processes, real signals
+# Signals
 
 
 @pytest.mark.parametrize(("rank", "answers"), [("0", 1), ("1", 0), ("terminal is gone", 0)])
