@@ -35,7 +35,7 @@ from server.connection import Connection
 from test_paged import assert_idle
 
 KEYS = ["sesame", "simsim"]
-PATIENCE = 10_000.0  # seconds: whatever the settings are, nothing may take so long
+PATIENCE = 10_000.0  # seconds: no client reads so slowly that it takes longer
 NOTHING = Answer(None, {}, "", False)
 
 
@@ -275,7 +275,7 @@ class World:
         for event in self.events:
             at += event["after"]
             self.loop.call_at(at, self.happen)
-        self.wait(self.is_quiet, "some calls do not come to an end")
+        self.wait(self.is_quiet, "some calls do not come to an end", PATIENCE)
         self.rest(15.0)  # also for what full links hold: it is read a piece in a few turns
         self.judge(self.callers)
         if self.stopped_at == math.inf and self.client.state == "ready":
@@ -295,8 +295,8 @@ class World:
         assert late <= 3 * gate.LINGER_SECONDS + 3 + self.pause, "the HTTP process ends too late"
         assert not self.client.choices, f"the HTTP process has ended, but has {self.client.choices}"
 
-    def wait(self, is_over, what: str):
-        self.rest(PATIENCE, is_over)
+    def wait(self, is_over, what: str, seconds: float = 30.0):
+        self.rest(seconds, is_over)
         assert is_over(), what
 
     def rest(self, seconds: float, is_over=lambda: False):
@@ -343,7 +343,7 @@ class World:
         """Now that all is quiet, a call is served again."""
         self.engines[-1].fail("")
         self.ask(10_000)
-        self.wait(self.is_quiet, "the server serves no call any more")
+        self.wait(self.is_quiet, "the server serves no call any more", 5.0)
         (answer,) = read_answers(self.callers.pop().received)
         assert answer.status == 200, f"when all is quiet, a call is refused: {answer.body}"
         self.rest(1.5)

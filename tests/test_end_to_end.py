@@ -203,7 +203,7 @@ def test_the_load_generator_measures_what_it_says(server):
 # Ends
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs ps and kill")
+@pytest.mark.skipif(os.name != "posix", reason="needs pgrep and kill")
 def test_an_engine_is_killed_and_a_hang_up_drains(server, checkpoint, complete, expected):
     """
     kill -9 of the engine's process: another one is started. SIGHUP drains as SIGTERM does, which it

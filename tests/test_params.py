@@ -59,9 +59,9 @@ def test_a_range_reaches_from_edge_to_edge(name):
 
 WRONG = {
     "min_tokens": [17],  # more than max_tokens
-    "stop_token_ids": [None, "abc", [True]],
+    "stop_token_ids": [None, "abc", [True], [1.5]],
     "ignore_eos": [None, 1],
-    "logit_bias": [[1], {True: 1}, {1: 101}, {1: -101}],
+    "logit_bias": [[1], {True: 1}, {"1": 1}, {1: 101}, {1: -101}],
 }
 
 

@@ -16,6 +16,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from copy import deepcopy
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -29,6 +30,7 @@ from test_cpu import macros
 from torch import Tensor
 
 from engine.process import add_request
+from kernels import triton
 from model import GPT, GPTConfig, Rope
 from ops import cpu, sampling
 from test_paged import new_engine
@@ -55,6 +57,18 @@ llama none 90211559cc47354a1b03707d1b4142cf2e65fd5c8378bafdb4b9c41102a889b8
 llama int8 7028ae5f0eafb3aa126b0157489ef54b2b318f60909d7f07d15841991d1ee6aa
 gemma none fec9a4733532c56c4fe384dcfdf9aee04397d47b7ac7737daf1478474ab3837c
 gemma int8 f7346dafae64b13039303cee076476cb39ada68da5b87019a4d6e8d15b105a05
+""".splitlines()
+
+PINNED_GPU = "NVIDIA H200, torch 2.11.0, triton 3.6.0"
+GPU = "no GPU"
+if torch.cuda.is_available():
+    name = torch.cuda.get_device_name()
+    GPU = f"{name}, torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}"
+GPU_DIGESTS = """\
+gpt2
+gelu
+llama
+gemma
 """.splitlines()
 
 
@@ -166,6 +180,21 @@ def test_one_digest(name, threads, monkeypatch):
     """
     use(monkeypatch, name)
     assert digests(threads) == DIGESTS
+
+
+def gpu_digest(name: str) -> str:
+    """Of each request alone, with --deterministic in bf16: all that its client is sent."""
+    model = deepcopy(model_of(name)).to("cuda", torch.bfloat16)
+    service = Service(new_engine(model, deterministic=True, num_blocks=60, block_size=16))
+    service.run(*ASKS)
+    answers = [(name_of(id), answer) for id, answer in service.answers.items()]
+    return hashlib.sha256(repr(answers).encode()).hexdigest()
+
+
+@pytest.mark.skipif(GPU != PINNED_GPU, reason=f"needs {PINNED_GPU}")
+def test_one_digest_on_a_gpu():
+    """Of any card of a kind, and with whatever beside."""
+    assert [f"{name} {gpu_digest(name)}" for name in MODELS] == GPU_DIGESTS
 
 
 @pytest.mark.slow

@@ -58,7 +58,7 @@ def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
         each.add_request("a", [1, 2, 3], greedy(900))
     while engine.has_work:  # five times what a link holds
         if engine.num_steps == 500:  # it comes and ends in the meantime
-            engine.add_request("b", [1], greedy(1))
+            engine.add_request("b", [1, 2], greedy(2), prompt_logprobs=0)
         turn()
     assert list(link.rows) == ["a", "b"]
     assert len(link.unsent) < 1000
@@ -70,7 +70,9 @@ def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
     rows = [row for message in messages for row in message["out"]]
     tokens = [token for id, new, *_ in rows if id == "a" for token in new]
     assert tokens == tokens_of(finish(other), "a")
-    assert [row[2] for row in rows if row[0] == "b"] == ["length"]
+    [of_b] = [row for row in rows if row[0] == "b"]
+    assert of_b[2] == "length"
+    assert len(of_b[5]) == 1, "a prompt's scores come with the first of its rows"
     assert sum(len(message["stats"]["waited"]) for message in messages) == 2
     assert not link.rows
     events = link.selector.get_key(link.sock).events

@@ -133,6 +133,36 @@ def test_noise_is_finite_at_both_ends(monkeypatch):
     assert noise[0].tolist() == pytest.approx(expected, rel=1e-6)
 
 
+@all_paths
+def test_noise_bias_and_penalties_of_every_token_are_exact(pick):
+    """
+    Logits undo all of them, so that 2e-5 of one token decides. Would catch: a part of the noise's
+    key that is cut off, a logarithm that is inaccurate, a prompt that counts for presence.
+    """
+    prompt = [*range(100)]
+    text = [*range(50, 150), *range(120, 200)]
+    requests, logits, best = [], [], []
+    for row, key in enumerate(zip(SEEDS, POSITIONS, CHOICES, strict=True)):
+        seed, _, choice = key
+        sign = (-1) ** row
+        params = SamplingParams(
+            logit_bias={7: 2.5 * sign},
+            presence_penalty=sign,
+            frequency_penalty=0.7 * sign,
+            repetition_penalty=1 + 0.3 * sign,
+        )
+        requests.append(SamplingRow(row, params, seed, choice, prompt, text))
+        noise = oracle.noise(*key, 300)
+        x = -noise
+        for _ in range(40):  # from step to step they come closer
+            x -= oracle.adjusted(x.clone(), params, prompt, text, ()) + noise
+        best.append(noise.argmax().item())
+        x[best[-1]] += 2e-5
+        logits.append(x)
+    logits = torch.stack(logits).to(DEVICE, torch.float32)
+    assert pick(logits, arange(8), tensor(POSITIONS), filled(300, requests)).tolist() == best
+
+
 # --------------------------------------------------------------------------------------------------
 # Frequencies
 
@@ -140,11 +170,15 @@ N = 20_000
 LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
 V = len(LOGITS)
 # chi-square at the level 0.001, from the tables: degrees of freedom -> the most that fits
-CRITICAL = {2: 13.816, 4: 18.467, 5: 20.515, 6: 22.458, 12: 32.909}
+CRITICAL = {2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515, 6: 22.458, 7: 24.322, 12: 32.909}
 CASES = tomllib.loads("""
 plain = {}
+cold = {temperature = 0.6}
 hot = {temperature = 1.7}
+top_k = {top_k = 4}
 "top_k in a tie" = {top_k = 2}
+top_p = {top_p = 0.8}
+min_p = {min_p = 0.1}
 "all of them" = {temperature = 1.4, top_k = 8, top_p = 0.9, min_p = 0.15}
 """)
 CASES = {name: SamplingParams(**fields) for name, fields in CASES.items()}
@@ -422,7 +456,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     A model that overflowed went on with token 0, or with the NaN's place, without an error.
     """
     logits = randn(6, 50, seed=3)
-    logits[0, 49] = torch.nan
+    logits[0, 49] = -torch.nan  # of the other sign
     logits[1] = -torch.inf
     logits[2, 5] = torch.inf
     logits[3, :49] = -torch.inf

@@ -127,6 +127,15 @@ def test_one_pause_at_a_time(house, client):
     assert not client.transport.is_reading
 
 
+def test_half_a_message_is_no_round(house, client):
+    """Nor a sign of life."""
+    heard = client.heard
+    house.clock.run(1)
+    receive(house, b'{"op": "st', 1)
+    assert client.transport.is_reading
+    assert client.heard == heard
+
+
 def test_the_steps_of_a_round_are_one_event(house):
     """An error comes after the tokens before it, and these come once."""
     caller, other = (house.ask(max_tokens=99, stream=True) for _ in range(2))

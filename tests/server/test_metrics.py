@@ -75,11 +75,12 @@ time_to_first_token_seconds_count 2 2
     )
     house.clock.run(1)
     house.engine.step({"0": b"x"}, "length")
+    house.engine.step({"0.1": b"y"})
     watched.expect(
         """\
 e2e_request_latency_seconds_count 1 2
-generation_tokens 1
-inter_token_latency_seconds_count 1 1
+generation_tokens 2
+inter_token_latency_seconds_count 2 2
 request_decode_time_seconds_count 1 1
 request_generation_tokens_count 1 2
 request_prompt_tokens_count 1 3
@@ -93,10 +94,10 @@ request_success:length 1
         """\
 e2e_request_latency_seconds_count 2 6
 generation_tokens 6
-inter_token_latency_seconds_count 1 0.666667
+inter_token_latency_seconds_count 1 0.333333
 request_decode_time_seconds_count 2 2
-request_generation_tokens_count 2 7
-request_max_num_generation_tokens_count 1 4
+request_generation_tokens_count 2 8
+request_max_num_generation_tokens_count 1 5
 request_prompt_tokens_count 2 5
 request_success:length 1
 request_success:stop 1

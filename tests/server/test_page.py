@@ -91,7 +91,7 @@ def test_no_script_takes_a_name_of_another():
     """They become one script: the later of two functions would silently stand for both."""
     script = "\n".join(path.read_text() for path in FOLDER.glob("*.js"))
     names = re.findall(r"^(?:async )?(?:function\*?|const|let) (\w+)", script, re.M)
-    assert sorted(set(names)) == sorted(names)
+    assert sorted(set(names)) == sorted(names) != []
 
 
 # --------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ STATE = """(() => {
 def test_the_state_is_what_the_lines_say(open_record, name):
     """
     After each line, as a snapshot taken then says it; and backwards as it was. No two requests have
-    one hue.
+    one hue, all hues are used, and none changes at a snapshot.
     """
     told = RECORDS[name]()
     page = open_record(told)
@@ -244,11 +244,16 @@ def test_the_state_is_what_the_lines_say(open_record, name):
 
     states = read(range(len(told)))
     kinds = [line["event"] for line, _ in told[1:]] + ["step"]
+    used = set()
     for (line, snapshot), kind, state in zip(told, kinds, states, strict=True):
         if kind == "step":  # otherwise the snapshot is of after the next line
             check(state, snapshot, line)
         hues = [q["hue"] for q in state["requests"] if q["table"]]
         assert len(set(hues)) == len(hues)
+        used.update(hues)
+    assert len(used) == 12
+    for before, after, kind in zip(states, states[1:], kinds, strict=False):
+        assert before["hues"] == after["hues"] or kind == "step"
     assert page("chart.restarts") == []
     places = [len(told) - 2, len(told) - 3, 0, *random.Random(0).sample(range(len(told)), 20)]
     assert read(places) == [states[place] for place in places]
@@ -362,7 +367,7 @@ def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.jsonl").write_text(jsonl(LINES))
     page = open_page(draw_page("run.jsonl")["file"].absolute().as_uri())
-    wait_for(page, "document.body.classList.contains('replay')")
+    wait_for(page, "document.body.classList.contains('replay') && $('tab-pool').checked")
     assert [page.is_visible(part) for part in ("#talk", "#pool")] == [False, True]
 
     def open_file(name: str, text: str):
@@ -525,6 +530,22 @@ SAID = {
         request 5: tokens 4 to 7, 1 of 4 slots filled
         7 1 4 4 2 0 2
     """,
+    (4, 8): """
+        ● 4 running – pagedGPT
+        9 of 12 blocks held 1 cached · 2 free
+        38% hit rate 180 tokens/s 0 waiting 0 preemptions
+        step 4: 4 decodes, 10.0 ms · request 3 copied: shared block 7 to 8 ·
+        request 4 copied: shared block 7 to 9
+        Request 3
+        answer: 2 of 5 tokens
+        6 prompt tokens, 0 of them found in the cache
+        committed 4 computed 7 filled 7 allocated 8
+        Block table, logical → physical
+        0 → 6 1 → 8
+        Block 8: held
+        request 3: tokens 4 to 7, 3 of 4 slots filled
+        9 1 2 4 3 0 1
+    """,
     (7, 8): """
         ● 2 running – pagedGPT
         9 of 12 blocks held 1 cached · 2 free
@@ -532,7 +553,7 @@ SAID = {
         step 7: 3 decodes, 10.0 ms · request 5 preempted: gave back 2 blocks · evicted: 1 block ·
         request 3 ended: length after 5 tokens
         Block 8: cached, evicted after 0 others
-        9 1 2 4 2 0 2
+        9 1 2 4 3 0 1
     """,
     (8, 0): """
         ● 1 running – pagedGPT
@@ -541,7 +562,7 @@ SAID = {
         step 8: 2 decodes, 1 chunk of 1, 10.0 ms · request 5 resumed: 2 blocks found in the cache ·
         request 2 ended: length after 6 tokens · request 4 ended: length after 5 tokens
         Block 0: cached, evicted after 4 others
-        3 5 4 4 2 0 2
+        3 5 4 4 3 0 1
     """,
     (10, 11): """
         ● 2 running – pagedGPT
@@ -629,7 +650,9 @@ HAPPENS = [
 
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
-    """A hit, a copy, an eviction, a preemption: over its blocks, for a moment."""
+    """
+    A hit, a copy, an eviction, a preemption: over its blocks, for a moment; and by flags in rows.
+    """
     page = open_record(reduced_motion=motion)
     for kind, place, blocks, hue in HAPPENS:
         show(page, place - 1)
@@ -640,8 +663,11 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
         )
         shape = f"M{page('pointsOf', blocks)}" if kind == "copied" else page("boxesOf", blocks)
         assert ([kind, shape, hue] in effects) == (motion == "no-preference"), (kind, effects)
+    wait_for(page, "!$('effects').children.length")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
     assert page("$('effects').children.length") == 0
+    flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
+    assert " ".join(flags[:5]) == "hit copied copied preempted resumed"
 
 
 # --------------------------------------------------------------------------------------------------
@@ -706,11 +732,14 @@ def test_the_timeline_by_keyboard(open_record):
     press(page, "tape.at", ("ArrowRight", 14))
     first, second, *_ = page("chart.shown.map(({ r }) => r)")
     press(page, "lit", ("ArrowDown", first), ("ArrowDown", second), ("ArrowUp", first))
+    press(page, "chosen", ("Enter", first))
 
 
-def test_a_step_is_as_wide_as_its_time(open_record):
+def test_a_step_is_as_wide_as_its_tokens_or_its_time(open_record):
     page = open_record()
     show(page, len(SMALL) - 1)
+    assert page("chart.columns[4].w.tokens") == 35  # of a chunk of 2 and one of 6
+    assert page("chart.columns[4].chunks.map(({ w }) => w)") == [6, 18]
     page.select_option("#widths", "time")
     wait_for(page, "xOf(chart.columns.at(-1)) < paper.width")  # the place is in sight
     assert page("chart.columns[0].start") == 0  # they are laid out anew, not behind the old ones
@@ -718,10 +747,10 @@ def test_a_step_is_as_wide_as_its_time(open_record):
 
 
 def test_the_words_of_the_ruler_have_room(open_record):
-    """After an hour they were written over each other."""
+    """After an hour they were written over each other. In the pool each cell has its request."""
     page = open_record()
     show(page, 5)
-    ruler = page(
+    ruler, pool = page(
         """() => {
             const written = [];
             const { fillText } = CanvasRenderingContext2D.prototype;
@@ -733,11 +762,15 @@ def test_the_words_of_the_ruler_have_room(open_record):
             for (const [i, one] of chart.columns.entries())
                 Object.assign(one, { step: 10_000_000 + i, time: 36_000 * (i > 0) });
             drawRuler(chart.columns);
-            return written;
+            const ruler = written.splice(0);
+            layOut();
+            drawPool();
+            return [ruler, written.map(([text]) => text).join(" ")];
         }"""
     )
     assert [text for text, *_ in ruler[:2]] == ["10000000", "0 ms"]
     assert all(end < start for (*_, end), (_, start, _) in pairwise(ruler))
+    assert pool == "0 8 2 2 2 2 2 ×3 ×3"
 
 
 def test_a_demo_plays_at_ten_steps_a_second(open_record):
@@ -795,8 +828,9 @@ BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textar
     .map(([name, box]) => [name, JSON.stringify(box)])"""
 
 
-IS_ONE_SCREEN = """(({ scrollWidth, scrollHeight }) =>
-    scrollWidth <= innerWidth && scrollHeight <= innerHeight)(document.documentElement)"""
+IS_ONE_SCREEN = """[...document.querySelectorAll(":root, #pool, #timeline, #pill")].every((one) =>
+    one.scrollWidth <= innerWidth && one.scrollHeight <= innerHeight
+        && one.getBoundingClientRect().right <= innerWidth)"""
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -883,6 +917,7 @@ def test_a_normal_start_has_no_red_line(open_page):
     answers["v1/models"] = 0, ""
     wait_for(page, "$('notice').textContent === 'The server does not answer. Trying again..'")
     wait_for(page, "$('pill').textContent === 'Offline' && $('rate').textContent === '–'")
+    assert page("getComputedStyle($('pool-panel')).filter") == "grayscale(1)"
     answers |= {"v1/models": models, "events": events(35)}  # the tape is kept, and goes on
     wait_for(page, "tape.lines.length === 35")
     assert page("tape.lines.map((line) => line.time)") == [line["time"] for line in LINES[:35]]
@@ -967,10 +1002,11 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
     steps = "tape.lines.filter(({ event }) => event === 'step').map(({ time }) => time)"
     before = live(steps)
     live.reload()
-    other = open_page(server.url)
+    other = open_page(f"{server.url}/#step=3")
     for page in live, other:
         wait_for(page, f"({steps}).length >= {len(before)}")
         assert page(steps) == before
+    wait_for(other, "state.step === 3 && player.isPaused")
 
 
 @pytest.mark.slow

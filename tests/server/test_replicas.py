@@ -227,6 +227,14 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
             assert whole.startswith(answer.text) if i in failed else answer.text == whole
         wait_until(lambda: replicas.is_ready(one), 0.1)
         assert replicas.pid(one) != pid
+
+        def is_asked() -> bool:
+            """The router takes the new one for well, and sends it prompts that no cache draws."""
+            new = [{"prompt": str(random.random()), "max_tokens": 8} for _ in range(60)]
+            ask_all(replicas.ask, new)
+            return replicas.begun()[one] > 0
+
+        wait_until(is_asked, 0.3)
         cut = pool.submit(replicas.ask, **long)
         wait_until(lambda: sum(replicas.running()) == 32)
         replicas.process.terminate()

@@ -295,10 +295,13 @@ def test_a_broken_template_is_found_at_the_start(tmp_path, source, message):
         Encoder(tmp_path, variables={"a": 1})
 
 
-def test_a_call_is_refused_while_too_much_waits(monkeypatch):
+@pytest.mark.parametrize(
+    "path, body", [("/tokenize", {"prompt": "a" * 5000}), ("/detokenize", {"tokens": [1] * 5000})]
+)
+def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
     monkeypatch.setattr(module, "MAX_WAITING", 0)
     with House() as house:
-        busy = house.call("/tokenize", {"prompt": "a" * 5000}).refusal
+        busy = house.call(path, body).refusal
     assert busy == (429, "encoder_busy", "too much text is waiting to be encoded: try again later")
 
 
