@@ -477,9 +477,9 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
     processors = num_processors(kv.device)
     at_once = processors * programs_at_once(D)
 
-    # Fastest: as many as the chip runs at once, less a quarter.
+    # Fastest: at most 5/8 of those that the chip runs at once.
     programs = 1
-    while programs < MAX_PROGRAMS and 2 * programs * B * Hk <= at_once * 3 // 4:
+    while programs < MAX_PROGRAMS and 2 * programs * B * Hk <= at_once * 5 // 8:
         programs *= 2
     # 3 stages are too many for a tile or two, and two programs more run at once with 2.
     launched = B * Hk * programs
@@ -572,6 +572,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     shared, first, end = batch.groups if plan.shares else (None, None, None)
     tables = batch.block_tables
     merged = triton.next_power_of_2(G)
+    states = max(1, min(16 if merged > 1 else 8, MERGED_AT_ONCE // (merged * width)))
 
     def launch(grid, *tiles, **options):
         attention_kernel[grid](
@@ -579,7 +580,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
             batch.context_lens, batch.query_start, shared, *tiles, *factors(attn),
             queries.stride(0), kv.stride(0), tables.stride(0), plan.splits,
             H=H, Hk=Hk, D=D, S=S, WINDOW=plan.window, TILE=TILE, WIDTH=width, MERGED=merged,
-            AT_ONCE=max(1, min(16, MERGED_AT_ONCE // (merged * width))), **options,
+            AT_ONCE=states, **options,
         )  # fmt: skip
 
     if plan.side:
@@ -615,7 +616,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 MAX_PROGRAMS = 32  # for one decode and KV head
-MERGED_AT_ONCE = 4096  # numbers of stored states that a program has under way; at most 16 states
+MERGED_AT_ONCE = 4096  # numbers of stored states that a program has under way
 STAGES_ROOM = (1.76, 3.5)  # tiles of K and V in shared memory with 2 and 3 stages, as compiled
 
 

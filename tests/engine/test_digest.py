@@ -65,10 +65,10 @@ if torch.cuda.is_available():
     name = torch.cuda.get_device_name()
     GPU = f"{name}, torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}"
 GPU_DIGESTS = """\
-gpt2
-gelu
-llama
-gemma
+gpt2 bbc81b530f728839869b47c6fba67a7950c4f54f34f431ca11f6d12e2938ce53
+gelu fb6b93c2509718b8630a17a9cbcdab0786019b357ee90ce355d284483ad79803
+llama e32e4826584c74075eec98b0e00f54c2cbf14daf5fbf08609c345ac6736cb7ab
+gemma 9bc6b0188f6cba5d7887e7c28e15efda8706069b36bb63e4684076e6a7fffd59
 """.splitlines()
 
 
