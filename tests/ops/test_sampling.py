@@ -439,6 +439,7 @@ def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
     shrink_tiles(monkeypatch, width=64, quads=8)
     params = [SamplingParams([0.2, 1.0][i // 4 % 2], top_k=16, seed=i) for i in range(12)]
     logits = 0.2 * randn(12, 64, seed=8)
+    logits[8:] = 0  # a tie: each token that is kept is the least one
     for i in range(12):
         logits[i, i % 4 :: 4] += 5
     for i, token in enumerate(tokens_of(sample_triton, logits, params)):
