@@ -616,7 +616,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
 TILE = 64  # keys at a time
 PREFILL_ROWS = 64  # tokens of a chunk in a tile
 MAX_PROGRAMS = 32  # for one decode and KV head
-MERGED_AT_ONCE = 4096  # numbers of stored states that a program has under way
+MERGED_AT_ONCE = 4096  # numbers of stored states under way; 8 states of one row, else 16
 STAGES_ROOM = (1.76, 3.5)  # tiles of K and V in shared memory with 2 and 3 stages, as compiled
 
 
