@@ -96,6 +96,7 @@ class Page:
         self.origin = re.match(r"https?://[^/]+|file://", url)[0]
         if url.startswith(ORIGIN):
             self.route("**/*", lambda route: answer(route, told))
+        self.bring_to_front()  # behind another it draws once a second
         self.goto(url)
 
     def leave(self) -> list[str]:
