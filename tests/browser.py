@@ -43,35 +43,26 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    chromium(color_scheme="dark", ..) are the pages of a browser with these options that no test
-    has, at least one: a new one costs twice as much, and the live page keeps nothing there.
+    chromium() is a page of the browser that no test has: a new one costs twice as much, and the
+    live page keeps nothing there.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        contexts = {}
-
-        def pages(**options) -> list:
-            key = json.dumps(options)
-            if key not in contexts:
-                contexts[key] = browser.new_context(**options), []
-            context, pages = contexts[key]
-            if not pages:
-                pages.append(Page(context.new_page(), pages))
-            return pages
-
-        yield pages
+        context = browser.new_context()
+        free = []
+        yield lambda: free.pop() if free else Page(context.new_page(), free)
         browser.close()
 
 
 class Page:
     """Playwright's page, called with an expression in JavaScript for its value there."""
 
-    def __init__(self, page, others: list):
+    def __init__(self, page, free: list):
         self.page = page
-        self.others = others
+        self.free = free
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         page.on("console", self.note_words)
         page.on("request", self.note_request)
@@ -104,7 +95,7 @@ class Page:
         self.mouse.move(0, 0)
         self.goto("about:blank")
         self.unroute_all()
-        self.others.append(self)
+        self.free.append(self)
         return [text for text in self.complaints if not re.search(self.expected, text)]
 
 
@@ -121,10 +112,18 @@ def open_page(chromium):
     """
     pages = []
 
-    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **more):
-        width, height = size
-        page = chromium(viewport={"width": width, "height": height}, **more).pop()
+    def open_page(
+        url=ORIGIN,
+        told=None,
+        wait="tape.at >= 0",
+        size=(1440, 900),
+        scheme="light",
+        motion="no-preference",
+    ):
+        page = chromium()
         pages.append(page)
+        page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
+        page.emulate_media(color_scheme=scheme, reduced_motion=motion)
         page.enter(url, told)
         wait_for(page, wait)
         return page

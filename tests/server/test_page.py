@@ -452,7 +452,7 @@ def test_cells_have_the_colours_of_what_they_are(open_record):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_numbers_in_cells_can_be_read(open_record, scheme):
     """On each of the twelve hues, as axe judges texts; and at the rows' heads."""
-    page = open_record(color_scheme=scheme)
+    page = open_record(scheme=scheme)
     show(page, 0)
     page("void choose(0)")
     page(
@@ -627,6 +627,7 @@ def test_a_cell_is_what_is_pointed_at(open_record):
 def test_the_pool_by_keyboard(open_record):
     """Arrows move a cell, Enter opens and draws the table, Escape closes; no step is made."""
     page = open_record()
+    page("grid = null, $('pool').onkeydown({ key: 'Tab' })")  # before it is laid out
     show(page, 6)
     columns = page("grid.columns")
     page.focus("#pool")
@@ -656,7 +657,7 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
     """
     A hit, a copy, an eviction, a preemption: over its blocks, for a moment; and by flags in rows.
     """
-    page = open_record(reduced_motion=motion)
+    page = open_record(motion=motion)
     for kind, place, blocks, hue in HAPPENS:
         show(page, place - 1)
         effects = page(
@@ -666,6 +667,7 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
         )
         shape = f"M{page('pointsOf', blocks)}" if kind == "copied" else page("boxesOf", blocks)
         assert ([kind, shape, hue] in effects) == (motion == "no-preference"), (kind, effects)
+    page("document.getAnimations().forEach((one) => one.finish())")
     wait_for(page, "!$('effects').children.length")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
     assert page("$('effects').children.length") == 0
@@ -810,6 +812,7 @@ def test_tokens_a_second_are_by_the_clock(open_page):
     wait_for(page, "tape.at === 34")
     now = page("performance.now()")
     assert page(f"view.since = {now}, [rate({now}) > 0, rate({now} + 1100)]") == [True, 0]
+    page("view.since -= 1100")
     wait_for(page, "$('rate').textContent === '0'")
     page("tellServer({ is: 'Offline' })")
     wait_for(page, "$('rate').textContent === '–'")
@@ -845,7 +848,7 @@ def test_one_screen_whatever_happens(open_page, scheme, size):
     of three tabs. Axe finds nothing, with probabilities and on the tour either.
     """
     is_phone = size[0] < 700
-    page = live_page(lambda **more: open_page(color_scheme=scheme, size=size, **more))
+    page = live_page(lambda **more: open_page(scheme=scheme, size=size, **more))
     name = "a model of a long name " * 4
     moments = {
         "locked": f"tellServer({{ model: '{name}' }}); void askForKey()",
