@@ -26,6 +26,7 @@ from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MEDIA = {"color_scheme": "light", "reduced_motion": "no-preference"}
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 512  # the default model's
@@ -43,8 +44,8 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    chromium() is a page of the browser that no test has: a new one costs twice as much, and the
-    live page keeps nothing there.
+    chromium() is a page of the browser, which is used again: a new one costs twice as much, and
+    the live page keeps nothing there.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
@@ -64,7 +65,10 @@ class Page:
         self.page = page
         self.free = free
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("console", self.note_words)
+        page.on(
+            "console",
+            lambda said: said.type in ("error", "warning") and self.complaints.append(said.text),
+        )
         page.on("request", self.note_request)
 
     def __getattr__(self, name: str):
@@ -73,22 +77,9 @@ class Page:
     def __call__(self, expression: str, *argument):
         return self.page.evaluate(expression, *argument)
 
-    def note_words(self, said):
-        if said.type in ("error", "warning"):
-            self.complaints.append(said.text)
-
     def note_request(self, request):
-        if not request.url.startswith((self.origin, "about:", "data:", "blob:")):
+        if not request.url.startswith((self.origin, "data:", "blob:")):
             self.complaints.append(f"asks {request.url}")
-
-    def enter(self, url: str, told):
-        self.expected = "^$"  # a pattern of complaints that belong to the test
-        self.complaints = []
-        self.origin = re.match(r"https?://[^/]+|file://", url)[0]
-        if url.startswith(ORIGIN):
-            self.route("**/*", lambda route: answer(route, told))
-        self.bring_to_front()  # behind another it draws once a second
-        self.goto(url)
 
     def leave(self) -> list[str]:
         """As a new page is. Returns what it has complained of."""
@@ -112,19 +103,19 @@ def open_page(chromium):
     """
     pages = []
 
-    def open_page(
-        url=ORIGIN,
-        told=None,
-        wait="tape.at >= 0",
-        size=(1440, 900),
-        scheme="light",
-        motion="no-preference",
-    ):
+    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **media):
         page = chromium()
         pages.append(page)
-        page.set_viewport_size(dict(zip(("width", "height"), size, strict=True)))
-        page.emulate_media(color_scheme=scheme, reduced_motion=motion)
-        page.enter(url, told)
+        page.expected = "^$"  # a pattern of complaints that belong to the test
+        page.complaints = []
+        page.origin = re.match(r"https?://[^/]+|file://", url)[0]
+        width, height = size
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(**MEDIA | media)
+        if url.startswith(ORIGIN):
+            page.route("**/*", lambda route: answer(route, told))
+        page.bring_to_front()  # behind another it draws once a second
+        page.goto(url)
         wait_for(page, wait)
         return page
 
