@@ -30,7 +30,7 @@ from processes import Process, wait_until
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory):
-    """A model without a chat template, and a pool that its context nearly fills."""
+    """A model without a chat template, whose context is most of its pool."""
     model = save_random_model(tmp_path_factory.mktemp("small"))
     with Process(model, "--kv-blocks", "24") as server:
         yield server
