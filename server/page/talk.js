@@ -260,7 +260,7 @@ async function demonstrate(many, kind, times, say, begin) {
     setText("moment", text)
   }
   leaveTour()
-  if (!state.num_blocks) return
+  if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
@@ -372,7 +372,7 @@ function leaveTour() { // all is as it was; the server sends what came since
   ;({ state, tape, chart } = tour.home)
   Object.assign(player, tour.home.player)
   forgetDrawing()
-  if (player.isLive) listen()
+  listenInSight()
 }
 
 // ---- What buttons, keys and files do ----
@@ -410,7 +410,8 @@ function onKey(event) {
 }
 
 function isUsed(key, target) { // by the browser
-  return target.closest(`input, textarea, select${key === " " ? ", button, summary" : ""}`)
+  const pressed = key === " " ? ", button, summary, [type=checkbox]" : ""
+  return target.closest(`textarea, select, input:not([type=range], [type=checkbox])${pressed}`)
 }
 
 function start() {
@@ -421,6 +422,8 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
+  const unfold = () => ($("settings").open = true) // there the browser says what is wrong
+  $("settings").addEventListener("invalid", unfold, true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = event => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()
@@ -428,6 +431,7 @@ function start() {
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()
+  document.onvisibilitychange = listenInSight
   $("file").onchange = () => {
     const [file] = $("file").files
     if (file) replay(file.text(), file.name)
@@ -436,7 +440,7 @@ function start() {
   startTimeline()
   requestAnimationFrame(frame)
   if ($("record")) replay($("record").textContent, "the record in this page", location.hash)
-  else listen()
+  else listenInSight()
 }
 
 document.addEventListener("DOMContentLoaded", start)
