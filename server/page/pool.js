@@ -320,10 +320,9 @@ const waiting = () => [...state.requests.values()].filter(({ status }) => status
 function tellState() {
   const name = stateOf()
   const word = name === "Paused" ? `Paused at step ${state.step}` : name
-  const { from } = player
   const where = {
-    Playing: ` step ${stepsIn(from, tape.at)} of ${stepsIn(from, Infinity)}`,
-    Behind: ` by ${count(stepsIn(tape.at, Infinity), "step")}`,
+    Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
+    Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
   }
   const isNow = !player.isLive || name === "Live"
   const running = state.requests.size - waiting().length
@@ -333,7 +332,6 @@ function tellState() {
   document.title = `${running && isNow ? `● ${running} running` : word} – pagedGPT`
   setText("state", word)
   setText("where", where[name] ?? "")
-  setText("live", name === "Playing" ? "As it happens" : "Live")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
   $("speed").value = player.speed
   $("pause").ariaLabel = isPlaying() ? "Pause" : "Play"

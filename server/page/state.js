@@ -187,7 +187,7 @@ function moveOn() {
 
 const stepPlace = step =>
   tape.lines.findLastIndex(line => line.event === "step" && line.step === step)
-const stepsIn = (from, end) => tape.lines.slice(from + 1, end + 1).filter(hasNumber).length
+const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 
 // ---- The player ----
 
@@ -195,14 +195,14 @@ const stepsIn = (from, end) => tape.lines.slice(from + 1, end + 1).filter(hasNum
 // line for which until(line, its events) is true. To seek is to leave it.
 // Since the place player.from only this page's requests have run; Infinity: others have, too. At
 // player.speed Infinity one's own prompt plays slowly enough to be seen, all else as it happens.
-const player = { isPaused: false, isLive: true, until: null, owed: 0, before: 0 }
+const player = { owed: 0, before: 0 } // and what begin adds
 
 const isPlaying = () => Boolean(player.until) || !player.isPaused
 const isSlow = () => player.until || (player.speed === Infinity && player.from < Infinity)
 
 function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a longer one 3
   if (player.until) return 10
-  return isSlow() ? Math.max(30, stepsIn(player.from, Infinity) / 3) : player.speed
+  return isSlow() ? Math.max(30, stepsAfter(player.from) / 3) : player.speed
 }
 
 function frame(now) {

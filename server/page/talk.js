@@ -410,8 +410,8 @@ function onKey(event) {
 }
 
 function isUsed(key, target) { // by the browser
-  const pressed = key === " " ? ", button, summary, [type=checkbox]" : ""
-  return target.closest(`textarea, select, input:not([type=range], [type=checkbox])${pressed}`)
+  return target.closest(`textarea, select, input:not([type=range], [type=checkbox])
+    ${key === " " ? ", button, summary, [type=checkbox]" : ""}`)
 }
 
 function start() {
@@ -422,8 +422,8 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
-  const unfold = () => ($("settings").open = true) // there the browser says what is wrong
-  $("settings").addEventListener("invalid", unfold, true)
+  // there the browser says what is wrong
+  $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = event => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()

@@ -86,7 +86,7 @@ function rate(now) {
   const isNow = player.isLive && tape.at === tape.lines.length - 1
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
   const past = chart.columns.filter(one => one.place <= tape.at && one.engine === state.engine)
-  const last = past.findLast(one => one.sampled || one.step === undefined)
+  const last = past.findLast(({ sampled }) => sampled)
   const since = state.requests.size ? last?.time : Infinity
   const recent = past.filter(one => one.time > time - 1 || one.time >= since)
   if (!recent.length) return 0

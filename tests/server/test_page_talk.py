@@ -225,6 +225,8 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
         assert not tip.is_visible()
         live.focus("#probabilities")
         live.keyboard.press("Space")
+        live.keyboard.press("f")  # was dead, as all keys of the player after a box
+        assert not live("chart.follows")
 
 
 def test_blanks_can_be_told_apart(live):
@@ -309,6 +311,15 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     wait_for(live, IS_OVER)
     assert "maximum context length" in live.inner_text("#answers .error")
     assert prompt(live) == "too much"
+
+
+def test_an_invalid_setting_is_said_where_one_looks(live):
+    """Settings were folded, and nothing happened."""
+    set_knob(live, "top_k", "1.5")
+    live.click("#settings summary")
+    live.click("#send")
+    wait_for(live, "$('settings').open && document.activeElement.name === 'top_k'")
+    assert live("calls.size") == 0
 
 
 @pytest.mark.slow
@@ -403,7 +414,8 @@ def test_four_answers_to_one_prompt(live):
     live.click("#forth")
     assert live.inner_text("#moment") == said
     live.click("#pause")
-    assert live.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
+    # "Paused: press ▶" stayed when it played, and all others were drawn pale
+    assert [live.inner_text("#moment"), live("lit")] == ["", None]
     wait_for(live, IS_OVER)
     assert live.locator(".answer:visible").count() == 4
 
