@@ -3,7 +3,7 @@ The live page in a real browser, Debian's chromium, headless, driven by playwrig
 of its parts share. Without chromium they are skipped.
 
     page = open_page(server.url)        # the fixture: a page that may not complain
-    wait_for(page, "tape.at >= 0")
+    wait_for(page, "tape.at > 4")
     page("tape.at")                     # a value of the page's
 """
 
@@ -26,9 +26,12 @@ from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MEDIA = {"color_scheme": "light", "reduced_motion": "no-preference"}
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-NUM_BLOCKS = 24
+CONTEXT = 512  # the default model's
+# of 16 tokens: three quarters of what the default model's 64 texts can need
+NUM_BLOCKS = 64 * CONTEXT // 16 * 3 // 4
 # All calls are over, and what the engine did for them is on the tape, whose lines come apart from
 # the answers, and has been played.
 IS_OVER = "stops.size === 0 && calls.size"
@@ -41,23 +44,15 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    chromium(color_scheme="dark", ..) is a context of the browser with these options: one for all
-    pages that have them, as each costs as much as its pages, and the live page keeps nothing there.
+    The browser's context, and its pages that no test has: to use one again costs half as much as a
+    new one, and the live page keeps nothing there.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        contexts = {}
-
-        def context(**options):
-            key = json.dumps(options)
-            if key not in contexts:
-                contexts[key] = browser.new_context(**options)
-            return contexts[key]
-
-        yield context
+        yield browser.new_context(), []
         browser.close()
 
 
@@ -66,13 +61,22 @@ class Page:
 
     def __init__(self, page):
         self.page = page
-        self.expected = "^$"  # a pattern of complaints that belong to the test
+        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        page.on(
+            "console",
+            lambda said: said.type in ("error", "warning") and self.complaints.append(said.text),
+        )
+        page.on("request", self.note_request)
 
     def __getattr__(self, name: str):
         return getattr(self.page, name)
 
     def __call__(self, expression: str, *argument):
         return self.page.evaluate(expression, *argument)
+
+    def note_request(self, request):
+        if not request.url.startswith((self.origin, "data:", "blob:")):
+            self.complaints.append(f"asks {request.url}")
 
 
 def wait_for(page, condition: str):
@@ -83,39 +87,40 @@ def wait_for(page, condition: str):
 @pytest.fixture
 def open_page(chromium):
     """
-    open_page(url, ..) is a new page there. Afterwards none of them may have complained, nor asked
+    open_page(url, ..) is a page there. Afterwards none of them may have complained, nor asked
     another origin.
     """
+    context, free = chromium
     pages = []
-    complaints = []
 
-    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **more):
-        width, height = size
-        page = Page(chromium(viewport={"width": width, "height": height}, **more).new_page())
+    def open_page(url=ORIGIN, told=None, wait="state.num_blocks", size=(1440, 900), **media):
+        page = free.pop() if free else Page(context.new_page())
         pages.append(page)
-        page.on("pageerror", lambda error: complaints.append((page, f"error: {error}")))
-        page.on(
-            "console",
-            lambda said: said.type in ("error", "warning") and complaints.append((page, said.text)),
-        )
-        origin = re.match(r"https?://[^/]+|file://", url)[0]
-
-        def note_request(request):
-            if not request.url.startswith((origin, "data:", "blob:")):
-                complaints.append((page, f"asks {request.url}"))
-
-        page.on("request", note_request)
+        page.expected = "^$"  # a pattern of complaints that belong to the test
+        page.complaints = []
+        page.origin = re.match(r"https?://[^/]+|file://", url)[0]
+        width, height = size
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(**MEDIA | media)
         if url.startswith(ORIGIN):
             page.route("**/*", lambda route: answer(route, told))
+        page.bring_to_front()  # behind another it draws once a second
         page.goto(url)
         wait_for(page, wait)
         return page
 
     yield open_page
-    for page in pages:
-        page.close()
-    bad = [text for page, text in complaints if not re.search(page.expected, text)]
+    for page in pages:  # all as new ones
+        page.mouse.move(0, 0)
+        page.goto("about:blank")
+        page.unroute_all()
+    free += pages
+    bad = [text for page in pages for text in page.complaints if not re.search(page.expected, text)]
     assert not bad, bad
+
+
+def jsonl(lines) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def answer(route, told):
@@ -128,7 +133,7 @@ def answer(route, told):
         html = page_html()
         headers = page_headers(html)
         if told:
-            html = page_with_record("".join(json.dumps(line) + "\n" for line, *_ in told))
+            html = page_with_record(jsonl(line for line, *_ in told))
         route.fulfill(body=html, content_type="text/html", headers=headers)
     else:
         route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
@@ -140,14 +145,6 @@ def live_page(open_page):
     page.expected = "404"
     page("listening.abort(); tellServer({ is: 'Live' })")
     return page
-
-
-def visit(open_page, server):
-    """A page of a server, which is idle again afterwards."""
-    page = open_page(server.url, wait="state.num_blocks")
-    yield page
-    page("stopAll(); leaveTour(); goLive()")
-    wait_for(page, "state.requests.size === 0")
 
 
 def write(page, text: str):
@@ -196,8 +193,8 @@ def save_random_model(folder, template: str = "", context_length: int = 256):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A random model with a chat template."""
-    return save_random_model(tmp_path_factory.mktemp("random"), CHAT)
+    """A random model with a chat template and the default model's context."""
+    return save_random_model(tmp_path_factory.mktemp("random"), CHAT, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -208,4 +205,8 @@ def server(checkpoint):
 
 @pytest.fixture
 def live(open_page, server):
-    yield from visit(open_page, server)
+    """A page of a server, which is idle again afterwards."""
+    page = open_page(server.url)
+    yield page
+    page("stopAll(); leaveTour(); goLive()")
+    wait_for(page, "state.requests.size === 0")
