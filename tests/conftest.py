@@ -38,6 +38,9 @@ for number, handler in HANDLERS.items():
         signal.signal(number, handler)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # For each seed that torch is given they write down the whole stack, should a GPU come later.
+    for kind in torch.cuda, torch.xpu, torch.mtia:
+        kind.manual_seed_all = lambda seed: None
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
