@@ -1,6 +1,7 @@
 """README.md and REFERENCE.md are held to the repo: walks, files, commands, examples, numbers."""
 
 import ast
+import json
 import os
 import pty
 import re
@@ -124,9 +125,9 @@ def anchors(text: str) -> set[str]:
 
 
 def test_links_pictures_and_targets_lead_somewhere():
-    for name, text in ("README.md", README), ("REFERENCE.md", REFERENCE):
-        for page, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text):
-            file = ROOT / (page or name)
+    for text in ROOT.glob("*.md"):
+        for page, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text.read_text()):
+            file = ROOT / (page or text.name)
             assert file.is_file(), page
             assert not anchor or anchor in anchors(file.read_text()), anchor
     makefile = (ROOT / "Makefile").read_text()
@@ -239,6 +240,32 @@ def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# The version, packages, the container
+
+
+def test_the_version_stands_once_and_the_changelog_begins_with_it():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest = changes.partition("\n## ")[2].partition(" ")[0]
+    texts = "".join(path.read_text() for path in (ROOT / "pyproject.toml", *PATHS))
+    assert texts.count(f'"{newest}"') == texts.count(f'\nversion = "{newest}"') == 1
+
+
+def pins(name: str) -> set[str]:
+    """Return what a file of requirements pins, as `package==version`."""
+    return set(re.findall(r"^[\w-]+==[\w.]+", (ROOT / name).read_text(), re.MULTILINE))
+
+
+def test_the_constraints_pin_what_is_asked_for():
+    asked = pins("requirements.txt") | pins("requirements-test.txt")
+    assert asked <= pins("constraints.txt")
+
+
+def test_the_container_starts_with_flags_that_exist():
+    command = (ROOT / "Dockerfile").read_text().rpartition("ENTRYPOINT ")[2]
+    serve.parse_args(json.loads(command)[2:])
+
+
+# --------------------------------------------------------------------------------------------------
 # make, with a stand-in for Python
 
 TRAIN = "train.py --out out/stdlib"
@@ -286,7 +313,7 @@ def clone(tmp_path) -> Path:
         pytest.skip("needs make")
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "out/stdlib").mkdir(parents=True)
-    for name in ("requirements.txt", "out/stdlib/loss.png"):
+    for name in ("requirements.txt", "constraints.txt", "out/stdlib/loss.png"):
         (tmp_path / name).touch()
     (tmp_path / "python3").write_text(INSTALLER)
     (tmp_path / "python3").chmod(0o755)
@@ -307,7 +334,8 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(clone
 
 
 VENV = "-m venv .venv"
-INSTALL = "-m pip install --disable-pip-version-check --quiet -r requirements.txt"
+PIP = "-m pip install --disable-pip-version-check --quiet"
+INSTALL = f"{PIP} -c constraints.txt -r requirements.txt"
 ANEW = INSTALL.replace("--quiet", "--quiet --force-reinstall")
 TESTS = INSTALL.replace("requirements", "requirements-test")
 TESTS_ANEW = ANEW.replace("requirements", "requirements-test")
