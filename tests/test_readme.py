@@ -29,8 +29,14 @@ from tests.simulated_device import simulated_engine
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-REFERENCE = (ROOT / "REFERENCE.md").read_text()
+
+
+def read(name: str | Path) -> str:
+    return (ROOT / name).read_text()
+
+
+README = read("README.md")
+REFERENCE = read("REFERENCE.md")
 BOTH = f"{README}\n{REFERENCE}"
 FOLDERS = ("", "ops", "engine", "server", "training", "examples", "assets")
 PATHS = [path for name in FOLDERS for path in (ROOT / name).glob("[a-z]*.py")]
@@ -96,7 +102,7 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
         module = measured[program]
         parser = build_parser("", module.COMMANDS, module.FLAGS)
         parser.parse_args(arguments.split())  # or it exits
-    text = (ROOT / program).read_text()
+    text = read(program)
     if program == "serve.py":
         with pytest.raises(SystemExit):
             serve.parse_args(["--help"])
@@ -130,7 +136,7 @@ def test_links_pictures_and_targets_lead_somewhere():
             file = ROOT / (page or text.name)
             assert file.is_file(), page
             assert not anchor or anchor in anchors(file.read_text()), anchor
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = read("Makefile")
     targets = set(re.findall(r"(?:`|    )make ([a-z-]+)", BOTH))
     assert targets
     assert all(f"\n{target}:" in makefile for target in targets)
@@ -244,25 +250,20 @@ def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
 
 
 def test_the_version_stands_once_and_the_changelog_begins_with_it():
-    changes = (ROOT / "CHANGELOG.md").read_text()
-    newest = changes.partition("\n## ")[2].partition(" ")[0]
-    texts = "".join(path.read_text() for path in (ROOT / "pyproject.toml", *PATHS))
+    newest = read("CHANGELOG.md").partition("\n## ")[2].partition(" ")[0]
+    texts = "".join(map(read, ("pyproject.toml", *PATHS)))
     assert texts.count(f'"{newest}"') == texts.count(f'\nversion = "{newest}"') == 1
 
 
-def pins(name: str) -> set[str]:
-    """Return what a file of requirements pins, as `package==version`."""
-    return set(re.findall(r"^[\w-]+==[\w.]+", (ROOT / name).read_text(), re.MULTILINE))
-
-
 def test_the_constraints_pin_what_is_asked_for():
-    asked = pins("requirements.txt") | pins("requirements-test.txt")
-    assert asked <= pins("constraints.txt")
+    texts = read("requirements.txt") + read("requirements-test.txt")
+    pins = re.findall(r"^[\w-]+==[\w.]+", texts, re.MULTILINE)
+    assert set(pins) <= set(read("constraints.txt").splitlines())
 
 
 def test_the_container_starts_with_flags_that_exist():
-    command = (ROOT / "Dockerfile").read_text().rpartition("ENTRYPOINT ")[2]
-    serve.parse_args(json.loads(command)[2:])
+    command = json.loads(read("Dockerfile").rpartition("ENTRYPOINT ")[2])
+    serve.parse_args(command[2:])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -334,8 +335,8 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(clone
 
 
 VENV = "-m venv .venv"
-PIP = "-m pip install --disable-pip-version-check --quiet"
-INSTALL = f"{PIP} -c constraints.txt -r requirements.txt"
+INSTALL = "-m pip install --disable-pip-version-check --quiet -c constraints.txt "
+INSTALL += "-r requirements.txt"
 ANEW = INSTALL.replace("--quiet", "--quiet --force-reinstall")
 TESTS = INSTALL.replace("requirements", "requirements-test")
 TESTS_ANEW = ANEW.replace("requirements", "requirements-test")
