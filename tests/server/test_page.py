@@ -505,7 +505,7 @@ def test_numbers_in_cells_can_be_read(open_record, scheme):
             $("send").disabled = true;
             const { color, backgroundColor } = getComputedStyle($("send"));
             const others = [[theme.quiet, theme.paper], [color, backgroundColor]];
-            for (const [color, background] of [...fills, ...pales, ...others]) {
+            for (const [color, background] of [...others, ...fills, ...pales]) {
                 const number = make("p", {}, "12");
                 Object.assign(number.style, { color, background });
                 $("about").append(number);
