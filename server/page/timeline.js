@@ -86,8 +86,7 @@ function rate(now) {
   const isNow = player.isLive && tape.at === tape.lines.length - 1
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
   const past = chart.columns.filter(one => one.place <= tape.at && one.engine === state.engine)
-  const last = past.findLast(({ sampled }) => sampled)
-  const since = state.requests.size ? last?.time : Infinity
+  const since = state.requests.size ? past.findLast(({ sampled }) => sampled)?.time : Infinity
   const recent = past.filter(one => one.time > time - 1 || one.time >= since)
   if (!recent.length) return 0
   const first = recent[0].time - (recent[0].ms || 0) / 1000
