@@ -160,8 +160,8 @@ const MOST = 50000 // lines that are kept
 function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [] }
   tape = { lines, at: -1, noted: -1, hues: new Map(), seen: new Map(), name: "", title: {} }
-  Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity })
-  player.speed = isLive ? Infinity : 10
+  const speed = isLive ? Infinity : 10
+  Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
   forgetDrawing()
 }
