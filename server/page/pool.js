@@ -1,6 +1,9 @@
 // ---- The pool: a cell is a block, a colour is a request ----
 
 const GUTTER = 44 // pixels, left of the cells, for the number of each row's first block
+const STRIP = 20 // pixels, below them, for the blocks that nobody has used
+const LARGE = 28 // pixels: so high is a cell with text
+const FONT = "11px system-ui"
 const THEME = "paper ink quiet free cached held strong accent error good".split(" ")
 const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and chroma
 const dark = matchMedia("(prefers-color-scheme: dark)")
@@ -8,7 +11,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)")
 const theme = {}
 const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
 let palette = []
-let grid // where the cells are; null: to be laid out again
+let grid // where the first `shown` blocks are; null: to be laid out again
 let ages // the shade in which each cached block was drawn, 0 to 5
 let pointed // the block under the pointer, or where the arrow keys have gone
 
@@ -31,7 +34,6 @@ function mixColours() {
 function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
   grid = null
   view.told = -Infinity
-  $("effects").replaceChildren()
 }
 
 function fit(canvas) { // as many pixels as it has on the screen
@@ -41,31 +43,49 @@ function fit(canvas) { // as many pixels as it has on the screen
   canvas.height = height * ratio
   const ctx = canvas.getContext("2d")
   ctx.scale(ratio, ratio)
-  ctx.font = "11px system-ui"
+  ctx.font = FONT
   ctx.textBaseline = "middle"
   return { ctx, width, height }
 }
 
-function layOut() { // columns are a power of two, so that rows mean something
+// Blocks up to the highest that was ever held, by powers of two, so that the picture seldom changes.
+function numShown() {
+  const shown = 2 ** Math.ceil(Math.log2(Math.max(32, tape.used)))
+  return 2 * shown > state.num_blocks ? state.num_blocks : shown
+}
+
+function layOut() { // columns are a power of two, so that rows mean something; cells are wide
   mixColours()
   const { ctx, width, height } = fit($("pool"))
-  const n = state.num_blocks
+  const n = numShown()
+  const rest = state.num_blocks - n
   const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
-  const high = Math.max(1, height - 10)
-  const columns = 2 ** Math.round(Math.log2((n * wide) / high) / 2)
+  const high = Math.max(1, height - 10 - (rest && STRIP))
+  const columns = 2 ** Math.floor(Math.log2((n * wide) / high) / 2)
   const whole = x => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio
-  const w = whole(Math.min(130, wide / columns))
-  const h = whole(Math.min(60, high / Math.ceil(n / columns)))
+  const w = whole(Math.min(240, wide / columns))
+  const h = whole(Math.min(110, high / Math.ceil(n / columns)))
   const gap = Math.min(2, Math.floor(Math.min(w, h) / 4))
-  grid = { ctx, columns, w, h, gap }
+  grid = { ctx, shown: n, columns, w, h, gap }
   ages = new Int8Array(n).fill(-1)
   ctx.textAlign = "right"
   for (let row = 0; row * columns < n; row += Math.ceil(15 / h)) {
     write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
   }
-  ctx.textAlign = "center"
+  if (rest) drawStrip(n, rest)
+  ctx.textAlign = "left"
   state.touched = null
   paper = fit($("timeline"))
+  $("effects").replaceChildren() // which were elsewhere
+}
+
+function drawStrip(first, rest) {
+  const { ctx, columns, w, gap } = grid
+  const y = (first / columns) * grid.h + 4
+  write(ctx, theme.quiet, first, GUTTER - 8, y + 8.5)
+  paint(ctx, theme.free, GUTTER, y, columns * w - gap, 16)
+  ctx.textAlign = "left"
+  write(ctx, theme.quiet, `and ${english(rest)} more, all free`, GUTTER + 6, y + 8.5)
 }
 
 function cellOf(block) {
@@ -77,7 +97,7 @@ function blockAt({ offsetX, offsetY }) {
   if (!grid) return
   const column = Math.floor((offsetX - GUTTER) / grid.w)
   const block = Math.floor(offsetY / grid.h) * grid.columns + column
-  if (column >= 0 && column < grid.columns && block < state.num_blocks) return block
+  if (column >= 0 && column < grid.columns && block < grid.shown) return block
 }
 
 function drawPool() { // only the cells that changed, and the cached ones whose shade has
@@ -88,7 +108,7 @@ function drawPool() { // only the cells that changed, and the cached ones whose 
     if (ages[block] !== age) changed.add(block)
     ages[block] = age
   })
-  for (const block of changed) if (block < state.num_blocks) drawCell(block)
+  for (const block of changed) if (block < grid.shown) drawCell(block)
   state.touched = new Set()
 }
 
@@ -112,13 +132,15 @@ function drawCell(block) {
 
 function drawIdle(block, box) {
   const isCached = state.idle.has(block)
-  const { cached } = palette[state.hues[block] - 1] ?? theme
+  const { cached } = palette[state.last[block]?.[0].hue] ?? theme
   grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
   paint(grid.ctx, isCached ? cached : theme.free, ...box)
   grid.ctx.globalAlpha = 1
+  if (isCached) writeText(block, box)
 }
 
-function drawHeld(block, owners, [x, y, w, h]) {
+function drawHeld(block, owners, box) {
+  const [x, y, w, h] = box
   const { ctx } = grid
   const high = h / Math.min(4, owners.length) // of more each could not be told apart
   owners.slice(0, 4).forEach(([q, logical], i) => {
@@ -131,8 +153,23 @@ function drawHeld(block, owners, [x, y, w, h]) {
   ctx.strokeStyle = palette[hue].strong
   if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1)
   const text = owners.length > 1 ? `×${owners.length}` : `${r}`
-  const isRoom = h >= 12 && w >= 7 * text.length + 5
-  if (isRoom) write(ctx, theme.ink, text, x + w / 2, y + h / 2 + 0.5)
+  const wide = ctx.measureText(text).width
+  const isRoom = h >= 12 && w >= wide + 5
+  const [left, top] = h < LARGE ? [(w - wide) / 2, h / 2 + 0.5] : [5, 10]
+  if (isRoom) write(ctx, theme.ink, text, x + left, y + top)
+  writeText(block, box)
+}
+
+function writeText(block, [x, y, w, h]) { // as much of it as there is room for, below the number
+  if (h < LARGE) return
+  const { ctx } = grid
+  ctx.font = "11px ui-monospace, monospace"
+  const most = Math.floor((w - 8) / ctx.measureText("m").width) // letters a line
+  const letters = [...textOfBlock(block).replaceAll("\n", "↵").replace(/ +/g, " ")]
+  for (let top = 22; top <= h - 5 && letters.length; top += 13) {
+    write(ctx, theme.ink, letters.splice(0, most).join(""), x + 5, y + top, w - 8)
+  }
+  ctx.font = FONT
 }
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
@@ -142,24 +179,51 @@ const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
 const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
 const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
+function hatch([x, y, w, h]) {
+  const line = at => {
+    const [right, up] = [Math.min(at, w), Math.max(0, at - w)]
+    return `M${x + Math.max(0, at - h)} ${y + Math.min(at, h)}L${x + right} ${y + up}`
+  }
+  return Array.from({ length: (w + h) / 5 }, (_, i) => line(5 * i)).join("")
+}
+
+// From edge to edge, so that it covers no number; bent to where there is room, the later the more.
+function arrow(blocks, turn) {
+  const [from, to] = blocks.map(cellOf)
+  const isHigh = from[1] + to[1] < $("pool").clientHeight - 2 * grid.h
+  const [[x, y], [u, v]] = [from, to].map(([left, top, w, h]) => [left + w / 2, top + isHigh * h])
+  const bend = (40 + 36 * turn) * (isHigh ? 1 : -1)
+  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + bend} ${u} ${v}`
+}
+
+const SHAPES = {
+  copied: arrow,
+  preempted: blocks => boxesOf(blocks) + blocks.map(cellOf).map(hatch).join(""),
+}
+
 function showEffects(events) { // page.css has how each looks, and how it ends
-  if (still.matches || !grid) return
-  for (const { kind, r, blocks } of events.filter(event => event.blocks)) {
+  happened = events.filter(event => event.blocks)
+  if (!grid) return
+  if (numShown() > grid.shown) layOut()
+  if (still.matches) $("effects").replaceChildren() // none of them ends by itself
+  const turns = {}
+  for (const { kind, r, blocks } of happened) {
     const path = $("effect").cloneNode()
-    const shape = kind === "copied" ? `M${pointsOf(blocks)}` : boxesOf(blocks)
-    path.setAttribute("d", shape)
+    const turn = (turns[kind] = (turns[kind] ?? -1) + 1)
+    path.setAttribute("d", (SHAPES[kind] ?? boxesOf)(blocks, turn))
     path.setAttribute("class", kind)
+    path.style.setProperty("--turn", turn)
     colour(path, r)
-    path.onanimationend = () => path.remove()
+    path.onanimationend = ({ animationName }) => animationName === "appear" || path.remove()
     $("effects").append(path)
   }
 }
 
 function drawOver() {
-  const { table = [] } = state.requests.get(lit) ?? {}
   const chain = state.requests.get(chosen)?.table ?? []
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  $("dim").setAttribute("d", table.length ? all + boxesOf(table) : "")
+  const blocks = new Set([...litRequests().flatMap(blocksOf), ...(lit >= 0 ? [] : staged.blocks)])
+  $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
   $("chain").setAttribute("points", pointsOf(chain))
 }
@@ -168,6 +232,8 @@ function drawOver() {
 
 let lit // the request of what is hovered
 let chosen // the request that the drawer tells of
+let happened = [] // at the place that is shown
+const staged = { requests: [], blocks: [] } // what a demo, or the tour, stops for
 
 function light(r) {
   if (r === lit) return
@@ -176,23 +242,55 @@ function light(r) {
   lightAnswers()
 }
 
-async function choose(r) {
+const litRequests = () => (lit >= 0 ? [lit] : staged.requests)
+const isLit = r => litRequests().includes(r)
+
+// What takes part in a moment is lit as long as nothing is hovered; it is said beside the cells.
+function stage(text, requests = [], blocks = []) {
+  Object.assign(staged, { requests, blocks })
+  setText("moment", text)
+  view.isNews = true
+  lightAnswers()
+}
+
+function leaveStage() {
+  stage("")
+  happened = []
+  $("effects").replaceChildren()
+}
+
+function choose(r) {
   if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is gone
   chosen = r
   $("drawer").hidden = r === undefined
   view.isNews = true
-  fillDrawer()
-  await nameTokens(r)
   fillDrawer()
 }
 
 const ownerOf = block => state.owners[block]?.[0]?.[0].r
 
 function point(block, x, y) {
-  if (pointed !== block) view.isNews = true
-  pointed = block
+  mark(block)
   light(ownerOf(block))
   tip(block === undefined ? [] : wordsOfBlock(block), x, y)
+}
+
+function mark(block) { // and the tokens in it
+  if (pointed === block) return
+  pointed = block
+  view.isNews = true
+  markTokens(block)
+}
+
+// [[request, logical block]], of a cached one: of which it was last. Not of a free one.
+function usersOf(block) {
+  const owners = state.owners[block] ?? []
+  return state.idle.has(block) ? [state.last[block] ?? []] : owners
+}
+
+function blocksOf(r) { // its table; when it has ended, what is still cached of it
+  const { table } = state.requests.get(r) ?? {}
+  return table ?? [...state.idle].filter(block => state.last[block]?.[0].r === r)
 }
 
 function tip(words, x, y) {
@@ -215,15 +313,22 @@ function wordsOfBlock(block) {
   const who = owners.slice(0, 8).map(([q, i]) => `${yours(q)}: tokens ${i * size} to ` +
     `${i * size + size - 1}, ${clamp(q.filled - i * size, 0, size)} of ${size} slots filled`)
   const what = owners.length ? `held${shared}${committed}` : cached
-  return [`Block ${block}: ${what}`, ...who]
+  const text = textOfBlock(block)
+  return [`Block ${block}: ${what}`, ...who, ...(text ? [visible(text)] : [])]
 }
 
-// The text in a logical block's slots, of this page's requests whose prompt's tokens have names.
-function textOfSlots(q, logical) {
+// The text in a block's slots, of this page's requests whose prompt's tokens have names.
+function textOfBlock(block) {
+  const [q, i] = usersOf(block).find(([user]) => ownOf(user)) ?? []
+  return q ? textOfSlots(q, i, state.idle.has(block) ? Infinity : q.filled) : ""
+}
+
+function textOfSlots(q, logical, filled = q.filled) {
   const { prompt, names } = ownOf(q) ?? {}
   const from = logical * state.block_size
-  const end = Math.min(from + state.block_size, q.filled)
-  return prompt?.names ? visible([...prompt.names, ...names].slice(from, end).join("")) : ""
+  const end = Math.min(from + state.block_size, filled)
+  if (prompt?.names?.length !== q.prompt) return ""
+  return [...prompt.names, ...names].slice(from, end).join("")
 }
 
 function wordsOfRequest(q) {
@@ -249,7 +354,7 @@ function fillDrawer() {
 function tableOf(q) {
   return q.table.map((block, i) => {
     const name = isGivenBack(q, i) ? "given back" : block
-    const text = textOfSlots(q, i)
+    const text = visible(textOfSlots(q, i))
     return make("li", { className: "entry" }, `${i} → ${name}${text && ` ${text}`}`)
   })
 }
@@ -276,8 +381,9 @@ function fillParts(q) { // its bar: of how many tokens what is true
 // ---- Figures and words ----
 
 function draw(now) {
-  if (state.num_blocks && !grid) layOut()
-  if (grid) drawNews(now)
+  sleepOrWake()
+  if (isAsleep) dream(now)
+  else if (state.num_blocks) drawNews(now)
   if (now - view.told < 150) return // words need not change sixty times a second
   view.told = now
   tellState()
@@ -287,6 +393,10 @@ function draw(now) {
 }
 
 function drawNews(now) {
+  if (!grid) {
+    layOut()
+    if (!isPlaying()) showEffects(happened)
+  }
   if (view.at !== tape.at || !state.touched) {
     drawPool()
     followPlace()
@@ -300,6 +410,34 @@ function drawNews(now) {
   view.isNews = false
   drawTimeline()
   drawOver()
+}
+
+// Before anything has run, the tour's record plays faintly in the pool, and the tour is offered.
+
+let isAsleep
+let sleeper // what the tour's record makes of {state, tape, chart}
+
+function sleepOrWake() {
+  const isReady = state.num_blocks || server.is === "Key wanted"
+  const was = isAsleep
+  isAsleep = Boolean(player.isLive && isReady && !chart.rows.size && !state.idle.size)
+  if (isAsleep === was) return
+  $("pool-empty").hidden = !isAsleep
+  forgetDrawing()
+}
+
+function dream(now) {
+  const awake = { state, tape, chart }
+  if (sleeper) ({ state, tape, chart } = sleeper)
+  else {
+    insert(tourOf().lines)
+    sleeper = { state, tape, chart }
+  }
+  const end = tape.lines.length + 15 // it rests at its end
+  moveTo(still.matches ? telling(tape.lines) : Math.floor(now / 100) % end)
+  if (!grid) layOut()
+  drawPool()
+  ;({ state, tape, chart } = awake)
 }
 
 function stateOf() {
@@ -344,10 +482,9 @@ function tellFigures(now) {
     rate: isKnown ? english(rate(now)) : "–",
     waiting: waiting().length,
     preemptions: totals.preemptions,
-    size: `${n} blocks of ${state.block_size} tokens`,
+    size: `${english(n)} blocks of ${state.block_size} tokens`,
   }
   for (const [id, text] of Object.entries(texts)) setText(id, text)
-  $("pool-empty").hidden = requests.size || idle.size || !player.isLive
   $("steps-empty").hidden = chart.columns.length
 }
 
@@ -374,7 +511,7 @@ function startPool() {
     if (event.key === "Enter") choose(ownerOf(pointed))
     if (!move) return
     event.preventDefault() // and no step is made
-    const block = clamp((pointed ?? -move) + move, 0, state.num_blocks - 1)
+    const block = clamp((pointed ?? -move) + move, 0, grid.shown - 1)
     const [x, y] = cellOf(block)
     const { left, top } = pool.getBoundingClientRect()
     point(block, left + x, top + y + grid.h)

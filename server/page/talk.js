@@ -26,13 +26,32 @@ function markAnswers() {
     number.textContent = q.r
     element.classList.add("runs")
     colour(element, q.r)
+    nameTokens(ownOf(q).prompt)
   }
 }
 
 function lightAnswers() {
   for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", r >= 0 && r === lit)
+    element.classList.toggle("lit", isLit(r))
   }
+}
+
+function markTokens(block) { // of answers, that are in this block
+  for (const token of document.querySelectorAll(".token.here")) token.classList.remove("here")
+  for (const [q, logical] of usersOf(block)) {
+    const from = logical * state.block_size - q.prompt
+    const tokens = ownOf(q)?.text.children ?? []
+    const here = [...tokens].slice(Math.max(0, from), Math.max(0, from + state.block_size))
+    for (const token of here) token.classList.add("here")
+  }
+}
+
+// The block with this token of an answer, if it is held or cached.
+function blockOfToken(answer, i) {
+  const isIn = ([q, logical]) => ownOf(q) === answer &&
+    logical === Math.floor((q.prompt + i) / state.block_size)
+  const block = state.owners.findIndex((_, one) => usersOf(one).some(isIn))
+  return block < 0 ? undefined : block
 }
 
 // ---- Tokens and their probabilities ----
@@ -65,13 +84,20 @@ function visible(text) {
 function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
   const token = make("span", { className: "token", scores }, text)
+  const i = answer.names.length
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
   token.tabIndex = tabIndexOfTokens()
-  token.onpointerenter = token.onfocus = () => tellToken(token)
-  token.onpointerleave = token.onblur = () => tip([])
+  token.onpointerenter = token.onfocus = () => {
+    mark(blockOfToken(answer, i))
+    tellToken(token)
+  }
+  token.onpointerleave = token.onblur = () => {
+    mark()
+    tip([])
+  }
 }
 
 // With probabilities Tab goes from token to token, and each says what else was likely.
@@ -129,13 +155,13 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-// Ask for the texts of the tokens of a request's prompt, if it is this page's.
-async function nameTokens(r) {
-  const { prompt } = ownOf(state.requests.get(r) ?? {}) ?? {}
-  if (!prompt || prompt.names) return
+async function nameTokens(prompt) { // for their blocks; once
+  if (prompt.names) return
+  prompt.names = []
   const { messages, text } = prompt
   const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
-  prompt.names = named.token_strs
+  prompt.names = named.token_strs ?? []
+  state.touched = null // all is drawn again, with texts
 }
 
 let conversation = [] // messages of the chat so far
@@ -250,21 +276,21 @@ async function demonstrate(many, kind, times, say, begin) {
       if (many <= 0) finish("All have ended without it: try it on an idle server.")
       return false
     }
-    setText("moment", `${say(first)} Paused: press ▶ to go on.`)
-    light(first.r)
+    const take = name => seen.flatMap(event => event[name])
+    stage(`${say(first)} Paused: press ▶ to go on.`, take("r"), take("blocks"))
     return true
   }
   const finish = text => {
     if (player.until !== until) return
     player.until = null
-    setText("moment", text)
+    stage(text)
   }
   leaveTour()
   if (!state.num_blocks) return
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
-  setText("moment", "At ten steps a second, until it happens ..")
+  stage("At ten steps a second, until it happens ..")
   try {
     const { tokens, token_strs } = await tokenize({ prompt: OPENING })
     const opening = tokens.map((id, i) => [id, token_strs[i]])
@@ -342,8 +368,13 @@ const demos = {
 // Which caption is shown; home: what is there but for the tour.
 const tour = { at: -1 }
 
-function startTour() {
+function tourOf() {
   const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
+  return { captions, lines }
+}
+
+function startTour() {
+  const { captions, lines } = tourOf()
   leaveTour()
   Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } })
   listening.abort()
@@ -359,7 +390,10 @@ function showCaption(at) {
   tour.at = Math.max(0, at)
   const [step, r, text] = tour.captions[tour.at]
   seek(stepPlace(step))
-  light(r)
+  const own = happened.filter(event => event.r === r) // alone
+  leaveStage()
+  showEffects(own)
+  stage("", [r], own.flatMap(({ blocks }) => blocks))
   setText("caption", text)
   setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
@@ -368,7 +402,7 @@ function leaveTour() { // all is as it was; the server sends what came since
   if (tour.at < 0) return
   tour.at = -1
   $("tour").hidden = true
-  light()
+  leaveStage()
   ;({ state, tape, chart } = tour.home)
   Object.assign(player, tour.home.player)
   forgetDrawing()
