@@ -1,9 +1,6 @@
 // ---- The pool: a cell is a block, a colour is a request ----
 
 const GUTTER = 44 // pixels, left of the cells, for the number of each row's first block
-const STRIP = 20 // pixels, below them, for the blocks that nobody has used
-const LARGE = 28 // pixels: so high is a cell with text
-const FONT = "11px system-ui"
 const THEME = "paper ink quiet free cached held strong accent error good".split(" ")
 const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and chroma
 const dark = matchMedia("(prefers-color-scheme: dark)")
@@ -43,49 +40,35 @@ function fit(canvas) { // as many pixels as it has on the screen
   canvas.height = height * ratio
   const ctx = canvas.getContext("2d")
   ctx.scale(ratio, ratio)
-  ctx.font = FONT
+  ctx.font = "11px system-ui"
   ctx.textBaseline = "middle"
   return { ctx, width, height }
-}
-
-// Blocks up to the highest that was ever held, by powers of two, so that the picture seldom changes.
-function numShown() {
-  const shown = 2 ** Math.ceil(Math.log2(Math.max(32, tape.used)))
-  return 2 * shown > state.num_blocks ? state.num_blocks : shown
 }
 
 function layOut() { // columns are a power of two, so that rows mean something; cells are wide
   mixColours()
   const { ctx, width, height } = fit($("pool"))
-  const n = numShown()
-  const rest = state.num_blocks - n
+  const { num_blocks } = state
+  const n = 1.5 * tape.shown < num_blocks ? tape.shown : num_blocks
   const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
-  const high = Math.max(1, height - 10 - (rest && STRIP))
+  const high = Math.max(1, height - 10)
   const columns = 2 ** Math.floor(Math.log2((n * wide) / high) / 2)
   const whole = x => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio
   const w = whole(Math.min(240, wide / columns))
   const h = whole(Math.min(110, high / Math.ceil(n / columns)))
   const gap = Math.min(2, Math.floor(Math.min(w, h) / 4))
-  grid = { ctx, shown: n, columns, w, h, gap }
+  grid = { tape, ctx, shown: n, columns, w, h, gap }
   ages = new Int8Array(n).fill(-1)
   ctx.textAlign = "right"
   for (let row = 0; row * columns < n; row += Math.ceil(15 / h)) {
     write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
   }
-  if (rest) drawStrip(n, rest)
   ctx.textAlign = "left"
   state.touched = null
   paper = fit($("timeline"))
   $("effects").replaceChildren() // which were elsewhere
-}
-
-function drawStrip(first, rest) {
-  const { ctx, columns, w, gap } = grid
-  const y = (first / columns) * grid.h + 4
-  write(ctx, theme.quiet, first, GUTTER - 8, y + 8.5)
-  paint(ctx, theme.free, GUTTER, y, columns * w - gap, 16)
-  ctx.textAlign = "left"
-  write(ctx, theme.quiet, `and ${english(rest)} more, all free`, GUTTER + 6, y + 8.5)
+  showEffects(happened)
+  setText("strip", n < num_blocks ? `${english(n)} to ${english(num_blocks - 1)}: free` : "")
 }
 
 function cellOf(block) {
@@ -101,6 +84,7 @@ function blockAt({ offsetX, offsetY }) {
 }
 
 function drawPool() { // only the cells that changed, and the cached ones whose shade has
+  if (grid?.tape !== tape) layOut()
   const changed = state.touched ?? new Set(state.owners.keys())
   const idle = [...state.idle]
   idle.forEach((block, place) => {
@@ -128,6 +112,7 @@ function drawCell(block) {
   grid.ctx.clearRect(...box)
   if (!owners.length) drawIdle(block, box)
   else drawHeld(block, owners, box)
+  writeText(block, box)
 }
 
 function drawIdle(block, box) {
@@ -136,11 +121,9 @@ function drawIdle(block, box) {
   grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
   paint(grid.ctx, isCached ? cached : theme.free, ...box)
   grid.ctx.globalAlpha = 1
-  if (isCached) writeText(block, box)
 }
 
-function drawHeld(block, owners, box) {
-  const [x, y, w, h] = box
+function drawHeld(block, owners, [x, y, w, h]) {
   const { ctx } = grid
   const high = h / Math.min(4, owners.length) // of more each could not be told apart
   owners.slice(0, 4).forEach(([q, logical], i) => {
@@ -153,23 +136,14 @@ function drawHeld(block, owners, box) {
   ctx.strokeStyle = palette[hue].strong
   if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1)
   const text = owners.length > 1 ? `×${owners.length}` : `${r}`
-  const wide = ctx.measureText(text).width
-  const isRoom = h >= 12 && w >= wide + 5
-  const [left, top] = h < LARGE ? [(w - wide) / 2, h / 2 + 0.5] : [5, 10]
-  if (isRoom) write(ctx, theme.ink, text, x + left, y + top)
-  writeText(block, box)
+  const isRoom = h >= 12 && w >= 7 * text.length + 5
+  if (isRoom) write(ctx, theme.ink, text, x + 4, y + Math.min(10, h / 2 + 0.5))
 }
 
 function writeText(block, [x, y, w, h]) { // as much of it as there is room for, below the number
-  if (h < LARGE) return
-  const { ctx } = grid
-  ctx.font = "11px ui-monospace, monospace"
-  const most = Math.floor((w - 8) / ctx.measureText("m").width) // letters a line
-  const letters = [...textOfBlock(block).replaceAll("\n", "↵").replace(/ +/g, " ")]
-  for (let top = 22; top <= h - 5 && letters.length; top += 13) {
-    write(ctx, theme.ink, letters.splice(0, most).join(""), x + 5, y + top, w - 8)
-  }
-  ctx.font = FONT
+  const lines = textOfBlock(block).match(RegExp(`.{1,${Math.ceil(w / 6)}}`, "gsu")) ?? []
+  lines.slice(0, (h - 15) / 13).forEach((line, i) =>
+    write(grid.ctx, theme.ink, line, x + 4, y + 22 + 13 * i, w - 8))
 }
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
@@ -179,53 +153,32 @@ const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
 const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
 const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
-function hatch([x, y, w, h]) {
-  const line = at => {
-    const [right, up] = [Math.min(at, w), Math.max(0, at - w)]
-    return `M${x + Math.max(0, at - h)} ${y + Math.min(at, h)}L${x + right} ${y + up}`
-  }
-  return Array.from({ length: (w + h) / 5 }, (_, i) => line(5 * i)).join("")
-}
-
-// From edge to edge, so that it covers no number; bent to where there is room, the later the more.
+// From edge to edge, so that it covers no number; the later, the more bent.
 function arrow(blocks, turn) {
-  const [from, to] = blocks.map(cellOf)
-  const isHigh = from[1] + to[1] < $("pool").clientHeight - 2 * grid.h
-  const [[x, y], [u, v]] = [from, to].map(([left, top, w, h]) => [left + w / 2, top + isHigh * h])
-  const bend = (40 + 36 * turn) * (isHigh ? 1 : -1)
-  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + bend} ${u} ${v}`
-}
-
-const SHAPES = {
-  copied: arrow,
-  preempted: blocks => boxesOf(blocks) + blocks.map(cellOf).map(hatch).join(""),
+  const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
+  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + 40 + 36 * turn} ${u} ${v}`
 }
 
 function showEffects(events) { // page.css has how each looks, and how it ends
   happened = events.filter(event => event.blocks)
-  if (!grid) return
-  if (numShown() > grid.shown) layOut()
-  if (still.matches) $("effects").replaceChildren() // none of them ends by itself
-  const turns = {}
-  for (const { kind, r, blocks } of happened) {
+  if (!grid) return layOut()
+  happened.forEach(({ kind, r, blocks }, turn) => {
     const path = $("effect").cloneNode()
-    const turn = (turns[kind] = (turns[kind] ?? -1) + 1)
-    path.setAttribute("d", (SHAPES[kind] ?? boxesOf)(blocks, turn))
+    path.setAttribute("d", kind === "copied" ? arrow(blocks, turn) : boxesOf(blocks))
     path.setAttribute("class", kind)
     path.style.setProperty("--turn", turn)
     colour(path, r)
-    path.onanimationend = ({ animationName }) => animationName === "appear" || path.remove()
+    path.onanimationend = ({ animationName }) => animationName === "fade" && path.remove()
     $("effects").append(path)
-  }
+  })
 }
 
 function drawOver() {
-  const chain = state.requests.get(chosen)?.table ?? []
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  const blocks = new Set([...litRequests().flatMap(blocksOf), ...(lit >= 0 ? [] : staged.blocks)])
+  const blocks = new Set([...litRequests().flatMap(tableOf), ...(lit >= 0 ? [] : staged.blocks)])
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
-  $("chain").setAttribute("points", pointsOf(chain))
+  $("chain").setAttribute("points", pointsOf(tableOf(chosen)))
 }
 
 // ---- What is lit in all, and what is chosen ----
@@ -243,6 +196,7 @@ function light(r) {
 }
 
 const litRequests = () => (lit >= 0 ? [lit] : staged.requests)
+const tableOf = r => state.requests.get(r)?.table ?? []
 const isLit = r => litRequests().includes(r)
 
 // What takes part in a moment is lit as long as nothing is hovered; it is said beside the cells.
@@ -282,16 +236,9 @@ function mark(block) { // and the tokens in it
   markTokens(block)
 }
 
-// [[request, logical block]], of a cached one: of which it was last. Not of a free one.
-function usersOf(block) {
-  const owners = state.owners[block] ?? []
-  return state.idle.has(block) ? [state.last[block] ?? []] : owners
-}
-
-function blocksOf(r) { // its table; when it has ended, what is still cached of it
-  const { table } = state.requests.get(r) ?? {}
-  return table ?? [...state.idle].filter(block => state.last[block]?.[0].r === r)
-}
+// [[request, logical block]], of a cached one the last, of a free one none.
+const usersOf = block =>
+  state.idle.has(block) ? [state.last[block]].filter(Boolean) : state.owners[block] ?? []
 
 function tip(words, x, y) {
   const box = $("tip")
@@ -313,22 +260,17 @@ function wordsOfBlock(block) {
   const who = owners.slice(0, 8).map(([q, i]) => `${yours(q)}: tokens ${i * size} to ` +
     `${i * size + size - 1}, ${clamp(q.filled - i * size, 0, size)} of ${size} slots filled`)
   const what = owners.length ? `held${shared}${committed}` : cached
-  const text = textOfBlock(block)
-  return [`Block ${block}: ${what}`, ...who, ...(text ? [visible(text)] : [])]
+  return [`Block ${block}: ${what}`, ...who, visible(textOfBlock(block))].filter(Boolean)
 }
 
 // The text in a block's slots, of this page's requests whose prompt's tokens have names.
 function textOfBlock(block) {
-  const [q, i] = usersOf(block).find(([user]) => ownOf(user)) ?? []
-  return q ? textOfSlots(q, i, state.idle.has(block) ? Infinity : q.filled) : ""
-}
-
-function textOfSlots(q, logical, filled = q.filled) {
-  const { prompt, names } = ownOf(q) ?? {}
-  const from = logical * state.block_size
-  const end = Math.min(from + state.block_size, filled)
-  if (prompt?.names?.length !== q.prompt) return ""
-  return [...prompt.names, ...names].slice(from, end).join("")
+  const [q, i] = usersOf(block).find(([user]) => ownOf(user)?.prompt.names) ?? []
+  if (!q) return ""
+  const { prompt, names } = ownOf(q)
+  const from = i * state.block_size
+  const end = state.idle.has(block) ? Infinity : q.filled // a cached one is full
+  return [...prompt.names, ...names].slice(0, end).slice(from, from + state.block_size).join("")
 }
 
 function wordsOfRequest(q) {
@@ -347,15 +289,14 @@ function fillDrawer() {
   setText("title", title)
   setText("status", words.join("\n"))
   $("parts").hidden = !q
-  $("entries").replaceChildren(...(q ? tableOf(q) : []))
+  $("entries").replaceChildren(...(q ? entriesOf(q) : []))
   if (q) fillParts(q)
 }
 
-function tableOf(q) {
+function entriesOf(q) {
   return q.table.map((block, i) => {
-    const name = isGivenBack(q, i) ? "given back" : block
-    const text = visible(textOfSlots(q, i))
-    return make("li", { className: "entry" }, `${i} → ${name}${text && ` ${text}`}`)
+    const name = isGivenBack(q, i) ? "given back" : `${block} ${visible(textOfBlock(block))}`
+    return make("li", { className: "entry" }, `${i} → ${name.trim()}`)
   })
 }
 
@@ -381,7 +322,9 @@ function fillParts(q) { // its bar: of how many tokens what is true
 // ---- Figures and words ----
 
 function draw(now) {
-  sleepOrWake()
+  const isReady = state.num_blocks || server.is === "Key wanted"
+  const isAsleep = player.isLive && isReady && !chart.rows.size && !state.idle.size
+  $("pool-empty").hidden = !isAsleep
   if (isAsleep) dream(now)
   else if (state.num_blocks) drawNews(now)
   if (now - view.told < 150) return // words need not change sixty times a second
@@ -393,11 +336,7 @@ function draw(now) {
 }
 
 function drawNews(now) {
-  if (!grid) {
-    layOut()
-    if (!isPlaying()) showEffects(happened)
-  }
-  if (view.at !== tape.at || !state.touched) {
+  if (view.at !== tape.at || !state.touched || !grid) {
     drawPool()
     followPlace()
     markAnswers()
@@ -412,32 +351,17 @@ function drawNews(now) {
   drawOver()
 }
 
-// Before anything has run, the tour's record plays faintly in the pool, and the tour is offered.
-
-let isAsleep
-let sleeper // what the tour's record makes of {state, tape, chart}
-
-function sleepOrWake() {
-  const isReady = state.num_blocks || server.is === "Key wanted"
-  const was = isAsleep
-  isAsleep = Boolean(player.isLive && isReady && !chart.rows.size && !state.idle.size)
-  if (isAsleep === was) return
-  $("pool-empty").hidden = !isAsleep
-  forgetDrawing()
-}
+// Before anything has run the tour's record plays faintly in the pool, and the tour is offered.
+let sleeper
 
 function dream(now) {
-  const awake = { state, tape, chart }
-  if (sleeper) ({ state, tape, chart } = sleeper)
-  else {
-    insert(tourOf().lines)
-    sleeper = { state, tape, chart }
-  }
-  const end = tape.lines.length + 15 // it rests at its end
-  moveTo(still.matches ? telling(tape.lines) : Math.floor(now / 100) % end)
-  if (!grid) layOut()
+  const awake = present()
+  if (sleeper) restore(sleeper)
+  else begin(readLines($("tour-lines").textContent).slice(1), false)
+  moveTo(still.matches ? 40 : Math.floor(now / 100) % (tape.lines.length + 15)) // rests at its end
   drawPool()
-  ;({ state, tape, chart } = awake)
+  sleeper = present()
+  restore(awake)
 }
 
 function stateOf() {

@@ -36,7 +36,7 @@ function load(line) { // all that is, as a snapshot says
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
-  for (const block of state.idle) noteUse(block)
+  state.idle.forEach(show)
   line.requests.forEach(addRequest)
 }
 
@@ -69,7 +69,7 @@ function setTable(q, from, blocks) {
     state.last[block] = [q, from + i]
     owners[block].push(state.last[block])
     state.idle.delete(block)
-    noteUse(block)
+    show(block)
   })
   touch([...left, ...blocks])
 }
@@ -78,8 +78,9 @@ function setTable(q, from, blocks) {
 const isGivenBack = ({ table }, i) =>
   table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
 
-function noteUse(block) {
-  tape.used = Math.max(tape.used, block + 1)
+// The pool is shown up to the highest block that was ever held or cached, or a little beyond.
+function show(block) {
+  for (; block >= tape.shown; tape.shown *= 2) grid = null
 }
 
 function touch(blocks) {
@@ -164,16 +165,19 @@ function applyStep(line) {
 const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
-  insert(lines)
+  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
+  tape = { lines, at: -1, noted: -1, shown: 32, name: "", title: {} }
+  Object.assign(tape, { hues: new Map(), seen: new Map() })
   Object.assign(player, { isPaused: false, isLive, until: null, speed: isLive ? Infinity : 10 })
+  beginChart()
   forgetDrawing()
 }
 
-function insert(lines) { // a tape, whose blocks below `used` have been held
-  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
-  tape = { lines, at: -1, noted: -1, used: 0, name: "", title: {} }
-  Object.assign(tape, { hues: new Map(), seen: new Map() })
-  beginChart()
+const present = () => ({ state, tape, chart, player: { ...player } })
+
+function restore(past) {
+  ;({ state, tape, chart } = past)
+  Object.assign(player, past.player)
 }
 
 function moveTo(place) {

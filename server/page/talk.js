@@ -36,22 +36,14 @@ function lightAnswers() {
   }
 }
 
-function markTokens(block) { // of answers, that are in this block
-  for (const token of document.querySelectorAll(".token.here")) token.classList.remove("here")
-  for (const [q, logical] of usersOf(block)) {
-    const from = logical * state.block_size - q.prompt
-    const tokens = ownOf(q)?.text.children ?? []
-    const here = [...tokens].slice(Math.max(0, from), Math.max(0, from + state.block_size))
-    for (const token of here) token.classList.add("here")
-  }
-}
+// Whether a block has the K, V of this token of an answer.
+const isIn = ({ answer, i }, block) => usersOf(block).some(([q, logical]) =>
+  ownOf(q) === answer && logical === Math.floor((q.prompt + i) / state.block_size))
 
-// The block with this token of an answer, if it is held or cached.
-function blockOfToken(answer, i) {
-  const isIn = ([q, logical]) => ownOf(q) === answer &&
-    logical === Math.floor((q.prompt + i) / state.block_size)
-  const block = state.owners.findIndex((_, one) => usersOf(one).some(isIn))
-  return block < 0 ? undefined : block
+function markTokens(block) { // that are in it
+  for (const token of document.querySelectorAll(".token")) {
+    token.classList.toggle("here", isIn(token, block))
+  }
 }
 
 // ---- Tokens and their probabilities ----
@@ -83,17 +75,13 @@ function visible(text) {
 
 function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
-  const token = make("span", { className: "token", scores }, text)
-  const i = answer.names.length
+  const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
   token.tabIndex = tabIndexOfTokens()
-  token.onpointerenter = token.onfocus = () => {
-    mark(blockOfToken(answer, i))
-    tellToken(token)
-  }
+  token.onpointerenter = token.onfocus = () => tellToken(token)
   token.onpointerleave = token.onblur = () => {
     mark()
     tip([])
@@ -113,6 +101,7 @@ function wordsOfToken({ name, others }) {
 }
 
 function tellToken(token) {
+  mark(state.owners.findIndex((_, block) => isIn(token, block)))
   const { left, bottom } = token.getBoundingClientRect()
   if (token.tabIndex === 0) tip(wordsOfToken(token.scores), left, bottom)
 }
@@ -156,11 +145,11 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
 async function nameTokens(prompt) { // for their blocks; once
-  if (prompt.names) return
-  prompt.names = []
+  if (prompt.names || prompt.isAsked) return
+  prompt.isAsked = true
   const { messages, text } = prompt
   const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
-  prompt.names = named.token_strs ?? []
+  prompt.names = named.token_strs
   state.touched = null // all is drawn again, with texts
 }
 
@@ -368,15 +357,10 @@ const demos = {
 // Which caption is shown; home: what is there but for the tour.
 const tour = { at: -1 }
 
-function tourOf() {
-  const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
-  return { captions, lines }
-}
-
 function startTour() {
-  const { captions, lines } = tourOf()
+  const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
   leaveTour()
-  Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } })
+  Object.assign(tour, { captions, home: present() })
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false
@@ -390,10 +374,7 @@ function showCaption(at) {
   tour.at = Math.max(0, at)
   const [step, r, text] = tour.captions[tour.at]
   seek(stepPlace(step))
-  const own = happened.filter(event => event.r === r) // alone
-  leaveStage()
-  showEffects(own)
-  stage("", [r], own.flatMap(({ blocks }) => blocks))
+  stage("", [r])
   setText("caption", text)
   setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
@@ -403,8 +384,7 @@ function leaveTour() { // all is as it was; the server sends what came since
   tour.at = -1
   $("tour").hidden = true
   leaveStage()
-  ;({ state, tape, chart } = tour.home)
-  Object.assign(player, tour.home.player)
+  restore(tour.home)
   forgetDrawing()
   if (player.isLive) listen()
 }
