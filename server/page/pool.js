@@ -154,7 +154,7 @@ const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
 const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
 // From edge to edge, so that it covers no number; the later, the more bent.
-function arrow(blocks, turn) {
+function arrow(blocks, turn = 0) {
   const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
   return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + 40 + 36 * turn} ${u} ${v}`
 }
