@@ -175,7 +175,9 @@ function showEffects(events) { // page.css has how each looks, and how it ends
 
 function drawOver() {
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  const blocks = new Set([...litRequests().flatMap(tableOf), ...(lit >= 0 ? [] : staged.blocks)])
+  const moment = litRequests() === staged && staged.length ? happened : []
+  const tables = litRequests().map(tableOf)
+  const blocks = new Set([...tables, ...moment.map(event => event.blocks)].flat())
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
   $("chain").setAttribute("points", pointsOf(tableOf(chosen)))
@@ -186,7 +188,7 @@ function drawOver() {
 let lit // the request of what is hovered
 let chosen // the request that the drawer tells of
 let happened = [] // at the place that is shown
-const staged = { requests: [], blocks: [] } // what a demo, or the tour, stops for
+let staged = [] // the requests for which a demo or the tour has stopped
 
 function light(r) {
   if (r === lit) return
@@ -195,13 +197,13 @@ function light(r) {
   lightAnswers()
 }
 
-const litRequests = () => (lit >= 0 ? [lit] : staged.requests)
+const litRequests = () => (lit >= 0 ? [lit] : staged)
 const tableOf = r => state.requests.get(r)?.table ?? []
 const isLit = r => litRequests().includes(r)
 
 // What takes part in a moment is lit as long as nothing is hovered; it is said beside the cells.
-function stage(text, requests = [], blocks = []) {
-  Object.assign(staged, { requests, blocks })
+function stage(text, requests = []) {
+  staged = requests
   setText("moment", text)
   view.isNews = true
   lightAnswers()

@@ -265,8 +265,7 @@ async function demonstrate(many, kind, times, say, begin) {
       if (many <= 0) finish("All have ended without it: try it on an idle server.")
       return false
     }
-    const take = name => seen.flatMap(event => event[name])
-    stage(`${say(first)} Paused: press ▶ to go on.`, take("r"), take("blocks"))
+    stage(`${say(first)} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
     return true
   }
   const finish = text => {

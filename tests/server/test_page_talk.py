@@ -185,57 +185,41 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     wait_for(live, "!document.querySelector('.answer.runs')")
 
 
-def test_a_block_has_its_text(live, open_page):
+def test_a_block_has_its_text(live, open_page, server):
     """
-    In its cell as far as its slots are filled, also when it is only cached, but not on another's
-    page. What is pointed at, a token or a block, marks the other.
+    As far as its slots are filled: in the drawer, at the pointer and in its cell. A cached one
+    keeps it; another's page has none. A token that is pointed at marks its block, and the reverse.
     """
     set_knob(live, "max_tokens", "40")
     send(live, "a prompt of 22 letters")
     wait_for(live, f"{IS_PLAYED} && [...calls.values()].flat()[0].prompt.names")
-    name = live("[...calls.keys()][0]")
-    line = f"tape.lines.findIndex(({{ new: all }}) => all?.some(({{ name }}) => name === '{name}'))"
-    live(f"seek({line})")
-    first, second = live("[...state.requests.values()][0].table.slice(0, 2)")
-    texts = "blocks => blocks.map(textOfBlock)"
-    assert live(texts, [first, second]) == ["a prompt of 22 l", "etters"]
-    wait_for(live, "state.touched?.size === 0")
-    written = live("""block => { const all = [];
-        grid.ctx.fillText = (text) => all.push(text);
-        drawCell(block); delete grid.ctx.fillText; return all; }""", first)  # fmt: skip
-    assert "".join(written[1:]) == "a prompt of 22 l"
-    live.click("#live")
-    wait_for(live, IS_IDLE)
-    tokens = live("[...calls.values()].flat()[0].names")
-    assert live(texts, [second]) == ["etters" + "".join(tokens[:10])]
-    live.hover(".token >> nth=3")
-    assert live("pointed") == second
-    x, y, w, h = live(f"cellOf({second})")
-    live.hover("#pool", position={"x": x + w / 2, "y": y + h / 2})
-    here = "[...document.querySelectorAll('.token')].map((one) => one.matches('.here'))"
-    assert live(here) == [True] * 10 + [False] * 30
-    shown = live("visible", "etters" + "".join(tokens[:10]))
-    assert live("$('tip').textContent").endswith(shown)
-    other = open_page(live.url, wait="state.idle.size")
-    assert other(texts, [first, second]) == ["", ""]
-
-
-@pytest.mark.slow
-def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
-    """Of the prompt and of the answer, as far as they are filled."""
-    set_knob(live, "max_tokens", "40")
-    send(live, "a prompt of 22 letters")
-    wait_for(live, IS_PLAYED)
     live("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
-    request = "[...state.requests.values()][0]"
-    live(f"void choose({request}.r)")
-    filled, table = live(f"[{request}.filled, {request}.table]")
-    wait_for(live, "$('entries').textContent.includes('a␣prompt')")
-    answer = live("[...calls.values()].flat()[0].names")
+    q = "[...state.requests.values()][0]"
+    filled, table, answer = live(f"[{q}.filled, {q}.table, ownOf({q}).names]")
     tokens = [*"a prompt of 22 letters", *answer][:filled]
     texts = ["".join(tokens[i : i + 16]) for i in range(0, filled, 16)]
+    live(f"void choose({q}.r)")
     wanted = [f"{i} → {table[i]} {live('visible', text)}" for i, text in enumerate(texts)]
     assert live.locator(".entry").all_text_contents() == wanted
+    live.click("#close")
+    live.hover(".token >> nth=3")
+    assert live("pointed") == table[1]
+    x, y, *_ = live(f"cellOf({table[1]})")
+    live.hover("#pool", position={"x": x + 9, "y": y + 9})
+    assert live("[...document.querySelectorAll('.here')].map(({ i }) => i)") == [*range(10)]
+    assert live("$('tip').textContent").endswith(live("visible", texts[1]))
+    written = live(
+        """block => { const all = [];
+            grid.ctx.fillText = (text) => all.push(text);
+            drawCell(block); delete grid.ctx.fillText; return all.join(" "); }""",
+        table[0],
+    )
+    assert written.endswith(" a prompt of 22 l")
+    live.click("#live")
+    wait_for(live, IS_IDLE)
+    pages = live, open_page(server.url, wait="state.idle.size")
+    shown = [page("blocks => blocks.map(textOfBlock)", table) for page in pages]
+    assert shown == [[*texts[:3], ""], [""] * 4]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -410,7 +394,7 @@ def test_eight_prompts_that_begin_alike(live):
     lines = live("tape.lines.slice(0, tape.at + 1)")
     hits = [r for line in lines for r, hit, _ in line.get("admitted", []) if hit >= 48]
     assert len(hits) >= 7
-    assert live("staged.requests") == hits[-7:]
+    assert live("staged") == hits[-7:]
     wait_for(live, "$('dim').getAttribute('d')")
     live.click("#live")
     wait_for(live, "!$('dim').getAttribute('d') && !$('moment').textContent")
@@ -438,19 +422,18 @@ def test_four_answers_to_one_prompt(live):
     r, block, source = line["copies"][0]
     assert said.startswith(f"Request {r} must write into block {source}, which it shares: ")
     assert f" a copy, {block}. Paused" in said
-    assert live(f"[staged.requests[0], state.requests.get({r}).prompt]") == [r, 40]
-    for size in (390, 844), (1440, 900):
+    assert live(f"[staged[0], state.requests.get({r}).prompt]") == [r, 40]
+    for width in 390, 1440:
         live("grid = null")
-        live.set_viewport_size({"width": size[0], "height": size[1]})
-        wait_for(live, "grid && $('effects').children.length === staged.requests.length")
+        live.set_viewport_size({"width": width, "height": 844})
+        wait_for(live, "grid && $('effects').children.length === staged.length")
         arrows = """[...document.querySelectorAll('#effects .copied')].map((path) =>
             [path.getAttribute('d').split('Q')[1], getComputedStyle(path).animationDelay])"""
         ends, delays = zip(*live(arrows), strict=True)
         assert len({*ends}) == len({*delays}) == len(line["copies"]) == 3
-        below, above = (live.locator(part).bounding_box() for part in ("#moment", "#pool"))
-        assert above["y"] + above["height"] <= below["y"] < size[1] - below["height"]
+        assert live("$('moment').checkVisibility()")
     live.click("#forth")
-    assert live("[$('moment').textContent, staged.requests]") == ["", []]  # the moment is over
+    assert live("[$('moment').textContent, staged]") == ["", []]  # the moment is over
     live.click("#pause")
     wait_for(live, IS_OVER)
     assert live.locator(".answer:visible").count() == 4
@@ -462,9 +445,9 @@ def test_more_than_the_pool_can_hold(live):
     line, said = moment(live, "flood")
     (r,) = line["preempted"]
     assert f"so request {r} gave its blocks back" in said
-    assert live("staged.requests") == [r]
+    assert live("staged") == [r]
     (shape,) = live("[...document.querySelectorAll('.preempted')].map((it) => it.outerHTML)")
-    assert live("boxesOf", live("staged.blocks")) in shape  # given back, and hatched
+    assert live("boxesOf(happened[0].blocks)") in shape  # given back, and hatched
     assert live("state.owners.filter((all) => all.length > 1).length") == 0
     assert live.inner_text("#articles summary:visible") == "60 answers"
     wait_for(live, IS_OVER)
@@ -509,13 +492,13 @@ def test_the_tour(live):
         step, r, text = captions[at]
         told = live.locator("#caption, #caption-number").all_inner_texts()
         assert told == [text, f"{at + 1} of 8"]
-        assert live("[state.step, ...staged.requests, player.isPaused]") == [step, r, True]
+        assert live("[state.step, ...staged, player.isPaused]") == [step, r, True]
         live.keyboard.press(key)
         at += -1 if key == "ArrowLeft" else 1
     assert at == 8
     assert not live.is_visible("#tour")
     assert live(place) == before
-    assert live("staged.requests") == []
+    assert live("staged") == []
     say(live, "after it")  # the stream is there again
     wait_for(live, f"tape.lines.length > {before[1]}")
     assert live("tape.at") == before[0]
@@ -525,19 +508,14 @@ def test_the_tour(live):
 def test_an_empty_page_plays_the_tour(open_page, motion):
     """
     Its record, faintly, behind the button; where a key is wanted, too. It stands still where motion
-    is reduced, and is gone with the first request.
+    is reduced.
     """
     page = live_page(lambda **more: open_page(reduced_motion=motion, **more))
-    assert not page.is_visible("#offer-tour")
     page("void askForKey()")
     wait_for(page, "$('offer-tour').checkVisibility() && grid?.shown === 36")
-    assert page.inner_text("#offer-tour") == "Take the tour, 8 steps"
     places = page("[3000, 5000, 5050].map((now) => (dream(now), sleeper.tape.at))")
     assert places == ([40] * 3 if motion == "reduce" else [30, 50, 50])
     assert page("[state.num_blocks, tape.lines.length, player.isLive]") == [0, 0, True]
-    say_lines = "lines => (tellServer({ is: 'Live' }), takeIn(lines))"
-    page(say_lines, page("readLines($('tour-lines').textContent).slice(1, 3)"))
-    wait_for(page, "!$('offer-tour').checkVisibility() && grid.tape === tape")
 
 
 def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
@@ -554,7 +532,8 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
         assert not page.is_visible("#tour")
         assert page("player.isLive && !player.isPaused")
     page("lines => (listening.abort(), takeIn(lines))", more[:9])
-    wait_for(page, "!$('offer-tour').checkVisibility() && $('steps-empty').hidden")
+    wait_for(page, "!$('offer-tour').checkVisibility() && $('steps-empty').hidden && grid")
+    assert page("grid.tape === tape")
 
 
 # in the next frame: whether the page is laid out as for a record
