@@ -369,7 +369,9 @@ function dream(now) {
 function stateOf() {
   if (player.isLive && server.is !== "Live") return server.is
   if (!isPlaying()) return "Paused"
-  return player.isLive ? "Live" : "Replay"
+  if (!player.isLive) return "Replay"
+  if (!player.isBehind) return "Live"
+  return isSlow() ? "Playing" : "Behind"
 }
 
 function setText(id, text) { // what is read aloud is touched only when it changes
@@ -382,12 +384,18 @@ const waiting = () => [...state.requests.values()].filter(({ status }) => status
 function tellState() {
   const name = stateOf()
   const word = name === "Paused" ? `Paused at step ${state.step}` : name
+  const where = {
+    Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
+    Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
+  }
+  const isNow = !player.isLive || name === "Live"
   const running = state.requests.size - waiting().length
   const { model, machine, date } = player.isLive ? server : tape.title
   document.body.dataset.state = name
   document.body.classList.toggle("replay", !player.isLive)
-  document.title = `${running ? `● ${running} running` : word} – pagedGPT`
-  setText("pill", word)
+  document.title = `${running && isNow ? `● ${running} running` : word} – pagedGPT`
+  setText("state", word)
+  setText("where", where[name] ?? "")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
   $("speed").value = player.speed
   $("pause").ariaLabel = isPlaying() ? "Pause" : "Play"
@@ -398,14 +406,15 @@ function tellFigures(now) {
   const held = state.owners.slice(0, n).filter(({ length }) => length).length
   const parts = { held, cached: idle.size, free: n - held - idle.size }
   for (const part of $("bar").children) part.style.flexGrow = parts[part.className]
+  const tokens = rate(now)
   const hitRate = Math.round((100 * totals["hit tokens"]) / totals["queried tokens"])
-  const isKnown = /Live|Paused|Replay/.test(document.body.dataset.state)
+  const isKnown = !player.isLive || server.is === "Live"
   const texts = {
     held: english(held),
     of: `of ${english(n)} blocks held`,
     rest: `${english(parts.cached)} cached · ${english(parts.free)} free`,
     hits: `${hitRate || 0}%`,
-    rate: isKnown ? english(rate(now)) : "–",
+    rate: isKnown && (tokens || !requests.size) ? english(tokens) : "–",
     waiting: waiting().length,
     preemptions: totals.preemptions,
     size: `${english(n)} blocks of ${state.block_size} tokens`,
@@ -419,7 +428,7 @@ function tellPlace() {
   setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
   if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
-  const isNewest = document.body.dataset.state === "Live"
+  const isNewest = player.isLive && isPlaying()
   const link = isNewest ? location.pathname + location.search : `#step=${state.step}`
   if (location.hash || !isNewest) history.replaceState(null, "", link)
 }

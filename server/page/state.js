@@ -168,7 +168,8 @@ function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
   tape = { lines, at: -1, noted: -1, shown: 32, name: "", title: {} }
   Object.assign(tape, { hues: new Map(), seen: new Map() })
-  Object.assign(player, { isPaused: false, isLive, until: null, speed: isLive ? Infinity : 10 })
+  const speed = isLive ? Infinity : 10
+  Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
   forgetDrawing()
 }
@@ -201,25 +202,37 @@ function moveOn() {
 
 const stepPlace = step =>
   tape.lines.findLastIndex(line => line.event === "step" && line.step === step)
+const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 
 // ---- The player ----
 
 // While player.until is set, by a demo, the tape plays at 10 steps a second and stops behind the
 // line for which until(line, its events) is true. To seek is to leave it.
-const player = { isPaused: false, isLive: true, speed: Infinity, until: null, owed: 0, before: 0 }
+// Since the place player.from only this page's requests have run; Infinity: others have, too. At
+// player.speed Infinity one's own prompt plays slowly enough to be seen, all else as it happens.
+const player = { owed: 0, before: 0 } // and what begin adds
 
 const isPlaying = () => Boolean(player.until) || !player.isPaused
+const isSlow = () => player.until || (player.speed === Infinity && player.from < Infinity)
+
+function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a longer one 3
+  if (player.until) return 10
+  return isSlow() ? Math.max(30, stepsAfter(player.from) / 3) : player.speed
+}
 
 function frame(now) {
   requestAnimationFrame(frame) // whatever goes wrong below
   const seconds = Math.min(0.1, (now - player.before) / 1000)
   const behind = tape.lines.length - 1 - tape.at
-  const speed = player.until ? 10 : player.speed
+  const speed = pace()
   player.before = now
   // lines come in batches: at most a sixth of what is missing, so that they flow
   player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6))
   for (let i = 1; i <= player.owed && isPlaying(); i++) playOn()
   if (!player.isLive && !behind) player.isPaused = true
+  // lines come in batches: to be up to half a second late is to be live
+  player.isBehind = behind > (player.isBehind ? 0 : Math.min(speed, 100) / 2)
+  if (!behind && state.num_blocks && !state.requests.size) player.from = tape.at
   draw(now)
 }
 
@@ -236,6 +249,7 @@ function seek(place, isPaused = true) {
   if (!tape.lines.length) return
   leaveStage()
   showEffects(moveTo(place))
+  if (!isPaused) player.from = tape.at
   player.isPaused = isPaused
   player.until = null
   state.touched = null
@@ -256,6 +270,7 @@ function togglePause() { // at its end a record starts over
 function goLive() {
   player.speed = Infinity
   seek(Infinity, false)
+  player.from = Infinity
 }
 
 async function replay(text, name, link = "") {
@@ -298,7 +313,7 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 
 // ---- The server ----
 
-// is: Loading, Key wanted, Live, Restarting or Offline
+// is: Loading, Key wanted, Live, Restarting, Refused or Offline
 const server = { model: "", hasChat: true, is: "Loading" }
 let key = ""
 let asking // a promise of another key
@@ -364,11 +379,18 @@ async function listen() {
   while (!signal.aborted) {
     const error = await hear(signal).catch(thrown => thrown)
     if (signal.aborted) return
-    const isLoading = error?.status === 503
-    notify(isLoading ? "Loading the model.." : "The server does not answer. Trying again..")
-    tellServer({ is: isLoading ? "Loading" : "Offline" })
+    const { status, message } = error ?? {}
+    if (status === 503) notify("Loading the model..")
+    else notify(status ? message : "The server does not answer. Trying again..")
+    tellServer({ is: { 503: "Loading", undefined: "Offline" }[status] ?? "Refused" })
     await new Promise(resolve => setTimeout(resolve, 2000))
   }
+}
+
+// A browser has six connections to a host, for all its tabs: one that is not seen needs none.
+function listenInSight() {
+  listening.abort()
+  if (player.isLive && !document.hidden) listen()
 }
 
 async function hear(signal) { // until the server ends
@@ -395,10 +417,12 @@ function takeIn(lines) {
   })
   tape.lines.push(...news)
   if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
+  const runs = news.flatMap(line => line.new ?? [])
+  if (!player.until && !runs.every(({ name }) => calls.has(name))) player.from = Infinity
   if (tape.lines.length > MOST && !player.isPaused) {
     const last = tape.lines.findLastIndex(line => line.event === "snapshot")
     begin(tape.lines.slice(last), true)
     tape.seen = seen
   }
-  if (news.length > 50 && !player.until && !player.isPaused) moveTo(Infinity) // history
+  if (news.length > 50 && !isSlow() && !player.isPaused) moveTo(Infinity) // history
 }

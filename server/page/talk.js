@@ -274,7 +274,7 @@ async function demonstrate(many, kind, times, say, begin) {
     stage(text)
   }
   leaveTour()
-  if (!state.num_blocks) return
+  if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
@@ -385,7 +385,7 @@ function leaveTour() { // all is as it was; the server sends what came since
   leaveStage()
   restore(tour.home)
   forgetDrawing()
-  if (player.isLive) listen()
+  listenInSight()
 }
 
 // ---- What buttons, keys and files do ----
@@ -423,7 +423,8 @@ function onKey(event) {
 }
 
 function isUsed(key, target) { // by the browser
-  return target.closest(`input, textarea, select${key === " " ? ", button, summary" : ""}`)
+  return target.closest(`textarea, select, input:not([type=range], [type=checkbox])
+    ${key === " " ? ", button, summary, [type=checkbox]" : ""}`)
 }
 
 function start() {
@@ -434,6 +435,8 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
+  // there the browser says what is wrong
+  $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = event => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()
@@ -441,6 +444,7 @@ function start() {
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()
+  document.onvisibilitychange = listenInSight
   $("file").onchange = () => {
     const [file] = $("file").files
     if (file) replay(file.text(), file.name)
@@ -449,7 +453,7 @@ function start() {
   startTimeline()
   requestAnimationFrame(frame)
   if ($("record")) replay($("record").textContent, "the record in this page", location.hash)
-  else listen()
+  else listenInSight()
 }
 
 document.addEventListener("DOMContentLoaded", start)

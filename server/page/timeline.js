@@ -80,15 +80,19 @@ const unitAt = x => chart.left + (x - LEFT) / chart.scale
 const columnAt = x => chart.columns.findLastIndex(({ start }) => start <= unitAt(x))
 const columnOf = place => chart.columns.findLastIndex(one => one.place <= place)
 
-function rate(now) { // tokens a second, in the last one before the place that is shown
+// Tokens a second, in the last one before the place that is shown; while a step takes longer, since
+// the last that brought tokens has begun.
+function rate(now) {
   const isNow = player.isLive && tape.at === tape.lines.length - 1
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
-  const recent = chart.columns.filter(one =>
-    one.place <= tape.at && one.engine === state.engine && one.time > time - 1)
+  const past = chart.columns.filter(one => one.place <= tape.at && one.engine === state.engine)
+  const last = past.findLast(({ sampled }) => sampled)
+  const since = state.requests.size ? last?.time : Infinity
+  const recent = past.filter(one => one.time > time - 1 || one.time >= since)
   if (!recent.length) return 0
   const first = recent[0].time - (recent[0].ms || 0) / 1000
   const sum = recent.reduce((total, { sampled }) => total + sampled, 0)
-  return Math.round(sum / clamp(time - first, 0.02, 1))
+  return Math.round(sum / Math.max(0.02, time - first))
 }
 
 function wordsOfColumn(i) {
@@ -188,11 +192,11 @@ function drawFlags(row) { // above the ticks; what they stand for is said on hov
 
 function drawRuler(seen) { // step numbers and ms
   const { ctx } = paper
-  const start = chart.columns[0].time
   let limit = LEFT - 1 // to the right of it is room for words
   for (const column of seen) {
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
+    const { time: start } = chart.columns.find(({ engine }) => engine === column.engine)
     const ms = `${english(Math.round(1000 * (column.time - start)))} ms`
     const middle = x + 12 + ctx.measureText(column.step).width
     limit = Math.max(x + 110, middle + ctx.measureText(ms).width + 8)

@@ -308,7 +308,8 @@ def test_buttons_and_keys_move_through_a_record(open_record):
     page.focus("#speed")
     press(page, "tape.at", ("ArrowRight", 5))
     page.focus("#place")
-    press(page, "tape.at", ("Home", 0))
+    press(page, "tape.at", ("Home", 0), ("ArrowRight", 1))
+    press(page, "player.isPaused", (" ", False))  # was dead, after a box was ticked all keys were
 
 
 def test_pause_pauses_where_it_is_and_live_follows(open_page):
@@ -331,6 +332,52 @@ def test_pause_pauses_where_it_is_and_live_follows(open_page):
     assert page(place) == [29, False]
     say(page, LINES[30:32])
     wait_for(page, "tape.at === 31 && $('pill').textContent === 'Live'")
+
+
+# From now on the test makes the frames, 60 a second: `play` returns what the pill says in each.
+# `ask` is a request of so many steps, which the engine has done at once.
+DRIVEN = """(snapshot) => {
+    let [now, r] = [1e9, 0];
+    requestAnimationFrame = () => 0;
+    window.play = (count) => Array.from({ length: count }, () => {
+        frame((now += 1000 / 60));
+        return $("pill").textContent;
+    });
+    window.ask = (name, steps) => {
+        const step = { event: "step", decodes: [++r], time: now + r };
+        const first = { ...step, new: [{ r, name, prompt: 1, max_tokens: steps }] };
+        const lines = Array.from({ length: steps }, (_, i) => ({ ...(i ? step : first), step: i }));
+        takeIn([...lines, { event: "step", ended: [[r, "length", steps]] }].map((line, i) =>
+            ({ ...line, time: r + i / 1e4 })));
+    };
+    calls.set("own", []);
+    takeIn([snapshot]);
+    play(50);
+}"""
+
+
+def test_ones_own_prompt_can_be_watched(open_page):
+    """
+    For a quarter of a second its blocks were seen, and the pill said "Live" 36 steps behind. What
+    others do is shown as it happens, and one's own at a click.
+    """
+    page = live_page(open_page)
+    page(DRIVEN, LINES[0])
+    for steps in 64, 512:
+        pills = page(f"ask('own', {steps}), play(200)")
+        shown = [pill for pill in pills if re.fullmatch(rf"Playing step \d+ of {steps}", pill)]
+        assert 1.5 < len(shown) / 60 < 3.2
+        assert len({*shown}) > 10
+        assert pills[-1] == page("ask('other', 64), play(30)")[-1] == "Live"
+    page("ask('own', 64), play(20)")
+    assert page.inner_text("#live") == "As it happens"
+    page.click("#live")
+    assert page("[play(10).at(-1), tape.lines.length - tape.at]") == ["Live", 1]
+    page.select_option("#speed", "2")
+    page.focus("#place")
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    assert page("play(1)") == [f"Behind by {64 + 512 + 3 * 64} steps"]
 
 
 def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
@@ -444,16 +491,22 @@ def test_cells_have_the_colours_of_what_they_are(open_record):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_numbers_in_cells_can_be_read(open_record, scheme):
-    """On each of the twelve hues, as axe judges texts; and at the rows' heads."""
+    """
+    On each of the twelve hues, as axe judges texts; at the rows' heads; and on a disabled button,
+    which it passes over: Send had a contrast of 1.0.
+    """
     page = open_record(color_scheme=scheme)
     show(page, 0)
     page("void choose(0)")
     page(
         """(() => {
             const fills = palette.map(({ fill }) => [theme.ink, fill]);
-            const others = palette.flatMap(({ pale, cached }) => [pale, cached])
+            const pales = palette.flatMap(({ pale, cached }) => [pale, cached])
                 .map((shade) => [theme.ink, shade]);
-            for (const [color, background] of [...fills, ...others, [theme.quiet, theme.paper]]) {
+            $("send").disabled = true;
+            const { color, backgroundColor } = getComputedStyle($("send"));
+            const others = [[theme.quiet, theme.paper], [color, backgroundColor]];
+            for (const [color, background] of [...others, ...fills, ...pales]) {
                 const number = make("p", {}, "12");
                 Object.assign(number.style, { color, background });
                 $("about").append(number);
@@ -837,10 +890,12 @@ def test_tokens_a_second_are_by_the_clock(open_page):
     wait_for(page, "$('rate').textContent === '0'")
     page("tellServer({ is: 'Offline' })")
     wait_for(page, "$('rate').textContent === '–'")
-    page = live_page(open_page)  # a step of two seconds, of which one is counted
-    say(page, [line | {"time": 2.0 * i} for i, line in enumerate(LINES[:35])])
-    wait_for(page, "tape.at === 34")
-    assert page("rate(view.since)") == LINES[34]["sampled"]
+    page = live_page(open_page)  # of steps that take four seconds it said 0 for three
+    lines = [line | {"time": 4.0 * i, "sampled": 20 * (i > 1)} for i, line in enumerate(LINES[:9])]
+    for count, shown in (2, "–"), (7, "5"):
+        say(page, lines[:count])
+        wait_for(page, f"tape.at === {count - 1} && $('rate').textContent === '{shown}'")
+    assert page("rate(view.since + 4000)") == 3
 
 
 # Controls in sight that are cut off by the window, or too low for a finger or a pointer; what the
@@ -936,7 +991,7 @@ def test_a_normal_start_has_no_red_line(open_page):
             route.abort()
 
     page = open_page(wait="document.title")
-    page.expected = "404|503|ERR_FAILED"
+    page.expected = "404|429|503|ERR_FAILED"
     page.route(CALLS, answer)
     page("listening.abort(); void listen()")
     wait_for(page, "$('notice').textContent === 'Loading the model..'")
@@ -945,6 +1000,10 @@ def test_a_normal_start_has_no_red_line(open_page):
     answers |= {"v1/models": MODELS, "events": events(20)}
     wait_for(page, "tape.lines.length === 20")
     assert page("server.model") == "out/stdlib"
+    # the 17th listener read "Offline", while Send worked
+    answers["events"] = 429, '{"error": {"message": "16 clients listen"}}'
+    wait_for(page, "$('notice').textContent === '16 clients listen'")
+    wait_for(page, "$('pill').textContent === 'Refused'")
     answers["v1/models"] = 0, ""
     wait_for(page, "$('notice').textContent === 'The server does not answer. Trying again..'")
     wait_for(page, "$('pill').textContent === 'Offline' && $('rate').textContent === '–'")
@@ -966,7 +1025,7 @@ def engines(*numbers: int) -> list[dict]:
 def test_a_restarted_engine_has_rows_of_its_own(open_page):
     page = live_page(open_page)
     lines = engines(1, 2)
-    say(page, lines[:25])
+    say(page, [line | {"time": 1 + line["time"]} for line in lines[:25]])
     wait_for(page, "tape.at === 24")
     rows = page("chart.rows.size")
     say(page, [lines[25]])
@@ -985,6 +1044,12 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     one, other = (page(f"seek({place}), {read}") for place in (20, 46))
     assert one == other
     assert one[-1] > 0
+    # times of the ruler were those of the new engine less the start of the old one
+    texts = page(
+        """(() => { const texts = []; write = (ctx, colour, text) => texts.push(`${text}`);
+            fitAll(); drawRuler(chart.columns); return texts; })()"""
+    )
+    assert not [text for text in texts if text.startswith("-")]
 
 
 def test_what_the_tape_has_is_not_taken_again(open_page):
@@ -1041,6 +1106,24 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
 
 
 @pytest.mark.slow
+def test_six_hidden_tabs(open_page, server):
+    """A browser has six connections to a host: Send hung for ever. What is seen again goes on."""
+    hide = """(isHidden) => {
+        Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange")); }"""
+    for _ in range(6):
+        hidden = open_page(server.url)
+        hidden(hide, True)
+    page = open_page(server.url)
+    send(page, "x")
+    wait_for(page, IS_PLAYED)
+    count = page("tape.lines.length")
+    assert hidden("tape.lines.length") < count
+    hidden(hide, False)
+    wait_for(hidden, f"tape.lines.length === {count}")
+
+
+@pytest.mark.slow
 def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
     """At once, over what is frozen; the next engine has rows of its own."""
     with Process(checkpoint, "--kv-blocks", "24") as server:
@@ -1051,8 +1134,8 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
         wait_for(page, "state.decodes?.length")
         page(
             """() => { window.pills = [];
-                new MutationObserver(() => pills.push($("pill").textContent))
-                    .observe($("pill"), { childList: true }); }"""
+                new MutationObserver(() => pills.push($("state").textContent))
+                    .observe($("state"), { childList: true }); }"""
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "$('pill').textContent === 'Live' && chart.restarts.length === 1")

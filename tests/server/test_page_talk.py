@@ -244,6 +244,8 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
         assert not tip.is_visible()
         live.focus("#probabilities")
         live.keyboard.press("Space")
+        live.keyboard.press("f")  # was dead, as all keys of the player after a box
+        assert not live("chart.follows")
 
 
 def test_blanks_can_be_told_apart(live):
@@ -328,6 +330,15 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     wait_for(live, IS_OVER)
     assert "maximum context length" in live.inner_text("#answers .error")
     assert prompt(live) == "too much"
+
+
+def test_an_invalid_setting_is_said_where_one_looks(live):
+    """Settings were folded, and nothing happened."""
+    set_knob(live, "top_k", "1.5")
+    live.click("#settings summary")
+    live.click("#send")
+    wait_for(live, "$('settings').open && document.activeElement.name === 'top_k'")
+    assert live("calls.size") == 0
 
 
 @pytest.mark.slow
