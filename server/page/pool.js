@@ -156,7 +156,7 @@ const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 // From edge to edge, so that it covers no number; the later, the more bent.
 function arrow(blocks, turn = 0) {
   const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
-  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + 40 + 36 * turn} ${u} ${v}`
+  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + 24 + 64 * turn} ${u} ${v}`
 }
 
 function showEffects(events) { // page.css has how each looks, and how it ends
@@ -175,7 +175,7 @@ function showEffects(events) { // page.css has how each looks, and how it ends
 
 function drawOver() {
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  const moment = litRequests() === staged && staged.length ? happened : []
+  const moment = isLit(happened[0]?.r) ? happened : [] // blocks that were given back, too
   const tables = litRequests().map(tableOf)
   const blocks = new Set([...tables, ...moment.map(event => event.blocks)].flat())
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
