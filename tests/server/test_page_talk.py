@@ -202,7 +202,7 @@ def test_a_block_has_its_text(live, open_page, server):
     wanted = [f"{i} → {table[i]} {live('visible', text)}" for i, text in enumerate(texts)]
     assert live.locator(".entry").all_text_contents() == wanted
     live.click("#close")
-    live.hover(".token >> nth=3")
+    live.dispatch_event(".token >> nth=3", "pointerenter")  # a byte may have no width
     assert live("pointed") == table[1]
     x, y, *_ = live(f"cellOf({table[1]})")
     live.hover("#pool", position={"x": x + 9, "y": y + 9})
