@@ -23,19 +23,20 @@ const hasNumber = line => line.event === "step" && line.step !== undefined
 
 function load(line) { // all that is, as a snapshot says
   const { num_blocks, engine } = line
-  if (engine !== state.engine) state.hues = new Uint8Array(num_blocks)
-  line.hues ??= state.hues.slice() // what cached blocks have kept, for whoever comes back here
+  if (engine !== state.engine) state.last = []
+  line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
     totals: { ...line.totals },
     requests: new Map(),
     committed: new Set(line.committed),
     idle: new Set(line.idle), // in the order in which they are evicted
-    hues: line.hues.slice(), // of each block's last owner, from 1 on
+    last: line.last.slice(), // each block's last owner: [request, logical block]
     // who holds a block: [request, logical block]; the last is no block, see isGivenBack
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
+  state.idle.forEach(show)
   line.requests.forEach(addRequest)
 }
 
@@ -65,9 +66,10 @@ function setTable(q, from, blocks) {
   if (blocks.length && q.hue === undefined) giveHue(q)
   blocks.forEach((block, i) => {
     if (isGivenBack(q, from + i)) return
-    owners[block].push([q, from + i])
-    state.hues[block] = q.hue + 1
+    state.last[block] = [q, from + i]
+    owners[block].push(state.last[block])
     state.idle.delete(block)
+    show(block)
   })
   touch([...left, ...blocks])
 }
@@ -75,6 +77,11 @@ function setTable(q, from, blocks) {
 // A window has left this block: the first one stands in its place, in older records num_blocks.
 const isGivenBack = ({ table }, i) =>
   table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
+
+// The pool is shown up to the highest block that was ever held or cached, or a little beyond.
+function show(block) {
+  for (; block >= tape.shown; tape.shown *= 2) grid = null
+}
 
 function touch(blocks) {
   for (const block of blocks) state.touched?.add(block)
@@ -158,12 +165,20 @@ function applyStep(line) {
 const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
-  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [] }
-  tape = { lines, at: -1, noted: -1, hues: new Map(), seen: new Map(), name: "", title: {} }
+  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
+  tape = { lines, at: -1, noted: -1, shown: 32, name: "", title: {} }
+  Object.assign(tape, { hues: new Map(), seen: new Map() })
   const speed = isLive ? Infinity : 10
   Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
   forgetDrawing()
+}
+
+const present = () => ({ state, tape, chart, player: { ...player } })
+
+function restore(past) {
+  ;({ state, tape, chart } = past)
+  Object.assign(player, past.player)
 }
 
 function moveTo(place) {
@@ -171,8 +186,9 @@ function moveTo(place) {
   place = clamp(place, 0, lines.length - 1)
   const isStart = ({ event }, i) => i <= place && event === "snapshot"
   if (place < at) tape.at = lines.findLastIndex(isStart) - 1
-  while (tape.at < place) moveOn()
-  if (Math.abs(place - at) > 20) $("effects").replaceChildren() // nothing has just happened
+  let events = []
+  while (tape.at < place) events = moveOn()
+  return events
 }
 
 function moveOn() {
@@ -181,7 +197,6 @@ function moveOn() {
   const events = apply(line)
   if (tape.at > tape.noted) note(line, events)
   tape.noted = Math.max(tape.noted, tape.at)
-  showEffects(events)
   return events
 }
 
@@ -223,6 +238,7 @@ function frame(now) {
 
 function playOn() {
   const events = moveOn()
+  showEffects(events)
   if (!player.until?.(tape.lines[tape.at], events)) return
   player.until = null
   player.isPaused = true
@@ -231,12 +247,8 @@ function playOn() {
 
 function seek(place, isPaused = true) {
   if (!tape.lines.length) return
-  if (player.until || !isPaused) { // what is said and lit is of a pause
-    setText("moment", "")
-    light()
-  }
-  $("effects").replaceChildren() // a demo's arrow stays until now
-  moveTo(place)
+  leaveStage()
+  showEffects(moveTo(place))
   if (!isPaused) player.from = tape.at
   player.isPaused = isPaused
   player.until = null

@@ -26,12 +26,23 @@ function markAnswers() {
     number.textContent = q.r
     element.classList.add("runs")
     colour(element, q.r)
+    nameTokens(ownOf(q).prompt)
   }
 }
 
 function lightAnswers() {
   for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", r >= 0 && r === lit)
+    element.classList.toggle("lit", isLit(r))
+  }
+}
+
+// Whether a block has the K, V of this token of an answer.
+const isIn = ({ answer, i }, block) => usersOf(block).some(([q, logical]) =>
+  ownOf(q) === answer && logical === Math.floor((q.prompt + i) / state.block_size))
+
+function markTokens(block) { // that are in it
+  for (const token of document.querySelectorAll(".token")) {
+    token.classList.toggle("here", isIn(token, block))
   }
 }
 
@@ -64,14 +75,17 @@ function visible(text) {
 
 function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
-  const token = make("span", { className: "token", scores }, text)
+  const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
   token.tabIndex = tabIndexOfTokens()
   token.onpointerenter = token.onfocus = () => tellToken(token)
-  token.onpointerleave = token.onblur = () => tip([])
+  token.onpointerleave = token.onblur = () => {
+    mark()
+    tip([])
+  }
 }
 
 // With probabilities Tab goes from token to token, and each says what else was likely.
@@ -87,6 +101,7 @@ function wordsOfToken({ name, others }) {
 }
 
 function tellToken(token) {
+  mark(state.owners.findIndex((_, block) => isIn(token, block)))
   const { left, bottom } = token.getBoundingClientRect()
   if (token.tabIndex === 0) tip(wordsOfToken(token.scores), left, bottom)
 }
@@ -129,13 +144,13 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-// Ask for the texts of the tokens of a request's prompt, if it is this page's.
-async function nameTokens(r) {
-  const { prompt } = ownOf(state.requests.get(r) ?? {}) ?? {}
-  if (!prompt || prompt.names) return
+async function nameTokens(prompt) { // for their blocks; once
+  if (prompt.names || prompt.isAsked) return
+  prompt.isAsked = true
   const { messages, text } = prompt
   const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
   prompt.names = named.token_strs
+  state.touched = null // all is drawn again, with texts
 }
 
 let conversation = [] // messages of the chat so far
@@ -250,21 +265,20 @@ async function demonstrate(many, kind, times, say, begin) {
       if (many <= 0) finish("All have ended without it: try it on an idle server.")
       return false
     }
-    setText("moment", `${say(first)} Paused: press ▶ to go on.`)
-    light(first.r)
+    stage(`${say(first)} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
     return true
   }
   const finish = text => {
     if (player.until !== until) return
     player.until = null
-    setText("moment", text)
+    stage(text)
   }
   leaveTour()
   if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
-  setText("moment", "At ten steps a second, until it happens ..")
+  stage("At ten steps a second, until it happens ..")
   try {
     const { tokens, token_strs } = await tokenize({ prompt: OPENING })
     const opening = tokens.map((id, i) => [id, token_strs[i]])
@@ -345,7 +359,7 @@ const tour = { at: -1 }
 function startTour() {
   const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
   leaveTour()
-  Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } })
+  Object.assign(tour, { captions, home: present() })
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false
@@ -359,7 +373,7 @@ function showCaption(at) {
   tour.at = Math.max(0, at)
   const [step, r, text] = tour.captions[tour.at]
   seek(stepPlace(step))
-  light(r)
+  stage("", [r])
   setText("caption", text)
   setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
@@ -368,9 +382,8 @@ function leaveTour() { // all is as it was; the server sends what came since
   if (tour.at < 0) return
   tour.at = -1
   $("tour").hidden = true
-  light()
-  ;({ state, tape, chart } = tour.home)
-  Object.assign(player, tour.home.player)
+  leaveStage()
+  restore(tour.home)
   forgetDrawing()
   listenInSight()
 }

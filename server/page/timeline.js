@@ -127,11 +127,11 @@ function drawTimeline() {
   const bottom = height - 8 // of the rows
   const all = [...rows.values()].filter(row => row.first <= last && row.last >= first)
   const isDense = all.length > MOST_ROWS
-  chart.shown = isDense ? all.filter(({ r }) => r === lit) : all
+  chart.shown = isDense ? all.filter(({ r }) => isLit(r)) : all
   chart.rowHeight = isDense ? 20 : Math.min(26, (bottom - RULER) / all.length)
   chart.shown.forEach((row, i) => {
     row.y = RULER + i * chart.rowHeight
-    row.alpha = [undefined, row.r].includes(lit) ? 1 : 0.22
+    row.alpha = isLit(row.r) || !litRequests().length ? 1 : 0.22
   })
   for (const column of seen) {
     if (isDense) drawCounts(column, bottom, (bottom - RULER - 24) / all.length)

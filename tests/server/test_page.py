@@ -218,7 +218,7 @@ STATE = """(() => {
     const committed = [...state.committed].sort((one, other) => one - other);
     // what a block shows: the hues of those that hold it, or of who did last
     const huesOf = (owners, block) =>
-        owners.length ? owners.map(([q]) => q.hue).sort() : state.hues[block];
+        owners.length ? owners.map(([q]) => q.hue).sort() : state.last[block]?.[0].hue;
     const holders = state.owners.slice(0, -1).map((owners) => owners.length);
     return { requests, holders, committed, idle: [...state.idle], totals: { ...state.totals },
         step: state.step, hues: state.owners.map(huesOf) };
@@ -500,7 +500,8 @@ def test_numbers_in_cells_can_be_read(open_record, scheme):
     page(
         """(() => {
             const fills = palette.map(({ fill }) => [theme.ink, fill]);
-            const pales = palette.map(({ pale }) => [theme.ink, pale]);
+            const pales = palette.flatMap(({ pale, cached }) => [pale, cached])
+                .map((shade) => [theme.ink, shade]);
             $("send").disabled = true;
             const { color, backgroundColor } = getComputedStyle($("send"));
             const others = [[theme.quiet, theme.paper], [color, backgroundColor]];
@@ -655,13 +656,28 @@ def test_what_is_said(open_record):
     assert not page.is_visible("#drawer")
 
 
+@pytest.mark.parametrize("size", [(1280, 720), (390, 844)], ids=str)
+def test_the_pool_is_shown_as_far_as_it_was_ever_used(open_page, size):
+    """Of the default server's, a first prompt's cells are large; the others are a strip."""
+    page = live_page(lambda **more: open_page(size=size, **more))
+    page("$('tab-pool').checked = true")
+    told = []
+    for i, block in enumerate([4, 40, 4, 1100]):
+        say(page, [LINES[0] | {"num_blocks": 1536, "time": i + 1, "idle": [block]}])
+        wait_for(page, f"view.at === {i}")
+        assert i or page("grid.h >= 28 && grid.w >= 50")
+        told.append(page("[grid.shown, $('strip').textContent]"))
+    some, more = [32, "32 to 1,535: free"], [64, "64 to 1,535: free"]
+    assert told == [some, more, more, [1536, ""]]
+
+
 def test_a_cell_is_what_is_pointed_at(open_record):
     """The last one too; behind it, and left and right of all cells, there is none."""
     page = open_record()
     show(page, 1)
     for point, block in (
         ("cellOf(11)", 11),
-        ("[cellOf(11)[0] + grid.w, grid.h]", None),
+        ("cellOf(12)", None),
         ("[GUTTER - 1, 1]", None),
         ("[GUTTER + grid.w * grid.columns, 1]", None),
     ):
@@ -697,21 +713,33 @@ HAPPENS = [
 ]
 
 
+# Of each effect that is seen in such a state of the page: kind, shape, hue, what moves it.
+EFFECTS = """name => { document.body.dataset.state = name;
+    return [...$("effects").children].map((path) => [path, getComputedStyle(path)])
+        .filter(([, { visibility }]) => visibility === "visible")
+        .map(([path, { animationName }]) => [path.className.baseVal, path.getAttribute("d"),
+            path.style.getPropertyValue("--hue"), animationName]); }"""
+
+
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
-def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
+def test_what_happens_is_seen(open_record, motion):
     """
-    A hit, a copy, an eviction, a preemption: over its blocks, for a moment; and by flags in rows.
+    A hit, copies, an eviction, a preemption: over its blocks, as long as it is paused; while it
+    plays for a moment, unless motion is reduced; and by flags in rows.
     """
     page = open_record(reduced_motion=motion)
+    moves = motion == "no-preference"
     for kind, place, blocks, hue in HAPPENS:
         show(page, place - 1)
-        effects = page(
-            """($("effects").replaceChildren(), $("forth").click(),
-                [...$("effects").children].map((path) => [path.className.baseVal,
-                    path.getAttribute("d"), path.style.getPropertyValue("--hue")]))"""
-        )
-        shape = f"M{page('pointsOf', blocks)}" if kind == "copied" else page("boxesOf", blocks)
-        assert ([kind, shape, hue] in effects) == (motion == "no-preference"), (kind, effects)
+        page.click("#forth")
+        shape = page("arrow" if kind == "copied" else "boxesOf", blocks)
+        played = [kind, shape, hue, "fade"]
+        stays = [kind, shape, hue, "appear" if moves else "none"]
+        assert (played in page(EFFECTS, "Live")) == moves
+        if kind != "evicted":
+            assert stays in page(EFFECTS, "Paused")
+    page("Object.assign(player, { isPaused: false, speed: 0 }); view.told = 0")
+    wait_for(page, "document.body.dataset.state !== 'Paused'")
     page("document.getAnimations().forEach((one) => (one.playbackRate = 20))")
     wait_for(page, "!$('effects').children.length")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
@@ -820,7 +848,7 @@ def test_the_words_of_the_ruler_have_room(open_record):
     )
     assert [text for text, *_ in ruler[:2]] == ["10000000", "0 ms"]
     assert all(end < start for (*_, end), (_, start, _) in pairwise(ruler))
-    assert pool == "0 8 2 2 2 2 2 ×3 ×3"
+    assert pool == "0 4 8 2 2 2 2 2 ×3 ×3"
 
 
 def test_a_demo_plays_at_ten_steps_a_second(open_record):
