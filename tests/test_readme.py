@@ -55,7 +55,7 @@ def names_defined(file: Path) -> set[str]:
     return names
 
 
-WALKS = {"The way of a token": 16, "The way of a KV block": 10, "The way of a hang-up": 4}
+WALKS = {"The way of a token": 21, "The way of a KV block": 10, "The way of a hang-up": 4}
 
 
 @pytest.mark.parametrize("title", [*WALKS, "The operators, by machine"])
@@ -81,7 +81,7 @@ def test_names_of_the_post_are_there():
     names = set().union(*map(names_defined, FILES.values()))
     names |= {name.partition(".")[2] for name in names}
     assert len(named) > 15
-    assert named <= names | {"slot_mapping", "params", "model.py"}
+    assert named <= names | {"slot_mapping", "params", "model.py", "interleaved.py"}
 
 
 COMMANDS = sorted(set(re.findall(r"python ([\w/]+\.py)([^`\n#>]*)", BOTH)))
@@ -140,8 +140,97 @@ def test_links_pictures_and_targets_lead_somewhere():
 
 
 def test_the_readme_is_for_reading():
-    assert len(README.splitlines()) <= 350
-    assert len(BOTH.split()) <= 8000
+    assert len(README.splitlines()) <= 380
+    assert len(BOTH.split()) <= 8500
+
+
+# all but tests, benchmarks and pictures
+CODE = "!(bench|test_paged).py {data/*,engine,examples,ops,server,training}/*.py ops/cpu.c"
+
+
+def shell(command: str) -> str:
+    command = f"shopt -s extglob\n{command}"
+    return subprocess.check_output(["bash", "-c", command], text=True, cwd=ROOT)
+
+
+def test_sizes_are_said_within_five_percent():
+    """Of the code, of the files that Learn names, of paged.py."""
+    told = re.search(r"([\d,]+) lines of.*\s.* are ([\d,]+), `paged.py` ([\d,]+);", README)
+    reading = README.partition("read, serving first:\n")[2].partition("[The way")[0]
+    named = {*re.findall(r"`([\w/]+\.(?:py|c))`", reading)} - {"test_paged.py"}
+    sizes = [int(shell(f"cat {x} | wc -l")) for x in (CODE, " ".join(named), "paged.py")]
+    assert [int(x.replace(",", "")) for x in told.groups()] == pytest.approx(sizes, 0.05)
+
+
+# What runs with the files of each row: the post, its loop, the engine with the operators that are
+# there, HTTP.
+POST = "import runpy; runpy.run_path('examples/post.py', run_name='__main__')"
+LOOP = """
+from interleaved import interleaved_generate
+from model import GPT, GPTConfig
+from paged import Request
+
+model = GPT(GPTConfig(64, 64, n_layer=1, n_head=2, n_embd=32)).eval()
+request = Request(0, [1, 2, 3], 4)
+assert interleaved_generate(model, [request]).is_done() and request.num_generated == 4
+"""
+ENGINE = """
+import os
+import sys
+from pathlib import Path
+
+files = {"cpu": "ops/cpu.c", "triton": "ops/fused.py", "torch": "ops/choice.py"}
+attention = next(name for name, file in files.items() if Path(file).exists())
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["TRITON_INTERPRET"] = str(int(attention == "triton"))
+from engine.engine import Engine
+from model import GPT, GPTConfig
+from params import SamplingParams, Settings
+
+model = GPT(GPTConfig(64, 64, n_layer=1, n_head=2, n_embd=32)).eval()
+engine = Engine(model, Settings(attention=attention, num_blocks=8, max_num_seqs=2))
+(answer,) = engine.generate([[1, 2, 3]], SamplingParams(max_tokens=4))
+assert len(answer) == 4
+loaded = {getattr(module, "__file__", None) for module in [*sys.modules.values()]}
+unused = {str(path) for path in Path().resolve().rglob("*.py")} - loaded
+assert not unused, unused
+"""
+HTTP = """
+import json
+import os
+import re
+import subprocess
+import sys
+from urllib.request import Request, urlopen
+
+os.environ |= {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+command = [sys.executable, "serve.py", "--attention", "torch", "--port", "0"]
+server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+try:
+    url = next(found[0] for line in server.stdout if (found := re.search(r"http://\\S+", line)))
+    body = json.dumps({"prompt": "a", "max_tokens": 4}).encode()
+    call = Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+    assert json.load(urlopen(call))["usage"]["completion_tokens"] == 4
+finally:
+    server.kill()
+"""
+PROGRAMS = [POST, LOOP, ENGINE, ENGINE, ENGINE, HTTP]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(6))
+def test_the_least_that_runs(number, tmp_path):
+    """A row's files, those of a + with the engine's in torch; an engine uses all of them."""
+    table = REFERENCE.partition("| what | files | lines |\n")[2].partition("\n\n")[0]
+    rows = [row.strip("| ").replace("`", "").split(" | ") for row in table.splitlines()[1:]]
+    _, files, size = rows[number]
+    lines = shell(f"cp --parents {files} {tmp_path}; cat {files} | wc -l")
+    assert int(size.replace(",", "")) == pytest.approx(int(lines), 0.05)
+    if number > 2:
+        shell(f"cp --parents {rows[2][1]} {tmp_path}")
+    shell(f"find {tmp_path} -name stages.py | xargs -r sed -i '/: .engine[.]/d'")
+    save_random_model(tmp_path / "out/stdlib")
+    subprocess.run([sys.executable, "-c", PROGRAMS[number]], cwd=tmp_path, check=True)
 
 
 def test_the_fields_of_a_record_are_in_the_reference():
