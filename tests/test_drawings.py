@@ -38,9 +38,8 @@ def test_a_record_in_assets_is_made_by_its_command(name):
 
 
 def test_the_diagram_of_block_tables_is_made_by_its_command():
-    made = draw.draw_tables()["file"].read_text()
-    assert made == (ROOT / "assets/tables.svg").read_text()
-    assert "9 × 16 + 3 = 147" in made
+    made = draw.draw_tables()["file"]
+    assert made.read_text() == (ROOT / "assets/tables.svg").read_text()
 
 
 def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
