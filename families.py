@@ -20,7 +20,7 @@ k and v, and the halves of its MLP, as our model does:
                           nothing goes into NOTES, one with a default into the family's `defaults`;
                           a value that must be converted needs a line in `read_fields`
     model.py              for what no family has yet (Phi-3: nothing): a field of GPTConfig, off by
-                          default, used in Attention, MLP or Block; in ops/cpu.c, fused.py, linear.py
+                          default, used in Attention, MLP or Block, and in ops/cpu.c and linear.py
     tests/tiny_models.py  a row of FAMILIES, and one of WITHOUT for each difference;
                           test_families.py compares them with transformers
     tests/test_checkpoint.py   keys in OWN, files in SERVED
