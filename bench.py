@@ -81,9 +81,10 @@ from assets.workloads import (
     timed,
 )
 from checkpoint import hub_weights, load_checkpoint, load_config, save_checkpoint
-from engine.engine import Engine, flat_batch
+from engine.engine import Engine
 from engine.sizing import bytes_per_block
 from families import FAMILIES, hub_config
+from interleaved import flat_batch
 from model import GPT
 from ops.choice import choose_ops
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings

@@ -37,7 +37,6 @@ from families import (
     without_nesting,
 )
 from model import GPT, GPTConfig, RMSNorm
-from ops.packed import Packed
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -215,7 +214,7 @@ def load_checkpoint(
         layer, _, kind = name.rpartition(".")
         module = model.get_submodule(layer)
         like = ours[name]
-        if kind == "weight" and isinstance(module, Packed):
+        if kind == "weight" and hasattr(module, "fill"):
             weight = buffer[: like.numel()].view(like.shape)
         else:
             weight = torch.empty(like.shape, dtype=like.dtype, device=device)
@@ -245,7 +244,7 @@ def memory_of(device: torch.device) -> tuple[float, float]:
 
 def give(module: nn.Module, kind: str, weight: torch.Tensor):
     """The tensor itself becomes the module's, unless it packs its weights (ops/packed.py)."""
-    if kind == "weight" and isinstance(module, Packed):
+    if kind == "weight" and hasattr(module, "fill"):
         module.fill(weight.detach())
     else:
         module.load_state_dict({kind: weight}, strict=False, assign=True)

@@ -6,7 +6,25 @@ GPTConfig, what it leaves unsaid because the family's class knows it, and the na
     config = read_fields(parsed_config_json, parsed_generation_config_json)
     saved = hub_config(config)                    # and back, for what train.py makes
 
-A key that would change the computation and is not understood is refused by its name.
+A key that would change the computation and is not understood is refused by its name. To add a
+family, take the nearest one and say what differs. For example Phi-3, a Mistral whose files stack q,
+k and v, and the halves of its MLP, as our model does:
+
+    here                  its weights' names where they differ, and `"phi3": PHI3` in FAMILIES
+                              PHI3_WEIGHTS = WEIGHT_NAMES | {
+                                  "h.{}.attn.c_attn": "layers.{}.self_attn.qkv_proj",
+                                  "h.{}.mlp.c_fc": "layers.{}.mlp.gate_up_proj",
+                              }
+                              PHI3 = MISTRAL._replace(weights=PHI3_WEIGHTS)
+                          It is refused for `original_max_position_embeddings`: a key that changes
+                          nothing goes into NOTES, one with a default into the family's `defaults`;
+                          a value that must be converted needs a line in `read_fields`
+    model.py              for what no family has yet (Phi-3: nothing): a field of GPTConfig, off by
+                          default, used in Attention, MLP or Block, and in ops/cpu.c and linear.py
+    tests/tiny_models.py  a row of FAMILIES, and one of WITHOUT for each difference;
+                          test_families.py compares them with transformers
+    tests/test_checkpoint.py   keys in OWN, files in SERVED
+    REFERENCE.md          a line in "Families of models"; README's table of what is included
 """
 
 import math

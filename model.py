@@ -78,11 +78,13 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`,
+    # `fused.send`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     logprobs: Callable | None = None
     pack_weights: Callable | None = None
+    send: Callable | None = None
     # see `CpuKernels.program`; None: a step is computed operator by operator
     program: Callable | None = None
     # whether the host never waits for the device and launches what the step's padded shape alone

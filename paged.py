@@ -1079,7 +1079,7 @@ class KVBlockPool:
 # Does the head change? Yes: it writes the pool, and reads it through the block tables. In the post
 # K and V are gathered before the model and written after it. Weights and arithmetic are the same.
 # What replaces assemble_fused_batch? A kernels.Batch, all new tokens on one flat axis, unpadded:
-# flat_batch in engine/engine.py makes one to be read.
+# flat_batch in interleaved.py makes one to be read.
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):

@@ -29,9 +29,10 @@ if __name__ == "__main__":
 import torch
 
 from engine.device import Device, PackedPlan
-from engine.engine import Engine, interleaved_generate
+from engine.engine import Engine
 from engine.runner import Runner
 from engine.step import Answer
+from interleaved import interleaved_generate
 from model import GPT, GPTConfig
 from ops.sampling import gumbel_noise, threshold
 from paged import BlockAllocator, Plan, Request, Scheduler, SchedulerSettings, root_key

@@ -4,6 +4,7 @@ The README's pictures, and records to look at; run by hand when one of them chan
     python assets/draw.py batching      # one by one, in static batches, continuously
     python assets/draw.py memory        # slabs against blocks: what fits
     python assets/draw.py phases        # prefill against decode: tokens per second
+    python assets/draw.py tables        # two texts, their block tables, and the pool
     python assets/draw.py record NAME   # writes a run as a record: tour or preemption
     python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts
     python assets/draw.py page FILE     # the page of serve.py with a record inside, as one file
@@ -225,6 +226,95 @@ def draw_phases() -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
+# Block tables
+
+TABLES = {"a": [7, 2, 9], "b": [7, 4]}  # both texts begin with the same 16 tokens
+LENGTHS = {"a": 36, "b": 27}  # tokens
+TOKEN = 35  # of text a: the last one
+S = 16
+DIAGRAM = """\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 372" font-family="sans-serif" \
+font-size="14">
+<style>
+svg {{ --page: #ffffff; --ink: #1f2328; --line: #8c959f; --a: #b6d7ff; --b: #ffd8a8; \
+--mark: #d1242f }}
+@media (prefers-color-scheme: dark) {{
+svg {{ --page: #0d1117; --ink: #e6edf3; --line: #7d8590; --a: #1f4f8f; --b: #7a4a12; \
+--mark: #ff7b72 }} }}
+.page {{ fill: var(--page) }} .empty {{ fill: none }} .a {{ fill: var(--a) }}
+.b {{ fill: var(--b) }} rect {{ stroke: var(--line) }} .page, .half {{ stroke: none }}
+text {{ fill: var(--ink); text-anchor: middle }} .left {{ text-anchor: start }}
+path {{ stroke: var(--ink); stroke-width: 1.5; fill: none; marker-end: url(#tip) }}
+#tip path {{ fill: var(--ink); stroke: none }} .mark {{ fill: none; stroke: var(--mark); \
+stroke-width: 3 }}
+</style>
+<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="8" markerHeight="8" \
+orient="auto"><path d="M0 0L8 4L0 8z"/></marker>
+<rect class="page" width="800" height="372"/>
+{shapes}
+</svg>
+"""
+
+
+def draw_tables() -> dict:
+    """Two texts that begin alike, their block tables, twelve blocks of 16, and a token's slot."""
+    shapes = []
+    for block in range(12):
+        x = 112 + 56 * block
+        shapes.append(box(x, 150, 56, "empty", block))
+    for name, y, direction in ("a", 44, 1), ("b", 250, -1):
+        length = LENGTHS[name]
+        shapes.append(words(14, y + 18, f"text {name}:"))
+        shapes.append(words(14, y + 36, "block table"))
+        for logical, block in enumerate(TABLES[name]):
+            x = 112 + 150 * logical
+            last = min(length, S * (logical + 1)) - 1
+            shapes.append(box(x, y, 130, name, block))
+            label = y - 8 if direction > 0 else y + 62
+            shapes.append(words(x, label, f"tokens {S * logical} to {last}"))
+            to = 140 + 56 * block
+            start, end = (y + 44, 148) if direction > 0 else (y, 196)
+            shapes.append(f'<path d="M{x + 65} {start}L{to} {end}"/>')
+            owners = [other for other in TABLES if block in TABLES[other]]
+            height = 44 / len(owners)
+            top = 150 + height * owners.index(name)
+            shapes.insert(0, rectangle(112 + 56 * block, top, 56, height, f"{name} half"))
+    shapes.append(words(14, 177, "the pool"))
+    return write("tables.svg", DIAGRAM.format(shapes="\n".join([*shapes, *slots_of_the_token()])))
+
+
+def slots_of_the_token() -> list[str]:
+    """The block of `TOKEN`, enlarged at the lower right: a cell is a slot."""
+    logical, offset = divmod(TOKEN, S)
+    block = TABLES["a"][logical]
+    slot = S * block + offset
+    shapes = [f'<path d="M{140 + 56 * block} 194L{140 + 56 * block} 266"/>']
+    for i in range(S):
+        filled = "a" if i <= offset else "empty"
+        shapes.append(rectangle(448 + 20 * i, 268, 20, 26, filled))
+    shapes.append(rectangle(448 + 20 * offset, 268, 20, 26, "mark"))
+    shapes.append(words(448, 318, f"block {block}: slots {S * block} to {S * block + S - 1}"))
+    rule = f"token {TOKEN}: logical block {logical}, offset {offset}"
+    shapes.append(words(448, 338, rule))
+    shapes.append(words(448, 358, f"its slot: {block} × {S} + {offset} = {slot}"))
+    return shapes
+
+
+def rectangle(x, y, width, height, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height:g}"/>'
+
+
+def box(x, y, width, kind: str, number: int) -> str:
+    """A cell of the pool or of a table, with a block's number."""
+    text = f'<text x="{x + width // 2}" y="{y + 27}">{number}</text>'
+    return rectangle(x, y, width, 44, kind) + text
+
+
+def words(x, y, text: str) -> str:
+    return f'<text class="left" x="{x}" y="{y}">{text}</text>'
+
+
+# --------------------------------------------------------------------------------------------------
 # Records: runs to look at, and their picture
 
 # Requests: the step in which each arrives, how many tokens of a common beginning it has, tokens of
@@ -309,6 +399,7 @@ def draw_page(file: str) -> dict:
 
 MAX_COLUMNS = 1000  # steps of a picture
 MAX_ROWS = 1024  # and blocks
+MOST_NUMBERED = 16  # requests: of more the numbers would cover the picture
 PARTS = 384  # of all blocks together: a block has a part for each of those that share it
 COUNTED = {
     "requests": "new",
@@ -321,15 +412,16 @@ COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, 
 
 def draw_replay(file: str) -> dict:
     """
-    What happened in a record, in numbers and as a picture. Colours are requests, grey is cached and
-    idle, white is free; a block that several requests hold is split. At most 1024 of the blocks and
-    1000 of the steps are drawn, evenly spaced.
+    What happened in a record, in numbers and as a picture. Colours are requests, numbered where
+    they begin, grey is cached and idle, white is free; a block that several requests hold is split.
+    At most 1024 of the blocks and 1000 of the steps are drawn, evenly spaced.
     """
     from matplotlib.colors import to_rgb
 
     record = open_record(file)
     counts = Counter()
     columns = []  # [step][block and part]
+    begins = {}  # a request's number: its first step, and its last block then
     every = 1  # of so many steps one is drawn
     for tallies, line in replay(record):
         if line["event"] != "step":
@@ -340,6 +432,9 @@ def draw_replay(file: str) -> dict:
         counts["tokens out"] += line.get("sampled", 0)
         counts["hit tokens"] += sum(hits for _, hits, _ in line.get("admitted", ()))
         counts["steps"] += "step" in line
+        for r, table in tallies.tables.items():
+            if table:
+                begins.setdefault(r, (counts["steps"], table[-1]))
         if counts["steps"] == every * (len(columns) + 1):
             columns.append([to_rgb(colour) for colour in column_of(tallies)])
         if len(columns) > MAX_COLUMNS:
@@ -351,6 +446,9 @@ def draw_replay(file: str) -> dict:
     image = list(zip(*columns, strict=True))  # [block and part][step]
     size = (0, counts["steps"], 0, tallies.num_blocks)
     axes.imshow(image, extent=size, aspect="auto", interpolation="nearest", origin="lower")
+    if len(begins) <= MOST_NUMBERED:
+        for r, (step, block) in begins.items():
+            axes.text(step, block + 0.5, r, va="center", color="w", weight="bold")
     axes.set(title="a colour is a request, grey is cached and idle", xlabel="step", ylabel="block")
     return counts | save(figure, "replay.png")
 
@@ -381,6 +479,7 @@ COMMANDS = {
     "batching": draw_batching,
     "memory": draw_memory,
     "phases": draw_phases,
+    "tables": draw_tables,
     "record": draw_record,
     "replay": draw_replay,
     "page": draw_page,

@@ -24,12 +24,10 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from engine.step import Answer
 from model import GPT
 from ops.choice import choose_ops
-from ops.fused import send
 from ops.inputs import KnownRows, StepShape, lay_out, pack, sizes, upload
-from ops.sampling import SamplingRow, SamplingRows
+from ops.sampling import SamplingRows, sampling_row
 from paged import KVBlockPool, Plan, Request
 from params import GREEDY, Settings
 
@@ -344,12 +342,12 @@ class Device:
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)
-                send(tokens, self.ring, self.turn)
+                self.ops.send(tokens, self.ring, self.turn)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
-                send(outputs[0], self.ring, self.turn)
+                self.ops.send(outputs[0], self.ring, self.turn)
             self.graphs[shape] = graph, *outputs
         self.follow_turn()
         gc.collect()
@@ -360,10 +358,3 @@ class Device:
         self.graph_statement = (
             f"{len(self.graphs)} CUDA graphs, {memory:,.0f} MiB, captured in {seconds:.1f} s"
         )
-
-
-def sampling_row(r: Request) -> SamplingRow:
-    texts = (r.prompt_tokens, r.generated_tokens)
-    if not isinstance(r, Answer):
-        return SamplingRow(r.row, GREEDY, 0, 0, *texts, frozenset())
-    return SamplingRow(r.row, r.params, r.params.seed or 0, r.index, *texts, r.stop_token_ids)

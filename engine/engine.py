@@ -7,7 +7,7 @@ Requests in, tokens out: plan -> launch -> resolve, a step at a time.
 The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) brings it to the
 `Device` (device.py), and the `Engine` ties them to requests that come and go: continuous batching.
 Whatever else can happen to a step is done by stages (step.py). The server's loop is in process.py,
-the post's at the end of this file.
+the post's in interleaved.py.
 """
 
 import random
@@ -16,23 +16,18 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
 
-import torch
 from tqdm import tqdm
 
 from common import plural
-from engine.device import Device, kv_dtype, sampling_row
+from engine.device import Device
 from engine.runner import Runner
 from engine.sizing import explain_lack_of_memory, with_pool_size, with_step_size
 from engine.stages import build_stages
 from engine.step import Answer, Output, Step, by_moment, check_prompt_logprobs
-from kernels import Batch
+from interleaved import interleaved_generate  # noqa: F401  readers of the post look for it here
 from model import GPT
-from ops.choice import TORCH
-from ops.inputs import flat_inputs, upload
-from ops.sampling import SamplingRows, sample_torch
-from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
+from paged import Scheduler
 from params import NO_TOKEN, SamplingParams, Settings
 
 MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
@@ -451,93 +446,3 @@ class Engine:
         for stage in self.stages.values():
             stats |= stage.stats()
         return stats
-
-
-# --------------------------------------------------------------------------------------------------
-# The post's loop
-
-
-def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
-    """
-    A step on one flat token axis, from lists: what `Device.compute` makes with arrays that stay on
-    the device. The logits wanted are those of `plan.sampled`, in that order.
-    """
-    _, _, _, _, S, _ = pool.kv.shape
-    inputs, last = flat_inputs(plan, S)
-    tokens, positions, slot_mapping, _ = zip(*inputs, strict=True)
-    query_lens = [n for _, n in plan.work]
-    context_lens = [r.num_filled_slots + n for r, n in plan.work]
-    M = max(len(request.block_table) for request, _ in plan.work)
-    padding = [pool.sink] * M
-    tables = [(request.block_table + padding)[:M] for request, _ in plan.work]
-    on_device = partial(torch.tensor, device=pool.kv.device)
-    int32 = partial(on_device, dtype=torch.int32)
-    batch = Batch(
-        tokens=on_device(tokens),
-        positions=on_device(positions),
-        slot_mapping=on_device(slot_mapping),
-        query_start=int32([0, *accumulate(query_lens)]),
-        context_lens=int32(context_lens),
-        block_tables=int32(tables),
-        logits_index=int32(last),
-        num_decodes=len(plan.decodes),
-        query_lens_host=query_lens,
-        context_lens_host=context_lens,
-        ops=TORCH,
-    )
-    H = model.config.n_head
-    windows = set(model.config.windows)
-    batch.prepared = {w: TORCH.prepare(batch, H, pool.kv[0], w) for w in windows}
-    return batch
-
-
-@torch.inference_mode()
-def interleaved_generate(
-    model: GPT,
-    requests: list[Request],
-    policy: str = "fcfs",
-    token_budget: int = 16,
-    max_kv_tokens: int = 256,
-) -> Scheduler:
-    """
-    Serve all requests, greedily or by their `params`, in a pool of max_kv_tokens, in plain torch;
-    the answers are in their `generated_tokens`. Returns the scheduler, for its counts. Raises
-    ValueError for a request that is longer than the context, RuntimeError for one that alone is
-    larger than the pool. `Engine.step` does the same for requests that come and go.
-    """
-    config = model.config
-    for r in requests:
-        if len(r.prompt_tokens) + r.max_new_tokens > config.context_length:
-            raise ValueError(
-                f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new "
-                f"ones do not fit into the context length of {config.context_length}: shorten one "
-                "of them"
-            )
-    settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
-    scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
-    pool = KVBlockPool(
-        scheduler.block_allocator.num_blocks,
-        scheduler.block_size,
-        config.n_layer,
-        config.n_kv_head,
-        config.head_size,
-        model.wte.weight.device,
-        kv_dtype(model),
-    )
-    sampling = SamplingRows(scheduler.max_num_seqs, config.vocab_size, pool.kv.device)
-    for request in requests:
-        scheduler.add_request(request)
-    step = 0
-    while not scheduler.is_done():
-        plan = scheduler.plan(step)
-        for request in plan.admitted:
-            sampling.fill(sampling_row(request))
-        batch = flat_batch(plan, model, pool)
-        x = model.hidden(batch, pool.kv)  # the one model call: each layer stores K, V and attends
-        logits = model.logits(x[batch.logits_index], batch.ops)  # [R, V]
-        where = [[r.row, r.num_tokens] for r in plan.sampled]  # its row, its new token's position
-        rows, positions = upload(where, logits.device).view(-1, 2).unbind(1)
-        tokens = sample_torch(logits, rows, positions, sampling)
-        scheduler.update(plan, tokens.tolist())
-        step += 1
-    return scheduler

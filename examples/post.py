@@ -4,7 +4,7 @@ allocator, requests and scheduler of paged.py. Each function ends with what repl
 
     python examples/post.py --prompt "def"    # with the model in out/stdlib, or --model DIR
 
-A step, beside the same step of `interleaved_generate` at the end of engine/engine.py:
+A step, beside the same step of `interleaved_generate` in interleaved.py:
 
     the post                                          this repo
     schedule                                          Scheduler.plan
@@ -100,7 +100,7 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
     """
     A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
     Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
-    see a key, and pad_lengths. In this repo: `flat_batch` in engine/engine.py, all new tokens on
+    see a key, and pad_lengths. In this repo: `flat_batch` in interleaved.py, all new tokens on
     one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
     """
     requests = list(decode_reqs)
@@ -174,7 +174,7 @@ def interleaved_generate(
     """
     Serve all requests; the answers are in their `generated_tokens`. ValueError for a model with
     sliding windows, which this mask does not know. In this repo: `interleaved_generate` in
-    engine/engine.py, and `Engine.step` for requests that come and go.
+    interleaved.py, and `Engine.step` for requests that come and go.
     """
     config = model.config
     if any(config.windows):

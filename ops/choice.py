@@ -14,59 +14,60 @@ Each batch carries its table, so no code further down asks which device it is on
 """
 
 import os
-from functools import partial
+from functools import cache, partial
 
 import torch
 
 import kernels
-import model
 from model import Ops
-from ops import (
-    cpu,
-    deterministic,
-    fused,
-    gather,
-    inputs,
-    linear,
-    packed,
-    prefix,
-    sampling,
-    sampling_kernels,
-)
+from ops import gather, inputs, packed, sampling
 
-TORCH = model.TORCH._replace(
-    store_kv=gather.store_kv_torch,
-    attend=gather.paged_attention_torch,
-    prepare=gather.prepare_torch,
+TORCH = gather.TORCH._replace(
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     logprobs=sampling.logprobs,
     pack_weights=packed.converted,
 )
 BF16 = TORCH._replace(name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear))
-TRITON = TORCH._replace(
-    name="triton",
-    embed=fused.embed,
-    rotation=fused.rotation,
-    add_norm=linear.add_norm,
-    project_qkv=fused.project_qkv,
-    store_kv=kernels.store_kv_triton,
-    attend=kernels.paged_attention_triton,
-    linear=linear.linear,
-    head=linear.head,
-    prepare=kernels.prepare_triton,
-    decode_inputs=fused.decode_inputs,
-    sample=sampling_kernels.sample_triton,
-    fixed_shapes=True,
-    group_finder=prefix.GroupFinder,  # without this line, and ops/prefix.py, none are shared
-)
-DETERMINISTIC = TRITON._replace(
-    add_norm=linear.norm_now,
-    project_qkv=deterministic.project_qkv,
-    linear=deterministic.linear,
-    head=deterministic.head,
-    is_deterministic=True,
-)
+
+
+@cache
+def triton_tables() -> tuple[Ops, Ops]:
+    """Return TRITON and DETERMINISTIC. Their files are imported here: only a GPU needs them."""
+    from ops import (
+        deterministic,
+        fused,
+        linear,
+        prefix,
+        sampling_kernels,
+    )
+
+    fastest = TORCH._replace(
+        name="triton",
+        embed=fused.embed,
+        rotation=fused.rotation,
+        add_norm=linear.add_norm,
+        project_qkv=fused.project_qkv,
+        store_kv=kernels.store_kv_triton,
+        attend=kernels.paged_attention_triton,
+        linear=linear.linear,
+        head=linear.head,
+        prepare=kernels.prepare_triton,
+        decode_inputs=fused.decode_inputs,
+        sample=sampling_kernels.sample_triton,
+        send=fused.send,
+        fixed_shapes=True,
+        group_finder=prefix.GroupFinder,  # without this line, and ops/prefix.py, none are shared
+    )
+    return fastest, fastest._replace(
+        add_norm=linear.norm_now,
+        project_qkv=deterministic.project_qkv,
+        linear=deterministic.linear,
+        head=deterministic.head,
+        is_deterministic=True,
+    )
+
+
 NEEDS = {
     "triton": "needs a CUDA device and the package triton",
     "cpu": "needs a CPU, a C compiler, and weights in fp32 or int8",
@@ -79,10 +80,10 @@ def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Op
     if dtype == torch.bfloat16:
         fastest = BF16
     if on_gpu:
-        fastest = TRITON if kernels.triton else TORCH
+        fastest = triton_tables()[0] if kernels.triton else TORCH
     tables = {fastest.name: fastest, "torch": TORCH}
     if kernels.triton and kernels.INTERPRETED:
-        tables["triton"] = TRITON
+        tables["triton"] = triton_tables()[0]
     return tables
 
 
@@ -100,8 +101,8 @@ def choose_ops(
     ops, reason = find_ops(attention, device, dtype)
     if not deterministic or ops.is_deterministic:
         return ops, reason
-    if ops is TRITON:
-        return DETERMINISTIC, "--deterministic"
+    if ops.name == "triton":
+        return triton_tables()[1], "--deterministic"
     raise ValueError(
         f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
         f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
@@ -117,7 +118,11 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
     if attention in tables:
         return tables[attention], "as asked"
     can_call = not on_gpu and dtype in (torch.float32, torch.int8)
-    compiler = cpu.c_compiler() if can_call else []
+    compiler = []
+    if can_call:
+        from ops import cpu
+
+        compiler = cpu.c_compiler()
     if attention in ("auto", "cpu") and compiler:
         machine = cpu.CpuKernels(compiler)
         return machine.table(TORCH), "the fastest on a CPU"

@@ -120,7 +120,8 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
         first_seen = positions[:, :1] - window + 1  # [b, 1] by any query
         keys = first_seen.clamp(min=0) + keys[:, : window + n - 1]
     real_keys = torch.minimum(keys, lens - 1)  # [b, C]
-    blocks = batch.block_tables[requests].long().gather(1, real_keys // S)
+    tables = batch.block_tables[requests].long()
+    blocks = tables.gather(1, real_keys // S)
     slots = blocks * S + real_keys % S
     rows = pool_rows(slots, kv)
     if positions.numel() == 1:  # one token, which sees all
@@ -171,3 +172,9 @@ def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: B
             out = torch.zeros_like(q)
         out[tokens] = mixed
     return torch.zeros_like(q) if out is None else out
+
+
+# model.TORCH, of texts whose keys and values are in the pool
+TORCH = model.TORCH._replace(
+    store_kv=store_kv_torch, attend=paged_attention_torch, prepare=prepare_torch
+)

@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ops.inputs import upload
-from params import GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, RANGES, SamplingParams
+from paged import Request
+from params import GREEDY, GREEDY_BELOW, LOWEST_LOGPROB, NO_TOKEN, RANGES, SamplingParams
 
 MOST_LOGPROBS = RANGES["logprobs"].bounds["le"]
 
@@ -72,7 +73,9 @@ class SamplingRow(NamedTuple):
     def floats(self) -> Floats:
         p = self.params
         repetition = max(p.repetition_penalty, 1e-6)  # divided by less, logits would overflow
-        temperature = p.temperature if p.temperature >= GREEDY_BELOW else 0.0
+        temperature = p.temperature
+        if temperature < GREEDY_BELOW:
+            temperature = 0.0
         return Floats(
             temperature, p.top_p, p.min_p, repetition, p.frequency_penalty, p.presence_penalty
         )
@@ -83,6 +86,20 @@ class SamplingRow(NamedTuple):
         if p.min_tokens:
             stop_from = len(self.prompt_tokens) + p.min_tokens
         return Ints(p.top_k, self.seed, self.choice, stop_from, p.biases, p.penalises)
+
+
+def sampling_row(request: Request) -> SamplingRow:
+    """Return the row of a request that starts to run: greedy, unless it has `params`."""
+    params = getattr(request, "params", GREEDY)
+    return SamplingRow(
+        request.row,
+        params,
+        params.seed or 0,
+        getattr(request, "index", 0),
+        request.prompt_tokens,
+        request.generated_tokens,
+        request.stop_token_ids,
+    )
 
 
 def bias_vector(params: SamplingParams, V: int) -> Tensor:

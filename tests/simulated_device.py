@@ -24,11 +24,12 @@ from zlib import crc32
 import torch
 
 from engine import engine as engine_module
-from engine.device import CHEAP_ROWS, Launched, PackedPlan, sampling_row
+from engine.device import CHEAP_ROWS, Launched, PackedPlan
 from engine.engine import Engine
 from model import GPTConfig
 from ops.inputs import StepInputs, StepShape, flat_inputs, sizes
 from ops.prefix import GroupFinder, Groups, num_groups
+from ops.sampling import sampling_row
 from paged import Plan, Request
 from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 

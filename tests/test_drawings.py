@@ -37,6 +37,11 @@ def test_a_record_in_assets_is_made_by_its_command(name):
     assert [line | ANY for line in made] == [line | ANY for line in kept]
 
 
+def test_the_diagram_of_block_tables_is_made_by_its_command():
+    made = draw.draw_tables()["file"]
+    assert made.read_text() == (ROOT / "assets/tables.svg").read_text()
+
+
 def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
     """By the command line."""
     monkeypatch.setattr(sys, "argv", ["draw.py", "replay", str(PREEMPTION)])

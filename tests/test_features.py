@@ -26,7 +26,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 LISTED = {
     name: (file, "engine/stages.py", (f'    "{name}": "engine.',)) for name, file in FILES.items()
 }
-CHOSEN = ("    prefix,", "    group_finder=prefix.")
+CHOSEN = ("        prefix,", "        group_finder=prefix.")
 LISTED["prefixes"] = "ops/prefix.py", "ops/choice.py", CHOSEN
 FLAGS = {"drafts": ["--speculate"], "record": ["--record", "r.jsonl"]}
 FIELDS = {

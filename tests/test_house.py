@@ -33,6 +33,7 @@ ORDER = """
     ops.packed checkpoint kernels
     ops.gather ops.inputs ops.sampling ops.sampling_kernels ops.cpu
     ops.linear ops.fused ops.deterministic ops.prefix ops.choice
+    interleaved
     engine.step engine.drafts engine.device engine.runner engine.sizing engine.link
     engine.events engine.schemas engine.rules engine.matcher engine.grammar
     engine.scores engine.window engine.engine engine.process

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import paged
-from engine import device
-from engine.engine import flat_batch, interleaved_generate
+from engine import device, engine
+from interleaved import flat_batch, interleaved_generate
 from ops import inputs
 from paged import (
     BlockAllocator,
@@ -121,8 +121,9 @@ def test_commit_completed_blocks():
 def test_interleaved_generate_returns_the_scheduler():
     """
     Would catch: another return value, a refusal without numbers, a policy or budget that does
-    nothing, fewer rows than requests.
+    nothing, fewer rows than requests, an import that a reader of the post is used to.
     """
+    assert engine.interleaved_generate is interleaved_generate
     model = trained_model()
     requests = [Request(i, prompt(i, 6), 3) for i in range(3)]
     scheduler = interleaved_generate(model, requests, "priority", 5, 48)
@@ -150,7 +151,7 @@ def test_the_flat_batch_is_the_runners(monkeypatch):
         kinds.add((bool(plan.decodes), bool(plan.chunks)))
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         others = vars(batch) | {"logits_index": batch.logits_index[sampled].int()}
-        others["prepared"] = ours.prepared
+        others |= {"prepared": ours.prepared, "ops": ours.ops}
         M = batch.block_tables.shape[1]
         ours.block_tables = ours.block_tables[:, :M]
         for name, value in vars(ours).items():

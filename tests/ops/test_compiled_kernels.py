@@ -72,7 +72,7 @@ def compile_kernels(capability: int):
     # only now, as these take the functions from kernels.py
     from assets.workloads import MODELS
     from engine import device as device_module
-    from ops.choice import DETERMINISTIC, TRITON
+    from ops.choice import triton_tables
     from ops.fused import send
     from ops.inputs import StepShape, upload
     from params import Settings
@@ -103,13 +103,14 @@ def compile_kernels(capability: int):
             send(tokens, torch.zeros(4, 256).long(), torch.zeros(1).long())
 
     one_layer = {"n_layer": 1, "windows": (0,)}
+    fast, deterministic = triton_tables()
     gpt2 = replace(MODELS["gpt2-124M"], **one_layer)
     qwen3 = replace(MODELS["qwen3-0.6B"], **one_layer, vocab_size=8192)
-    compute_steps(gpt2, torch.float16, TRITON, (1, 16, 32, 64, 128, 256))  # each has its tiles
+    compute_steps(gpt2, torch.float16, fast, (1, 16, 32, 64, 128, 256))  # each has its tiles
     if capability == 86:  # of those with least room; slow to compile
-        compute_steps(qwen3, torch.float32, TRITON)
-    compute_steps(GEMMA, torch.bfloat16, TRITON, (1,))
-    compute_steps(GEMMA, torch.bfloat16, DETERMINISTIC)
+        compute_steps(qwen3, torch.float32, fast)
+    compute_steps(GEMMA, torch.bfloat16, fast, (1,))
+    compute_steps(GEMMA, torch.bfloat16, deterministic)
     ours = [m for path, m in sys.modules.items() if path == "kernels" or path.startswith("ops.")]
     names = {name for module in ours for name in vars(module) if name.endswith("_kernel")}
     print(json.dumps([sorted(names), [row for row, _ in compiled.values()]], default=str))

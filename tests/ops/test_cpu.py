@@ -32,7 +32,8 @@ from test_sampling import check_tokens
 from torch import Tensor
 
 from checkpoint import serving_dtype
-from engine.engine import Engine, flat_batch
+from engine.engine import Engine
+from interleaved import flat_batch
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu, packed

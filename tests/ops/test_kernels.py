@@ -36,10 +36,10 @@ import model as model_module
 import paged
 from engine import device as engine_device
 from engine import sizing
-from engine.engine import flat_batch
+from interleaved import flat_batch
 from model import ACTIVATIONS, Attention, GPTConfig
 from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
-from ops.choice import DETERMINISTIC, choose_ops
+from ops.choice import choose_ops, triton_tables
 from paged import KVBlockPool, Plan, Request
 from params import NO_TOKEN
 
@@ -343,7 +343,8 @@ def test_a_gpu_has_tritons_operators():
     assert ops.prepare is kernels.prepare_triton
     assert reason == "the fastest on CUDA"
     assert ops.sample is sampling_kernels.sample_triton
-    assert choose_ops("auto", "cuda", deterministic=True) == (DETERMINISTIC, "--deterministic")
+    table = triton_tables()[1], "--deterministic"
+    assert choose_ops("auto", "cuda", deterministic=True) == table
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
