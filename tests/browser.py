@@ -26,9 +26,12 @@ from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+MEDIA = {"color_scheme": "light", "reduced_motion": "no-preference"}
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-NUM_BLOCKS = 24
+CONTEXT = 512  # the default model's
+# of 16 tokens: three quarters of what the default model's 64 texts can need
+NUM_BLOCKS = 64 * CONTEXT // 16 * 3 // 4
 # All calls are over, and what the engine did for them is on the tape, whose lines come apart from
 # the answers, and has been played.
 IS_OVER = "stops.size === 0 && calls.size"
@@ -41,38 +44,50 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    chromium(color_scheme="dark", ..) is a context of the browser with these options: one for all
-    pages that have them, as each costs as much as its pages, and the live page keeps nothing there.
+    chromium() is a page of the browser, which is used again: a new one costs twice as much, and
+    the live page keeps nothing there.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        contexts = {}
-
-        def context(**options):
-            key = json.dumps(options)
-            if key not in contexts:
-                contexts[key] = browser.new_context(**options)
-            return contexts[key]
-
-        yield context
+        context = browser.new_context()
+        free = []
+        yield lambda: free.pop() if free else Page(context.new_page(), free)
         browser.close()
 
 
 class Page:
     """Playwright's page, called with an expression in JavaScript for its value there."""
 
-    def __init__(self, page):
+    def __init__(self, page, free: list):
         self.page = page
-        self.expected = "^$"  # a pattern of complaints that belong to the test
+        self.free = free
+        page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        page.on(
+            "console",
+            lambda said: said.type in ("error", "warning") and self.complaints.append(said.text),
+        )
+        page.on("request", self.note_request)
 
     def __getattr__(self, name: str):
         return getattr(self.page, name)
 
     def __call__(self, expression: str, *argument):
         return self.page.evaluate(expression, *argument)
+
+    def note_request(self, request):
+        if not request.url.startswith((self.origin, "data:", "blob:")):
+            self.complaints.append(f"asks {request.url}")
+
+    def leave(self) -> list[str]:
+        """As a new page is. Returns what it has complained of."""
+        self.mouse.move(0, 0)
+        self.goto("about:blank")
+        self.unroute_all()
+        self.free.append(self)
+        return [text for text in self.complaints if not re.search(self.expected, text)]
 
 
 def wait_for(page, condition: str):
@@ -83,38 +98,29 @@ def wait_for(page, condition: str):
 @pytest.fixture
 def open_page(chromium):
     """
-    open_page(url, ..) is a new page there. Afterwards none of them may have complained, nor asked
+    open_page(url, ..) is a page there. Afterwards none of them may have complained, nor asked
     another origin.
     """
     pages = []
-    complaints = []
 
-    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **more):
-        width, height = size
-        page = Page(chromium(viewport={"width": width, "height": height}, **more).new_page())
+    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **media):
+        page = chromium()
         pages.append(page)
-        page.on("pageerror", lambda error: complaints.append((page, f"error: {error}")))
-        page.on(
-            "console",
-            lambda said: said.type in ("error", "warning") and complaints.append((page, said.text)),
-        )
-        origin = re.match(r"https?://[^/]+|file://", url)[0]
-
-        def note_request(request):
-            if not request.url.startswith((origin, "data:", "blob:")):
-                complaints.append((page, f"asks {request.url}"))
-
-        page.on("request", note_request)
+        page.expected = "^$"  # a pattern of complaints that belong to the test
+        page.complaints = []
+        page.origin = re.match(r"https?://[^/]+|file://", url)[0]
+        width, height = size
+        page.set_viewport_size({"width": width, "height": height})
+        page.emulate_media(**MEDIA | media)
         if url.startswith(ORIGIN):
             page.route("**/*", lambda route: answer(route, told))
+        page.bring_to_front()  # behind another it draws once a second
         page.goto(url)
         wait_for(page, wait)
         return page
 
     yield open_page
-    for page in pages:
-        page.close()
-    bad = [text for page, text in complaints if not re.search(page.expected, text)]
+    bad = [text for page in pages for text in page.leave()]
     assert not bad, bad
 
 
@@ -140,14 +146,6 @@ def live_page(open_page):
     page.expected = "404"
     page("listening.abort(); tellServer({ is: 'Live' })")
     return page
-
-
-def visit(open_page, server):
-    """A page of a server, which is idle again afterwards."""
-    page = open_page(server.url, wait="state.num_blocks")
-    yield page
-    page("stopAll(); leaveTour(); goLive()")
-    wait_for(page, "state.requests.size === 0")
 
 
 def write(page, text: str):
@@ -196,8 +194,8 @@ def save_random_model(folder, template: str = "", context_length: int = 256):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A random model with a chat template."""
-    return save_random_model(tmp_path_factory.mktemp("random"), CHAT)
+    """A random model with a chat template and the default model's context."""
+    return save_random_model(tmp_path_factory.mktemp("random"), CHAT, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -208,4 +206,8 @@ def server(checkpoint):
 
 @pytest.fixture
 def live(open_page, server):
-    yield from visit(open_page, server)
+    """A page of a server, which is idle again afterwards."""
+    page = open_page(server.url, wait="state.num_blocks")
+    yield page
+    page("stopAll(); leaveTour(); goLive()")
+    wait_for(page, "state.requests.size === 0")

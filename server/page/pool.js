@@ -367,6 +367,7 @@ function startPool() {
   pool.onpointerleave = pool.onblur = () => point()
   pool.onclick = event => choose(ownerOf(blockAt(event)))
   pool.onkeydown = event => {
+    if (!grid) return // it is being laid out
     const { columns } = grid
     const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }
     const move = moves[event.key]

@@ -22,21 +22,17 @@ from browser import (  # noqa: F401
     save_random_model,
     send,
     server,
-    visit,
     wait_for,
     write,
 )
 from processes import Process, wait_until
 
-CONTEXT = 512  # the default model's
-BLOCKS = 64 * CONTEXT // 16 * 3 // 4  # of 16 tokens: three quarters of what its 64 texts can need
-
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory):
-    """A model without a chat template, as large as the default one where it matters."""
-    model = save_random_model(tmp_path_factory.mktemp("small"), context_length=CONTEXT)
-    with Process(model, "--kv-blocks", str(BLOCKS)) as server:
+    """A model without a chat template, and a pool that its context nearly fills."""
+    model = save_random_model(tmp_path_factory.mktemp("small"))
+    with Process(model, "--kv-blocks", "24") as server:
         yield server
 
 
@@ -365,91 +361,84 @@ def moment(page, demo: str) -> tuple[dict, str]:
     return page("tape.lines[tape.at]"), page.inner_text("#moment")
 
 
-@pytest.fixture
-def demo_page(open_page, small_server):
-    yield from visit(open_page, small_server)
-
-
-def test_eight_prompts_that_begin_alike(demo_page):
+def test_eight_prompts_that_begin_alike(live):
     """
     It stops when seven have found three blocks, with the context of the default model. Behind a
     fork the first of them found two of its blocks, and was counted.
     """
-    moment(demo_page, "fork")
-    demo_page("stopAll(); goLive()")
-    wait_for(demo_page, f"{IS_OVER} && {IS_IDLE}")
-    _, said = moment(demo_page, "alike")
+    moment(live, "fork")
+    live("stopAll(); goLive()")
+    wait_for(live, f"{IS_OVER} && {IS_IDLE}")
+    _, said = moment(live, "alike")
     assert said == "Seven have found 48 tokens cached, in 3 blocks. Paused: press ▶ to go on."
-    lines = demo_page("tape.lines.slice(0, tape.at + 1)")
+    lines = live("tape.lines.slice(0, tape.at + 1)")
     hits = [r for line in lines for r, hit, _ in line.get("admitted", []) if hit >= 48]
     assert len(hits) >= 7
-    assert demo_page("lit") in hits
-    demo_page("goLive()")
-    wait_for(demo_page, IS_OVER)
-    assert demo_page.locator("#answers .error").count() == 0
+    assert live("lit") in hits
+    live("goLive()")
+    wait_for(live, IS_OVER)
+    assert live.locator("#answers .error").count() == 0
 
 
-def test_a_demo_that_is_left_says_nothing_more(demo_page):
+def test_a_demo_that_is_left_says_nothing_more(live):
     """ "At ten steps a second .." stayed for ever."""
-    first, later = demo_page(
+    first, later = live(
         """() => ["flood", "pause"].map((button) => {
             $(button).click(); return $("moment").textContent; })"""
     )
     assert first.startswith("At ten steps a second")
     assert later == ""
-    assert demo_page("player.until") is None
+    assert live("player.until") is None
 
 
-def test_four_answers_to_one_prompt(demo_page):
+def test_four_answers_to_one_prompt(live):
     """It stops where a copy is made: of the half full block that they share."""
-    line, said = moment(demo_page, "fork")
+    line, said = moment(live, "fork")
     r, block, source = line["copies"][0]
     assert said.startswith(f"Request {r} must write into block {source}, which it shares: ")
     assert f" a copy, {block}. Paused" in said
-    assert demo_page(f"[lit, state.requests.get({r}).prompt]") == [r, 40]
-    if not demo_page("still.matches"):  # the arrow stays, nothing else
-        wait_for(demo_page, "!$('effects').querySelector(':not(.copied)')")
-        assert demo_page("$('effects').children.length") == len(line["copies"])
-    demo_page.click("#forth")
-    assert demo_page.inner_text("#moment") == said
-    demo_page.click("#pause")
-    assert demo_page.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
-    wait_for(demo_page, IS_OVER)
-    assert demo_page.locator(".answer:visible").count() == 4
+    assert live(f"[lit, state.requests.get({r}).prompt]") == [r, 40]
+    wait_for(live, "!$('effects').querySelector(':not(.copied)')")  # the arrow stays, nothing else
+    assert live("$('effects').children.length") == len(line["copies"])
+    live.click("#forth")
+    assert live.inner_text("#moment") == said
+    live.click("#pause")
+    assert live.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
+    wait_for(live, IS_OVER)
+    assert live.locator(".answer:visible").count() == 4
 
 
 @pytest.mark.slow
-def test_more_than_the_pool_can_hold(demo_page):
+def test_more_than_the_pool_can_hold(live):
     """It stops at a preemption, in the pool that such a model has by default."""
-    line, said = moment(demo_page, "flood")
+    line, said = moment(live, "flood")
     (r,) = line["preempted"]
     assert f"so request {r} gave its blocks back" in said
-    assert demo_page("lit") == r
-    assert demo_page("state.owners.filter((all) => all.length > 1).length") == 0
-    assert demo_page.inner_text("#articles summary:visible") == "60 answers"
-    wait_for(demo_page, IS_OVER)
-    assert demo_page.locator("#answers .error").count() == 0
+    assert live("lit") == r
+    assert live("state.owners.filter((all) => all.length > 1).length") == 0
+    assert live.inner_text("#articles summary:visible") == "60 answers"
+    wait_for(live, IS_OVER)
+    assert live.locator("#answers .error").count() == 0
 
 
 @pytest.mark.slow
-def test_demos_in_another_pool(live):
+def test_demos_in_another_pool(open_page, small_server):
     """A smaller one, of a longer context."""
+    page = open_page(small_server.url, wait="state.num_blocks")
     for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
-        line, _ = moment(live, demo)
+        line, _ = moment(page, demo)
         assert line[has]
-        live("stopAll(); goLive()")
-        wait_for(live, f"{IS_OVER} && {IS_IDLE}")  # what was stopped early is not on the tape
+        page("stopAll(); goLive()")
+        wait_for(page, f"{IS_OVER} && {IS_IDLE}")  # what was stopped early is not on the tape
 
 
-def test_a_demo_that_does_not_come_to_its_moment_ends(demo_page):
+def test_a_demo_that_does_not_come_to_its_moment_ends(live):
     """Here it is stopped at once: what runs later plays as before."""
-    demo_page("demos.flood = null")
-    demo_page(
-        "demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))"
-    )
-    wait_for(demo_page, DEMO_IS_OVER)
-    assert "All have ended without it" in demo_page.inner_text("#moment")
-    assert not demo_page("player.isPaused")
+    live("demos.flood = null")
+    live("demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))")
+    wait_for(live, DEMO_IS_OVER)
+    assert "All have ended without it" in live.inner_text("#moment")
+    assert not live("player.isPaused")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -486,8 +475,8 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     page = live_page(open_page)
     snapshot, *more = page("readLines($('tour-lines').textContent).slice(1)")
     page("lines => takeIn(lines)", [snapshot])
-    assert page.inner_text("#pool-empty-text").startswith("36 blocks of 8 tokens, all free.")
     wait_for(page, "$('offer-tour').checkVisibility() && !$('steps-empty').hidden")
+    assert page.inner_text("#pool-empty-text").startswith("36 blocks of 8 tokens, all free.")
     for button, way in (("#offer-tour", "#leave"), ("#take-tour", "#next")):
         page.click(button)
         assert focused(page) == "next"
