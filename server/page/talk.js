@@ -23,7 +23,7 @@ function markAnswers() {
   for (const q of state.requests.values()) {
     const { element, number } = Object.assign(ownOf(q) ?? {}, { r: q.r })
     if (!element) continue
-    number.textContent = q.r
+    number.textContent = `request ${q.r}`
     element.classList.add("runs")
     colour(element, q.r)
   }
@@ -66,6 +66,8 @@ function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
   const token = make("span", { className: "token", scores }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
+  scores.isHeld = answer.prompt.isHeld
+  token.classList.toggle("held", scores.others.some(other => isRefused(other, scores)))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
@@ -81,9 +83,16 @@ function tellProbabilities() {
   for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
 }
 
-function wordsOfToken({ name, others }) {
-  return others.sort((a, b) => b[1] - a[1]).map(([other, logprob]) =>
-    `${other === name ? "▸" : " "} ${(100 * Math.exp(logprob)).toFixed(1)}% ${visible(other)}`)
+// Without a temperature the likeliest token is chosen, unless the schema refuses it.
+const isRefused = ([, logprob], chosen) => chosen.isHeld && logprob > chosen.logprob
+
+function wordsOfToken(scores) {
+  const { name, logprob, others } = scores
+  const all = [...new Map([...others, [name, logprob]])].sort((a, b) => b[1] - a[1])
+  return all.map(one => {
+    const mark = one[0] === name ? "▸" : isRefused(one, scores) ? "✕" : " "
+    return `${mark} ${(100 * Math.exp(one[1])).toFixed(1)}% ${visible(one[0])}`
+  })
 }
 
 function tellToken(token) {
@@ -140,9 +149,30 @@ async function nameTokens(r) {
 
 let conversation = [] // messages of the chat so far
 
-function knobs() {
-  const inputs = [...document.querySelectorAll(".knobs input")].filter(({ value }) => value)
-  return Object.fromEntries(inputs.map(({ name, value }) => [name, Number(value)]))
+function knobs(isChat) { // what is left empty is undefined, which JSON leaves out
+  const numbers = [...document.querySelectorAll(".knobs [type=number]")]
+  const fields = numbers.map(({ name, value }) => [name, value ? Number(value) : undefined])
+  const { stop, schema: { value: json }, tools } = $("ask").elements
+  return {
+    ...Object.fromEntries(fields),
+    stop: stop.value.replaceAll("\\n", "\n") || undefined,
+    structured_outputs: json ? { json } : undefined,
+    tools: isChat && tools.value ? parsed(tools.value) : undefined,
+  }
+}
+
+function parsed(text) { // the server says what is wrong with it
+  try {
+    return JSON.parse(text)
+  } catch {
+    return text
+  }
+}
+
+function curlOf(path, body) {
+  const data = JSON.stringify(body).replaceAll("'", "'\\''")
+  const known = key && ' -H "Authorization: Bearer $API_KEY"'
+  return `curl ${new URL(path, location)} -H "Content-Type: application/json"${known} -d '${data}'`
 }
 
 // fetch fails with a TypeError, in the middle of an answer too.
@@ -158,11 +188,15 @@ async function ask(prompts, isChat, fields) {
   const before = conversation
   const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
   if (isChat) prompts[0].messages = messages
-  const input = isChat
-    ? { messages, top_logprobs: 5 }
-    : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
-  const body = { ...knobs(), ...input, logprobs: isChat || 5, stream: true, ...fields }
-  const answers = addArticle(prompts, body.n ?? 1)
+  const input = isChat ? { messages } : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
+  const path = isChat ? "v1/chat/completions" : "v1/completions"
+  const scored = isChat ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 }
+  const body = { stream: true, ...scored, ...input, ...fields }
+  const answers = addArticle(prompts, fields.n ?? 1)
+  const copy = make("button", { hidden: !navigator.clipboard }, "copy as curl")
+  copy.onclick = () => navigator.clipboard.writeText(curlOf(path, { ...input, ...fields }))
+  answers.at(-1).progress.after(copy)
+  prompts[0].isHeld = fields.structured_outputs && fields.temperature === 0
   const stop = new AbortController()
   const { signal } = stop
   calls.set(name, answers)
@@ -170,7 +204,6 @@ async function ask(prompts, isChat, fields) {
   tellForm()
   let error = ""
   try {
-    const path = isChat ? "v1/chat/completions" : "v1/completions"
     const answered = call(path, { body, headers: { "X-Request-Id": name }, signal })
     for await (const data of eventsOf(await answered)) {
       if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens)
@@ -204,10 +237,34 @@ function read({ choices, error }, answers, most) {
 
 // ---- The form ----
 
+// Prompt and max tokens of the kind that is not shown: a chat begins with these.
+let otherKind
+
+function changeKind() {
+  const { kind, prompt, max_tokens } = $("ask").elements
+  const boxes = [prompt, max_tokens]
+  const shown = boxes.map(({ value }) => value)
+  otherKind ??= ["", Math.min(512, state.max_model_len / 2 || 512)]
+  boxes.forEach((box, i) => (box.value = otherKind[i]))
+  otherKind = shown
+  prompt.placeholder = `${kind.value === "chat" ? "" : "Ctrl+"}Enter sends`
+  tellForm()
+}
+
+// In a chat Enter sends, and Shift+Enter breaks the line.
+function onFormKey(event) {
+  const { key, target, shiftKey, isComposing } = event
+  const { kind, prompt } = $("ask").elements
+  const isChat = kind.value === "chat" && target === prompt && !shiftKey
+  if (key !== "Enter" || isComposing || !(isChat || event.ctrlKey || event.metaKey)) return
+  event.preventDefault()
+  $("ask").requestSubmit()
+}
+
 function tellForm() {
   const [text, chat] = $("ask").elements.kind
   chat.disabled = !server.hasChat
-  if (chat.disabled) text.checked = true
+  if (chat.disabled && chat.checked) text.click()
   $("stop").disabled = !stops.size
   $("send").disabled = chat.checked && stops.size > 0
 }
@@ -217,7 +274,8 @@ async function send() {
   const text = prompt.value
   if (!text || $("send").disabled) return
   prompt.value = ""
-  const isWell = await ask([{ text }], kind.value === "chat")
+  const isChat = kind.value === "chat"
+  const isWell = await ask([{ text }], isChat, knobs(isChat))
   if (!isWell) prompt.value ||= text // what was refused can be mended
 }
 
@@ -421,10 +479,8 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
-  $("ask").onchange = tellForm
-  $("ask").onkeydown = event => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()
-  }
+  for (const kind of $("ask").elements.kind) kind.onchange = changeKind
+  $("ask").onkeydown = onFormKey
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()
