@@ -344,7 +344,8 @@ function tellFigures(now) {
     rate: isKnown ? english(rate(now)) : "–",
     waiting: waiting().length,
     preemptions: totals.preemptions,
-    size: `${n} blocks of ${state.block_size} tokens`,
+    preempted: totals.preemptions === 1 ? "preemption" : "preemptions",
+    size: `${english(n)} blocks of ${state.block_size} tokens`,
   }
   for (const [id, text] of Object.entries(texts)) setText(id, text)
   $("pool-empty").hidden = requests.size || idle.size || !player.isLive
@@ -354,6 +355,7 @@ function tellFigures(now) {
 function tellPlace() {
   Object.assign($("place"), { max: tape.lines.length - 1, value: tape.at })
   setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
+  drawMap()
   if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
   const isNewest = document.body.dataset.state === "Live"

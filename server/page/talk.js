@@ -67,7 +67,6 @@ function addToken(answer, scores) {
   const token = make("span", { className: "token", scores }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   scores.isHeld = answer.prompt.isHeld
-  token.classList.toggle("held", scores.others.some(other => isRefused(other, scores)))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
@@ -83,15 +82,11 @@ function tellProbabilities() {
   for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
 }
 
-// Without a temperature the likeliest token is chosen, unless the schema refuses it.
-const isRefused = ([, logprob], chosen) => chosen.isHeld && logprob > chosen.logprob
-
-function wordsOfToken(scores) {
-  const { name, logprob, others } = scores
-  const all = [...new Map([...others, [name, logprob]])].sort((a, b) => b[1] - a[1])
-  return all.map(one => {
-    const mark = one[0] === name ? "▸" : isRefused(one, scores) ? "✕" : " "
-    return `${mark} ${(100 * Math.exp(one[1])).toFixed(1)}% ${visible(one[0])}`
+// At temperature 0 the likeliest token is chosen of those that the schema does not refuse.
+function wordsOfToken({ name, logprob, others, isHeld }) {
+  return others.sort((a, b) => b[1] - a[1]).map(([other, score]) => {
+    const mark = other === name ? "▸" : isHeld && score > logprob ? "✕" : " "
+    return `${mark} ${(100 * Math.exp(score)).toFixed(1)}% ${visible(other)}`
   })
 }
 
@@ -149,19 +144,14 @@ async function nameTokens(r) {
 
 let conversation = [] // messages of the chat so far
 
-function knobs(isChat) { // what is left empty is undefined, which JSON leaves out
-  const numbers = [...document.querySelectorAll(".knobs [type=number]")]
-  const fields = numbers.map(({ name, value }) => [name, value ? Number(value) : undefined])
-  const { stop, schema: { value: json }, tools } = $("ask").elements
-  return {
-    ...Object.fromEntries(fields),
-    stop: stop.value.replaceAll("\\n", "\n") || undefined,
-    structured_outputs: json ? { json } : undefined,
-    tools: isChat && tools.value ? parsed(tools.value) : undefined,
-  }
+function knobs() { // a schema, tools and stop texts in JSON: the server says what is wrong with them
+  const inputs = [...document.querySelectorAll(".knobs [name]")].filter(({ value }) => value)
+  const read = ({ type, value }) => (type === "number" ? Number(value) : parsed(value))
+  const { json, ...fields } = Object.fromEntries(inputs.map(one => [one.name, read(one)]))
+  return json ? { ...fields, structured_outputs: { json } } : fields
 }
 
-function parsed(text) { // the server says what is wrong with it
+function parsed(text) {
   try {
     return JSON.parse(text)
   } catch {
@@ -171,8 +161,8 @@ function parsed(text) { // the server says what is wrong with it
 
 function curlOf(path, body) {
   const data = JSON.stringify(body).replaceAll("'", "'\\''")
-  const known = key && ' -H "Authorization: Bearer $API_KEY"'
-  return `curl ${new URL(path, location)} -H "Content-Type: application/json"${known} -d '${data}'`
+  return `curl ${new URL(path, location)} --json '${data}'` +
+    (key && ' -H "Authorization: Bearer $KEY"')
 }
 
 // fetch fails with a TypeError, in the middle of an answer too.
@@ -188,13 +178,12 @@ async function ask(prompts, isChat, fields) {
   const before = conversation
   const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
   if (isChat) prompts[0].messages = messages
-  const input = isChat ? { messages } : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
+  const input = isChat ? { messages, top_logprobs: 5 } : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
   const path = isChat ? "v1/chat/completions" : "v1/completions"
-  const scored = isChat ? { logprobs: true, top_logprobs: 5 } : { logprobs: 5 }
-  const body = { stream: true, ...scored, ...input, ...fields }
+  const body = { ...input, logprobs: isChat || 5, stream: true, ...fields }
   const answers = addArticle(prompts, fields.n ?? 1)
   const copy = make("button", { hidden: !navigator.clipboard }, "copy as curl")
-  copy.onclick = () => navigator.clipboard.writeText(curlOf(path, { ...input, ...fields }))
+  copy.onclick = () => navigator.clipboard.writeText(curlOf(path, body))
   answers.at(-1).progress.after(copy)
   prompts[0].isHeld = fields.structured_outputs && fields.temperature === 0
   const stop = new AbortController()
@@ -237,26 +226,10 @@ function read({ choices, error }, answers, most) {
 
 // ---- The form ----
 
-// Prompt and max tokens of the kind that is not shown: a chat begins with these.
-let otherKind
-
-function changeKind() {
-  const { kind, prompt, max_tokens } = $("ask").elements
-  const boxes = [prompt, max_tokens]
-  const shown = boxes.map(({ value }) => value)
-  otherKind ??= ["", Math.min(512, state.max_model_len / 2 || 512)]
-  boxes.forEach((box, i) => (box.value = otherKind[i]))
-  otherKind = shown
-  prompt.placeholder = `${kind.value === "chat" ? "" : "Ctrl+"}Enter sends`
-  tellForm()
-}
-
-// In a chat Enter sends, and Shift+Enter breaks the line.
-function onFormKey(event) {
-  const { key, target, shiftKey, isComposing } = event
-  const { kind, prompt } = $("ask").elements
-  const isChat = kind.value === "chat" && target === prompt && !shiftKey
-  if (key !== "Enter" || isComposing || !(isChat || event.ctrlKey || event.metaKey)) return
+function onFormKey(event) { // in a chat Enter sends, and Shift+Enter breaks the line
+  const isChat = event.target.matches('#ask:has([value="chat"]:checked) [name="prompt"]')
+  const isAlone = isChat && !event.shiftKey && !event.isComposing
+  if (event.key !== "Enter" || !(isAlone || event.ctrlKey || event.metaKey)) return
   event.preventDefault()
   $("ask").requestSubmit()
 }
@@ -264,7 +237,10 @@ function onFormKey(event) {
 function tellForm() {
   const [text, chat] = $("ask").elements.kind
   chat.disabled = !server.hasChat
-  if (chat.disabled && chat.checked) text.click()
+  if (chat.disabled) text.checked = true
+  const { prompt, max_tokens } = $("ask").elements // while they are untouched
+  prompt.defaultValue = chat.checked ? "" : "def"
+  max_tokens.defaultValue = chat.checked ? 512 : 64
   $("stop").disabled = !stops.size
   $("send").disabled = chat.checked && stops.size > 0
 }
@@ -274,8 +250,7 @@ async function send() {
   const text = prompt.value
   if (!text || $("send").disabled) return
   prompt.value = ""
-  const isChat = kind.value === "chat"
-  const isWell = await ask([{ text }], isChat, knobs(isChat))
+  const isWell = await ask([{ text }], kind.value === "chat", knobs())
   if (!isWell) prompt.value ||= text // what was refused can be mended
 }
 
@@ -479,7 +454,7 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
-  for (const kind of $("ask").elements.kind) kind.onchange = changeKind
+  $("ask").onchange = tellForm
   $("ask").onkeydown = onFormKey
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
