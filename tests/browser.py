@@ -3,7 +3,7 @@ The live page in a real browser, Debian's chromium, headless, driven by playwrig
 of its parts share. Without chromium they are skipped.
 
     page = open_page(server.url)        # the fixture: a page that may not complain
-    wait_for(page, "tape.at >= 0")
+    wait_for(page, "tape.at > 4")
     page("tape.at")                     # a value of the page's
 """
 
@@ -44,26 +44,23 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    chromium() is a page of the browser, which is used again: a new one costs twice as much, and
-    the live page keeps nothing there.
+    The browser's context, and its pages that no test has: to use one again costs half as much as a
+    new one, and the live page keeps nothing there.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
     api = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
     with api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        context = browser.new_context()
-        free = []
-        yield lambda: free.pop() if free else Page(context.new_page(), free)
+        yield browser.new_context(), []
         browser.close()
 
 
 class Page:
     """Playwright's page, called with an expression in JavaScript for its value there."""
 
-    def __init__(self, page, free: list):
+    def __init__(self, page):
         self.page = page
-        self.free = free
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
         page.on(
             "console",
@@ -81,14 +78,6 @@ class Page:
         if not request.url.startswith((self.origin, "data:", "blob:")):
             self.complaints.append(f"asks {request.url}")
 
-    def leave(self) -> list[str]:
-        """As a new page is. Returns what it has complained of."""
-        self.mouse.move(0, 0)
-        self.goto("about:blank")
-        self.unroute_all()
-        self.free.append(self)
-        return [text for text in self.complaints if not re.search(self.expected, text)]
-
 
 def wait_for(page, condition: str):
     """Until this is true there. Playwright's own wait is what the page's policy forbids."""
@@ -101,10 +90,11 @@ def open_page(chromium):
     open_page(url, ..) is a page there. Afterwards none of them may have complained, nor asked
     another origin.
     """
+    context, free = chromium
     pages = []
 
-    def open_page(url=ORIGIN, told=None, wait="tape.at >= 0", size=(1440, 900), **media):
-        page = chromium()
+    def open_page(url=ORIGIN, told=None, wait="state.num_blocks", size=(1440, 900), **media):
+        page = free.pop() if free else Page(context.new_page())
         pages.append(page)
         page.expected = "^$"  # a pattern of complaints that belong to the test
         page.complaints = []
@@ -120,8 +110,17 @@ def open_page(chromium):
         return page
 
     yield open_page
-    bad = [text for page in pages for text in page.leave()]
+    for page in pages:  # all as new ones
+        page.mouse.move(0, 0)
+        page.goto("about:blank")
+        page.unroute_all()
+    free += pages
+    bad = [text for page in pages for text in page.complaints if not re.search(page.expected, text)]
     assert not bad, bad
+
+
+def jsonl(lines) -> str:
+    return "".join(json.dumps(line) + "\n" for line in lines)
 
 
 def answer(route, told):
@@ -134,7 +133,7 @@ def answer(route, told):
         html = page_html()
         headers = page_headers(html)
         if told:
-            html = page_with_record("".join(json.dumps(line) + "\n" for line, *_ in told))
+            html = page_with_record(jsonl(line for line, *_ in told))
         route.fulfill(body=html, content_type="text/html", headers=headers)
     else:
         route.fulfill(status=404, body=json.dumps({"error": {"message": f"no {path}"}}))
@@ -207,7 +206,7 @@ def server(checkpoint):
 @pytest.fixture
 def live(open_page, server):
     """A page of a server, which is idle again afterwards."""
-    page = open_page(server.url, wait="state.num_blocks")
+    page = open_page(server.url)
     yield page
     page("stopAll(); leaveTour(); goLive()")
     wait_for(page, "state.requests.size === 0")

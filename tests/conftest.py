@@ -16,16 +16,9 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 
-import interpreting
 import pytest
-import torch
 from filelock import FileLock
-from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)
-# the same examples each time: whether `make test` passes is a question about the commit
-settings.register_profile("same", derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("same")
 # so that their failures show numbers
 pytest.register_assert_rewrite("http_oracle", "judging", "wires")
 # Each client of httpx has one, for https that no test uses: it takes 25 ms to read certificates.
@@ -36,13 +29,29 @@ HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG
 for number, handler in HANDLERS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
-    interpreting.quicken_the_interpreter()
-    interpreting.watch_the_memory()
+def pytest_configure(config):
+    """For the processes that run tests. One that only hands them out is spared the seconds."""
+    if getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput"):
+        return
+    import interpreting
+    import torch
+    from hypothesis import HealthCheck, settings
+
+    torch.set_num_threads(1)
+    # the same examples each time: whether `make test` passes is a question about the commit
+    health = [HealthCheck.too_slow]
+    settings.register_profile("same", derandomize=True, suppress_health_check=health)
+    settings.load_profile("same")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+        # Of each seed they write down the whole stack, should a GPU come later.
+        for kind in torch.cuda, torch.xpu, torch.mtia:
+            kind.manual_seed_all = lambda seed: None
+    if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+        interpreting.quicken_the_interpreter()
+        interpreting.watch_the_memory()
 
 
 @pytest.hookimpl(trylast=True)
@@ -64,6 +73,8 @@ def models_are_trained_once(tmp_path_factory):
     """
     if "test_paged" not in sys.modules:
         return
+    import torch
+
     import test_paged
 
     folder = tmp_path_factory.getbasetemp()

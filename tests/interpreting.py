@@ -33,7 +33,7 @@ def quicken_the_interpreter():
     """
     Half of its time Triton's interpreter does what is done already: it replaces what is built into
     Triton's language whenever one device function calls another, and finds what follows from the
-    shape and dtype of a tensor for each tensor. Do it once.
+    shape and dtype of a tensor for each tensor, and from a number for each number. Do it once.
     """
     from triton.runtime import interpreter
 
@@ -57,6 +57,35 @@ def quicken_the_interpreter():
 
     quicken(core.block_type, lambda dtype, shape: (dtype.name, *map(index, shape)))
     quicken(core.tensor, lambda handle, type: type.name)
+
+    def remember(owner, name: str, key_of):
+        """Calls of this function with the same key have the result of the first one."""
+        slow = getattr(owner, name)
+        cache = {}
+
+        def quick(*args, **named):
+            key = key_of(*args, **named)
+            if key not in cache:
+                cache[key] = slow(*args, **named)
+            return cache[key]
+
+        setattr(owner, name, quick)
+
+    semantic = interpreter.TritonSemantic
+    remember(interpreter, "_get_np_dtype", lambda dtype: dtype.name)
+    remember(semantic, "scalar_constant", lambda _, value, dtype: (repr(value), dtype.name))
+    remember(
+        semantic,
+        "computation_type_impl",
+        lambda _, a, is_number, b, *others: (a.name, is_number, b.name, *others),
+    )
+    slow_spread = semantic.broadcast_impl_value
+
+    def spread(self, *pair):
+        a, b = (x.type.is_block() and x.type.shape.values for x in pair)
+        return pair if a == b else slow_spread(self, *pair)
+
+    semantic.broadcast_impl_value = spread
     # sums of integers are computed once more in 64 bits, for an assertion that it does not make
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)

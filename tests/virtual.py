@@ -95,8 +95,10 @@ class Loop(asyncio.BaseEventLoop):
         """When there is something to do; infinity if there never will be."""
         if self._ready:
             return self.now
-        timers = (timer.when() for timer in self._scheduled if not timer.cancelled())
-        return min(timers, default=math.inf)
+        timers = self._scheduled  # a heap: the first is the earliest
+        if timers and not timers[0].cancelled():
+            return timers[0].when()
+        return min((x.when() for x in timers if not x.cancelled()), default=math.inf)
 
     def run(self, seconds: float, is_over: Callable[[], bool] = lambda: False):
         """Have so much time pass, or less if `is_over()`; each timer finds the clock at its own."""

@@ -121,14 +121,14 @@ class Long(RecordedWorld):
         assert not re.search(r"(\n(?!.*snapshot).*){10}", self.record().decode())
 
 
-@pytest.mark.parametrize("seeds", [range(1, 13), pytest.param(range(150), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [range(4, 20), pytest.param(range(150), marks=pytest.mark.slow)])
 def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds):
     """
     After each step, wherever a reader begins; see RecordedWorld. All that a line can tell happens
-    in these lives: overlap, windows, forks, preemptions, failed steps. 49: many preemptions.
+    in these lives: overlap, windows, forks, preemptions, failed steps. No quick one is long.
     """
     seen = Counter()
-    for seed, world in zip((*seeds, 49), cycle([RecordedWorld, Renewed, Long])):
+    for seed, world in zip(seeds, cycle([RecordedWorld, Renewed, Long]), strict=False):
         life = world(*a_life(seed))
         life.run()
         for line in map(json.loads, life.lines):

@@ -30,7 +30,7 @@ from processes import Process, wait_until
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory):
-    """A model without a chat template, and a pool that its context nearly fills."""
+    """A model without a chat template, whose context is most of its pool."""
     model = save_random_model(tmp_path_factory.mktemp("small"))
     with Process(model, "--kv-blocks", "24") as server:
         yield server
@@ -291,7 +291,7 @@ def test_a_chat_has_one_answer_at_a_time(stepped):
 
 @pytest.mark.slow
 def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, small_server):
-    page = open_page(small_server.url, wait="state.num_blocks")
+    page = open_page(small_server.url)
     assert page.is_disabled("[value=chat]")
     assert page.is_checked("[value=text]")
     assert "no chat template" in page.inner_text("#no-chat")
@@ -319,7 +319,7 @@ def test_a_server_that_does_not_answer(open_page, tmp_path):
     """
     model = save_random_model(tmp_path, context_length=32_768)
     with Process(model, "--kv-blocks", "2049") as server:
-        page = open_page(server.url, wait="state.num_blocks")
+        page = open_page(server.url)
         page.expected = "ERR_|Failed to load"
         set_knob(page, "max_tokens", "32000")
         send(page, "much")
@@ -424,7 +424,7 @@ def test_more_than_the_pool_can_hold(live):
 @pytest.mark.slow
 def test_demos_in_another_pool(open_page, small_server):
     """A smaller one, of a longer context."""
-    page = open_page(small_server.url, wait="state.num_blocks")
+    page = open_page(small_server.url)
     for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
         line, _ = moment(page, demo)
         assert line[has]
