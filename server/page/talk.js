@@ -144,7 +144,7 @@ async function nameTokens(r) {
 
 let conversation = [] // messages of the chat so far
 
-function knobs() { // a schema, tools and stop texts in JSON: the server says what is wrong with them
+function knobs() { // stop texts, schema, tools in JSON: the server says what is wrong
   const inputs = [...document.querySelectorAll(".knobs [name]")].filter(({ value }) => value)
   const read = ({ type, value }) => (type === "number" ? Number(value) : parsed(value))
   const { json, ...fields } = Object.fromEntries(inputs.map(one => [one.name, read(one)]))
@@ -178,7 +178,9 @@ async function ask(prompts, isChat, fields) {
   const before = conversation
   const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
   if (isChat) prompts[0].messages = messages
-  const input = isChat ? { messages, top_logprobs: 5 } : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
+  const input = isChat
+    ? { messages, top_logprobs: 5 }
+    : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
   const path = isChat ? "v1/chat/completions" : "v1/completions"
   const body = { ...input, logprobs: isChat || 5, stream: true, ...fields }
   const answers = addArticle(prompts, fields.n ?? 1)

@@ -530,7 +530,7 @@ SAID = {
         ● 4 running – pagedGPT
         9 of 12 blocks held 1 cached · 2 free
         38% hit rate 180 tokens/s 0 waiting 0 preemptions
-        step 4: 4 decodes, 10.0 ms · request 3 copied: shared block 7 to 8 ·
+        step 4: 4 decodes, 10 ms · request 3 copied: shared block 7 to 8 ·
         request 4 copied: shared block 7 to 9
         Request 3
         answer: 2 of 5 tokens
@@ -545,8 +545,8 @@ SAID = {
     (7, 8): """
         ● 2 running – pagedGPT
         9 of 12 blocks held 1 cached · 2 free
-        38% hit rate 250 tokens/s 1 waiting 1 preemptions
-        step 7: 3 decodes, 10.0 ms · request 5 preempted: gave back 2 blocks · evicted: 1 block ·
+        38% hit rate 250 tokens/s 1 waiting 1 preemption
+        step 7: 3 decodes, 1 waiting, 10 ms · request 5 preempted: gave back 2 blocks · evicted: 1 block ·
         request 3 ended: length after 5 tokens
         Block 8: cached, evicted after 0 others
         9 1 2 4 3 0 1
@@ -554,8 +554,8 @@ SAID = {
     (8, 0): """
         ● 1 running – pagedGPT
         3 of 12 blocks held 5 cached · 4 free
-        47% hit rate 256 tokens/s 0 waiting 1 preemptions
-        step 8: 2 decodes, 1 chunk of 1, 10.0 ms · request 5 resumed: 2 blocks found in the cache ·
+        47% hit rate 256 tokens/s 0 waiting 1 preemption
+        step 8: 2 decodes, 1 chunk of 1, 10 ms · request 5 resumed: 2 blocks found in the cache ·
         request 2 ended: length after 6 tokens · request 4 ended: length after 5 tokens
         Block 0: cached, evicted after 4 others
         3 5 4 4 3 0 1
@@ -563,8 +563,8 @@ SAID = {
     (10, 11): """
         ● 2 running – pagedGPT
         8 of 12 blocks held 4 cached · 0 free
-        30% hit rate 200 tokens/s 1 waiting 1 preemptions
-        step 10: 0 decodes, 2 chunks of 12, 12 · evicted: 3 blocks ·
+        30% hit rate 200 tokens/s 1 waiting 1 preemption
+        step 10: 0 decodes, 2 chunks of 12, 12, 1 waiting · evicted: 3 blocks ·
         request 8 waits: needs 5 blocks, 4 to spare
         Request 6
         prefilling: 12 of 14
@@ -580,7 +580,7 @@ SAID = {
         ● 1 running – pagedGPT
         7 of 12 blocks held 5 cached · 0 free
         32% hit rate 175 tokens/s 0 waiting 3 preemptions
-        step 30: 1 decode, 10.0 ms · request 8 ended: abort after 1 token
+        step 30: 1 decode, 10 ms · request 8 ended: abort after 1 token
         Block 9: cached, evicted after 1 other
         7 5 0 12 0 0 4
     """,
@@ -592,6 +592,8 @@ def test_what_is_said(open_record):
     for (step, block), said in SAID.items():
         show(page, page(f"stepPlace({step})"))
         page.click("#pool", position=box_of(page, block))
+        wait_for(page, "grid?.ctx.canvas.width === $('pool').clientWidth")  # beside the drawer
+        page.hover("#pool", position=box_of(page, block))
         shown = page.locator(":is(#figures, #said, #about, #tip):visible").all_inner_texts()
         bars = page.locator("#bar i, .states i")
         parts = bars.evaluate_all("(all) => all.map((part) => part.style.flexGrow)")

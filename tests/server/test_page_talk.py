@@ -177,7 +177,7 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
     number = live.locator(".progress b >> nth=1").inner_text()
     live.hover(".answer >> nth=1")
-    assert f"{live('lit')}" == number == live.inner_text(".answer.lit .progress b")
+    assert f"request {live('lit')}" == number == live.inner_text(".answer.lit .progress b")
     live.hover("#send")
     assert live("lit") is None
     assert live.locator(".answer.lit").count() == 0
