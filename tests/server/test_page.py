@@ -670,6 +670,26 @@ def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
     assert " ".join(flags[:5]) == "hit copied copied preempted resumed"
 
 
+def test_flags_are_told_apart(open_record):
+    """By shape and by colour, as the legend has them."""
+    page = open_record()
+    page.expected = "Canvas2D: Multiple readback"
+    show(page, len(SMALL) - 1)
+    legend = page("Object.keys(FLAGS).map((kind) => getComputedStyle($(`flag-${kind}`)).fill)")
+    shapes = page("Object.keys(FLAGS).map((kind) => $(`flag-${kind}`).getAttribute('d'))")
+    assert len({*legend}) == len({*shapes}) == 4
+    drawn = page(
+        """() => Object.keys(FLAGS).map((flag) => {
+            const row = chart.shown.find((one) => one.flags.some(({ kind }) => kind === flag));
+            const { column } = row.flags.find(({ kind }) => kind === flag);
+            const at = [xOf(chart.columns[column]) + 3, row.y + 3];
+            const [r, g, b] = paper.ctx.getImageData(...at, 1, 1).data;
+            return `rgb(${r}, ${g}, ${b})`;
+        })"""
+    )
+    assert drawn == legend
+
+
 # --------------------------------------------------------------------------------------------------
 # The timeline
 
@@ -710,6 +730,56 @@ def test_the_wheel_zooms_at_the_pointer_and_f_fits(open_record):
     assert left == 0
     assert -60 < last <= 0
     assert page("pan(chart.end), followPlace(), chart.left === chart.end")  # it stays there
+
+
+def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record):
+    """Column by column, no row is lit; in the ruler the range stays, dragged to the left too."""
+    page = open_record()
+    show(page, 9)
+    is_marked = """([from, to]) => { const { left, right } = $("range").getBoundingClientRect();
+        const x = $("timeline").getBoundingClientRect().left;
+        return left - x === xOf(chart.columns[from]) && right - x === endOf(chart.columns[to]); }"""
+
+    def point(i: int, y: float, *does: str) -> str:
+        page.hover("#timeline", position={"x": page(f"xOf(chart.columns[{i}]) + 2"), "y": y})
+        for press in does:
+            getattr(page.mouse, press)()
+        wait_for(page, "!view.isNews")
+        return page.inner_text("#tip")
+
+    assert point(5, 60).startswith("step 4: 4 decodes, 10 ms")
+    assert page(is_marked, [5, 5])
+    assert page("lit") is None
+    point(7, 8, "down")
+    # two chunks of 8 tokens after a pause, and three times four decodes
+    assert point(4, 8) == "steps 3 to 6: 20 tokens, 30 ms"
+    assert point(6, 8, "up") == point(1, 8) == "steps 5 to 6: 8 tokens, 20 ms"
+    assert page(is_marked, [6, 7])
+    assert point(0, 60) == "step 0: 0 decodes, 1 chunk of 18"
+
+
+def test_two_fingers_zoom(open_record):
+    """What was under each of them stays there; one of them alone pans."""
+    page = open_record(random_record(1))
+    show(page, 5)
+    box = page.locator("#timeline").bounding_box()
+    devtools = page.context.new_cdp_session(page.page)
+
+    def touch(kind: str, *at: int) -> list[float]:
+        points = [{"x": box["x"] + x, "y": box["y"] + 60, "id": i} for i, x in enumerate(at)]
+        devtools.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+        return [page(f"unitAt({x})") for x in at]
+
+    touch("touchStart", 300)
+    before = touch("touchStart", 300, 400)
+    assert touch("touchMove", 200, 500) == pytest.approx(before, abs=0.1)
+    assert page("chart.scale") == pytest.approx(3)
+    touch("touchEnd")
+    touch("touchStart", 300)
+    left = page("chart.left")
+    touch("touchMove", 270)
+    assert page("chart.left") == pytest.approx(left + 10, abs=0.1)
+    assert page("tape.at") == 5
 
 
 def test_after_a_pause_nobody_knows_how_long_a_step_took(open_page):
@@ -794,6 +864,47 @@ def test_beyond_sixty_rows_is_density(open_record):
     page("light(5)")
     wait_for(page, "chart.shown.length === 1")
     assert page("chart.shown[0].r === lit && chart.rowHeight === 20")
+    axis, legend, drawn = page(
+        """() => {
+            const written = [];
+            const painted = new Set();
+            paper.ctx.fillText = (text, ...at) => written.push([text, ...at]);
+            paper.ctx.fillRect = function (...box) { painted.add(this.fillStyle); };
+            light(); drawTimeline();
+            const colour = (kind) => getComputedStyle(
+                document.querySelector(`#steps .swatch.${kind}`)).backgroundColor;
+            paper.ctx.fillStyle = "red";
+            const hex = (text) => (paper.ctx.fillStyle = text, paper.ctx.fillStyle);
+            return [written.filter(([, x]) => x === 30).map(([n]) => n),
+                ["decode", "chunk", "waits"].map(colour).map(hex), [...painted]];
+        }"""
+    )
+    assert axis == [0, page("chart.rows.size")]
+    assert len({*legend}) == len({*legend} & {*drawn}) == 3
+
+
+def test_the_map_has_all_steps_and_leads_to_each(open_record):
+    """How many ran at each place, and which places the timeline shows."""
+    told = random_record(1)
+    page = open_record(told)
+    show(page, len(told) - 1)
+    page.keyboard.press("f")
+    wait_for(page, "view.told")
+    wrong = page(
+        """(() => chart.columns.filter(({ place, decodes, chunks }) => {
+            const n = decodes.length + chunks.length;
+            const has = (y) => $("loads").isPointInFill(new DOMPoint(place - 0.5, -y));
+            return has(n + 0.5) || n && !has(n - 0.5);
+        }).length)()"""
+    )
+    assert wrong == 0
+    page("view.told = 0, view.isTold = true")
+    wait_for(page, f"$('sight').getBBox().width > {len(told)} - 4")
+    page.hover("#timeline", position={"x": 400, "y": 100})
+    page.mouse.wheel(0, -700)
+    page.locator("#place").click()
+    wait_for(page, "$('sight').getBBox().width < 200")
+    assert page("tape.at") == pytest.approx(len(told) / 2, abs=3)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -827,6 +938,12 @@ BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textar
     .filter(([, { left, top, right, bottom, height }]) =>
         left < 0 || top < 0 || right > innerWidth || bottom > innerHeight || height < low)
     .map(([name, box]) => [name, JSON.stringify(box)])"""
+
+
+# What has more than it shows: tiles, the drawer and its texts.
+CUT = """[...document.querySelectorAll(".tile, .tile p, #about, .entry, #drawer")]
+    .filter(one => one.checkVisibility() && one.scrollWidth > one.clientWidth)
+    .map(one => one.outerHTML)"""
 
 
 IS_ONE_SCREEN = """[...document.querySelectorAll(":root, #pool, #timeline, #pill")].every((one) =>
@@ -864,9 +981,46 @@ def test_one_screen_whatever_happens(open_page, scheme, size):
             page("view.told = 0")
             wait_for(page, "view.told")
             assert page(IS_ONE_SCREEN), (moment, tab)
-            if moment != "inspected":  # the drawer is over some
-                assert page(BAD_CONTROLS, 44 if is_phone else 24) == [], (moment, tab)
+            assert page(BAD_CONTROLS, 44 if is_phone else 24) == [], (moment, tab)
             assert violations(page) == [], (moment, tab)
+
+
+@pytest.mark.parametrize("size", [(720, 450), (844, 390)], ids=str)
+def test_a_low_window_has_the_timeline_and_send(open_page, size):
+    """Zoomed to 200%, the timeline was 0 pixels high; nothing is cut off."""
+    page = live_page(lambda **more: open_page(size=size, **more))
+    say(page, LINES)
+    wait_for(page, "chart.columns.length && view.told")
+    assert page("paper.height") > 70
+    assert page(BAD_CONTROLS, 24) == []
+    assert page(CUT) == []
+
+
+@pytest.mark.parametrize("size", [(1280, 720), (1024, 768), (720, 450), (390, 844)], ids=str)
+def test_the_drawer_fits_and_covers_nothing(open_record, size):
+    """With long texts it was 613 pixels wide in 378, over the playhead."""
+    page = open_record(size=size)
+    show(page, 9)
+    page(
+        """() => {
+            const [q] = state.requests.values();
+            const prompt = { names: Array(99).fill("a long text") };
+            const answer = { prompt, names: [], element: make("p"), number: make("b") };
+            calls.set(q.name, Array(9).fill(answer));
+            void choose(q.r);
+        }"""
+    )
+    wait_for(page, "document.querySelector('.entry')?.textContent.includes('long')")
+    assert page(CUT) == []
+    assert page(IS_ONE_SCREEN)
+    covered = page(
+        """() => [...document.querySelectorAll("#pool, #timeline, #transport")].filter((one) => {
+            const { left, right, top, bottom } = one.getBoundingClientRect();
+            const drawer = $("drawer").getBoundingClientRect();
+            return left < drawer.right && right > drawer.left && top < drawer.bottom
+                && bottom > drawer.top; }).map(({ id }) => id)"""
+    )
+    assert covered == []
 
 
 def test_tab_goes_through_all_and_out(open_page):
