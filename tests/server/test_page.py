@@ -546,8 +546,8 @@ SAID = {
         ● 2 running – pagedGPT
         9 of 12 blocks held 1 cached · 2 free
         38% hit rate 250 tokens/s 1 waiting 1 preemption
-        step 7: 3 decodes, 1 waiting, 10 ms · request 5 preempted: gave back 2 blocks · evicted: 1 block ·
-        request 3 ended: length after 5 tokens
+        step 7: 3 decodes, 1 waiting, 10 ms · request 5 preempted: gave back 2 blocks ·
+        evicted: 1 block · request 3 ended: length after 5 tokens
         Block 8: cached, evicted after 0 others
         9 1 2 4 3 0 1
     """,
