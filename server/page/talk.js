@@ -84,7 +84,8 @@ function tellProbabilities() {
 
 // At temperature 0 the likeliest token is chosen of those that the schema does not refuse.
 function wordsOfToken({ name, logprob, others, isHeld }) {
-  return others.sort((a, b) => b[1] - a[1]).map(([other, score]) => {
+  const all = [...new Map([...others, [name, logprob]])]
+  return all.sort((a, b) => b[1] - a[1]).map(([other, score]) => {
     const mark = other === name ? "▸" : isHeld && score > logprob ? "✕" : " "
     return `${mark} ${(100 * Math.exp(score)).toFixed(1)}% ${visible(other)}`
   })
