@@ -137,6 +137,8 @@ function drawTimeline() {
   const first = Math.max(0, columnAt(LEFT))
   const last = columnAt(width)
   const seen = columns.slice(first, last + 1)
+  const from = seen[0].place - 1
+  $("sight").setAttribute("d", `M${from} 0H${seen.at(-1).place}V-9999H${from}z`)
   const bottom = height - 8 // of the rows
   const all = [...rows.values()].filter(row => row.first <= last && row.last >= first)
   const isDense = all.length > MOST_ROWS
@@ -159,9 +161,8 @@ function drawTimeline() {
   if (chart.rowHeight > 8) chart.shown.forEach(drawLabel)
   drawRuler(seen)
   drawPlace(bottom)
-  const [from, to = from] = chart.range.map(i => columns[i])
-  const left = from && Math.max(LEFT, xOf(from))
-  $("range").style = from ? `left: ${left}px; width: ${endOf(to) - left}px` : ""
+  const [one, other = one] = chart.range.map(i => columns[i])
+  $("range").style = one ? `left: ${xOf(one)}px; width: ${endOf(other) - xOf(one)}px` : ""
 }
 
 function drawLabel({ id, r, y }) {
@@ -180,12 +181,10 @@ function drawCounts(column, bottom, high) { // instead of rows
   })
 }
 
-function drawMap() { // how many run at each place, and which places are in sight
-  const [from, to] = [LEFT, paper.width].map(x => chart.columns[columnAt(x)]?.place ?? 0)
-  const wide = tape.lines.length - 1
-  $("map").setAttribute("viewBox", `0 -${state.max_num_seqs} ${wide} ${state.max_num_seqs}`)
+function drawMap() { // how many run at each place
+  const { max_num_seqs: high } = state
+  $("map").setAttribute("viewBox", `0 -${high} ${tape.lines.length - 1} ${high}`)
   $("loads").setAttribute("d", `M0 0${chart.loads}V0`)
-  $("sight").setAttribute("d", `M${from} 0H${to}V-9999H${from}z`)
 }
 
 function drawColumn(column) {
