@@ -133,10 +133,10 @@ function drawTimeline() {
   const { ctx, width, height } = paper
   const { columns, rows } = chart
   ctx.clearRect(0, 0, width, height)
-  if (!columns.length) return
   const first = Math.max(0, columnAt(LEFT))
   const last = columnAt(width)
   const seen = columns.slice(first, last + 1)
+  if (!seen.length) return // a phone may show another part
   const from = seen[0].place - 1
   $("sight").setAttribute("d", `M${from} 0H${seen.at(-1).place}V-9999H${from}z`)
   const bottom = height - 8 // of the rows
