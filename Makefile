@@ -28,7 +28,7 @@ MODEL := out/stdlib
 AGAIN = $(wildcard $(VENV)/installing $(VENV)/tests-installing)
 # on a terminal with its progress (stdout is the substitution's)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 2 || echo --quiet) \
-	$(if $(AGAIN),--force-reinstall) $(PIP_OPTIONS)
+	$(if $(AGAIN),--force-reinstall) $(PIP_OPTIONS) -c constraints.txt
 CORPORA := $(foreach name,stdlib stdlib_gpt2 shakespeare_char shakespeare_char_gpt2, $(addprefix data/$(name)/, \
 	train.bin val.bin meta.json tokenizer.json tokenizer_config.json))
 
@@ -59,7 +59,7 @@ $(MODEL)/loss.png: | $(VENV)/ready
 	$(BIN)/python train.py --out $(MODEL) $(if $(wildcard $(MODEL)/train_state.pt),--resume)
 	@test -f $@ || { echo "the training was stopped: make run goes on from there"; exit 1; }
 
-$(VENV)/ready: requirements.txt
+$(VENV)/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
 	@echo "installing requirements.txt into $(VENV)$(if $(PIP_OPTIONS),,: 3 GB with torch for CUDA, some minutes)" \
 		"(if nothing moves, pip does not reach its index: Ctrl-C, and name another in PIP_OPTIONS)"

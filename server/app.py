@@ -249,7 +249,11 @@ class Service:
     async def show_page(self, http):
         """The page is the same for all: it asks for the key, and for what happens, by itself."""
         page = live.page()
-        return Response(page, headers=live.page_headers(page), media_type="text/html")
+        headers = live.page_headers(page) | {"Vary": "Accept-Encoding"}
+        if "gzip" in http.headers.get("accept-encoding", "").replace(" ", "").split(","):
+            headers["Content-Encoding"] = "gzip"
+            page = live.zipped_page()
+        return Response(page, headers=headers, media_type="text/html")
 
     async def show_events(self, http):
         self.check_ready()

@@ -1,6 +1,7 @@
 """README.md and REFERENCE.md are held to the repo: walks, files, commands, examples, numbers."""
 
 import ast
+import json
 import os
 import pty
 import re
@@ -28,8 +29,14 @@ from tests.simulated_device import simulated_engine
 from training.corpus import bpe_tokenizer
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-REFERENCE = (ROOT / "REFERENCE.md").read_text()
+
+
+def read(name: str | Path) -> str:
+    return (ROOT / name).read_text()
+
+
+README = read("README.md")
+REFERENCE = read("REFERENCE.md")
 BOTH = f"{README}\n{REFERENCE}"
 FOLDERS = ("", "ops", "engine", "server", "training", "examples", "assets")
 PATHS = [path for name in FOLDERS for path in (ROOT / name).glob("[a-z]*.py")]
@@ -95,7 +102,7 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
         module = measured[program]
         parser = build_parser("", module.COMMANDS, module.FLAGS)
         parser.parse_args(arguments.split())  # or it exits
-    text = (ROOT / program).read_text()
+    text = read(program)
     if program == "serve.py":
         with pytest.raises(SystemExit):
             serve.parse_args(["--help"])
@@ -124,12 +131,12 @@ def anchors(text: str) -> set[str]:
 
 
 def test_links_pictures_and_targets_lead_somewhere():
-    for name, text in ("README.md", README), ("REFERENCE.md", REFERENCE):
-        for page, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text):
-            file = ROOT / (page or name)
+    for text in ROOT.glob("*.md"):
+        for page, anchor in re.findall(r"\]\(([\w./-]*)#?([\w-]*)\)", text.read_text()):
+            file = ROOT / (page or text.name)
             assert file.is_file(), page
             assert not anchor or anchor in anchors(file.read_text()), anchor
-    makefile = (ROOT / "Makefile").read_text()
+    makefile = read("Makefile")
     targets = set(re.findall(r"(?:`|    )make ([a-z-]+)", BOTH))
     assert targets
     assert all(f"\n{target}:" in makefile for target in targets)
@@ -239,6 +246,27 @@ def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# The version, packages, the container
+
+
+def test_the_version_stands_once_and_the_changelog_begins_with_it():
+    newest = read("CHANGELOG.md").partition("\n## ")[2].partition(" ")[0]
+    texts = "".join(map(read, ("pyproject.toml", *PATHS)))
+    assert texts.count(f'"{newest}"') == texts.count(f'\nversion = "{newest}"') == 1
+
+
+def test_the_constraints_pin_what_is_asked_for():
+    texts = read("requirements.txt") + read("requirements-test.txt")
+    pins = re.findall(r"^[\w-]+==[\w.]+", texts, re.MULTILINE)
+    assert set(pins) <= set(read("constraints.txt").splitlines())
+
+
+def test_the_container_starts_with_flags_that_exist():
+    command = json.loads(read("Dockerfile").rpartition("ENTRYPOINT ")[2])
+    serve.parse_args(command[2:])
+
+
+# --------------------------------------------------------------------------------------------------
 # make, with a stand-in for Python
 
 TRAIN = "train.py --out out/stdlib"
@@ -286,7 +314,7 @@ def clone(tmp_path) -> Path:
         pytest.skip("needs make")
     shutil.copy(ROOT / "Makefile", tmp_path)
     (tmp_path / "out/stdlib").mkdir(parents=True)
-    for name in ("requirements.txt", "out/stdlib/loss.png"):
+    for name in ("requirements.txt", "constraints.txt", "out/stdlib/loss.png"):
         (tmp_path / name).touch()
     (tmp_path / "python3").write_text(INSTALLER)
     (tmp_path / "python3").chmod(0o755)
@@ -307,7 +335,8 @@ def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(clone
 
 
 VENV = "-m venv .venv"
-INSTALL = "-m pip install --disable-pip-version-check --quiet -r requirements.txt"
+INSTALL = "-m pip install --disable-pip-version-check --quiet -c constraints.txt "
+INSTALL += "-r requirements.txt"
 ANEW = INSTALL.replace("--quiet", "--quiet --force-reinstall")
 TESTS = INSTALL.replace("requirements", "requirements-test")
 TESTS_ANEW = ANEW.replace("requirements", "requirements-test")

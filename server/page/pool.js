@@ -8,7 +8,7 @@ const still = matchMedia("(prefers-reduced-motion: reduce)")
 const theme = {}
 const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
 let palette = []
-let grid // where the cells are; null: to be laid out again
+let grid // where the first `shown` blocks are; null: to be laid out again
 let ages // the shade in which each cached block was drawn, 0 to 5
 let pointed // the block under the pointer, or where the arrow keys have gone
 
@@ -31,7 +31,6 @@ function mixColours() {
 function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
   grid = null
   view.told = -Infinity
-  $("effects").replaceChildren()
 }
 
 function fit(canvas) { // as many pixels as it has on the screen
@@ -46,26 +45,30 @@ function fit(canvas) { // as many pixels as it has on the screen
   return { ctx, width, height }
 }
 
-function layOut() { // columns are a power of two, so that rows mean something
+function layOut() { // columns are a power of two, so that rows mean something; cells are wide
   mixColours()
   const { ctx, width, height } = fit($("pool"))
-  const n = state.num_blocks
+  const { num_blocks } = state
+  const n = 1.5 * tape.shown < num_blocks ? tape.shown : num_blocks
   const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
   const high = Math.max(1, height - 10)
-  const columns = 2 ** Math.round(Math.log2((n * wide) / high) / 2)
+  const columns = 2 ** Math.floor(Math.log2((n * wide) / high) / 2)
   const whole = x => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio
-  const w = whole(Math.min(130, wide / columns))
-  const h = whole(Math.min(60, high / Math.ceil(n / columns)))
+  const w = whole(Math.min(240, wide / columns))
+  const h = whole(Math.min(110, high / Math.ceil(n / columns)))
   const gap = Math.min(2, Math.floor(Math.min(w, h) / 4))
-  grid = { ctx, columns, w, h, gap }
+  grid = { tape, ctx, shown: n, columns, w, h, gap }
   ages = new Int8Array(n).fill(-1)
   ctx.textAlign = "right"
   for (let row = 0; row * columns < n; row += Math.ceil(15 / h)) {
     write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
   }
-  ctx.textAlign = "center"
+  ctx.textAlign = "left"
   state.touched = null
   paper = fit($("timeline"))
+  $("effects").replaceChildren() // which were elsewhere
+  showEffects(happened)
+  setText("strip", n < num_blocks ? `${english(n)} to ${english(num_blocks - 1)}: free` : "")
 }
 
 function cellOf(block) {
@@ -77,10 +80,11 @@ function blockAt({ offsetX, offsetY }) {
   if (!grid) return
   const column = Math.floor((offsetX - GUTTER) / grid.w)
   const block = Math.floor(offsetY / grid.h) * grid.columns + column
-  if (column >= 0 && column < grid.columns && block < state.num_blocks) return block
+  if (column >= 0 && column < grid.columns && block < grid.shown) return block
 }
 
 function drawPool() { // only the cells that changed, and the cached ones whose shade has
+  if (grid?.tape !== tape) layOut()
   const changed = state.touched ?? new Set(state.owners.keys())
   const idle = [...state.idle]
   idle.forEach((block, place) => {
@@ -88,7 +92,7 @@ function drawPool() { // only the cells that changed, and the cached ones whose 
     if (ages[block] !== age) changed.add(block)
     ages[block] = age
   })
-  for (const block of changed) if (block < state.num_blocks) drawCell(block)
+  for (const block of changed) if (block < grid.shown) drawCell(block)
   state.touched = new Set()
 }
 
@@ -108,11 +112,12 @@ function drawCell(block) {
   grid.ctx.clearRect(...box)
   if (!owners.length) drawIdle(block, box)
   else drawHeld(block, owners, box)
+  writeText(block, box)
 }
 
 function drawIdle(block, box) {
   const isCached = state.idle.has(block)
-  const { cached } = palette[state.hues[block] - 1] ?? theme
+  const { cached } = palette[state.last[block]?.[0].hue] ?? theme
   grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
   paint(grid.ctx, isCached ? cached : theme.free, ...box)
   grid.ctx.globalAlpha = 1
@@ -132,7 +137,13 @@ function drawHeld(block, owners, [x, y, w, h]) {
   if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1)
   const text = owners.length > 1 ? `×${owners.length}` : `${r}`
   const isRoom = h >= 12 && w >= 7 * text.length + 5
-  if (isRoom) write(ctx, theme.ink, text, x + w / 2, y + h / 2 + 0.5)
+  if (isRoom) write(ctx, theme.ink, text, x + 4, y + Math.min(10, h / 2 + 0.5))
+}
+
+function writeText(block, [x, y, w, h]) { // as much of it as there is room for, below the number
+  const lines = textOfBlock(block).match(RegExp(`.{1,${Math.ceil(w / 6)}}`, "gsu")) ?? []
+  lines.slice(0, (h - 15) / 13).forEach((line, i) =>
+    write(grid.ctx, theme.ink, line, x + 4, y + 22 + 13 * i, w - 8))
 }
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
@@ -142,32 +153,42 @@ const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
 const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
 const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
+// From edge to edge, so that it covers no number; the later, the more bent.
+function arrow(blocks, turn = 0) {
+  const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
+  return `M${x} ${y}Q${(x + u) / 2} ${(y + v) / 2 + 40 + 36 * turn} ${u} ${v}`
+}
+
 function showEffects(events) { // page.css has how each looks, and how it ends
-  if (still.matches || !grid) return
-  for (const { kind, r, blocks } of events.filter(event => event.blocks)) {
+  happened = events.filter(event => event.blocks)
+  if (!grid) return layOut()
+  happened.forEach(({ kind, r, blocks }, turn) => {
     const path = $("effect").cloneNode()
-    const shape = kind === "copied" ? `M${pointsOf(blocks)}` : boxesOf(blocks)
-    path.setAttribute("d", shape)
+    path.setAttribute("d", kind === "copied" ? arrow(blocks, turn) : boxesOf(blocks))
     path.setAttribute("class", kind)
+    path.style.setProperty("--turn", turn)
     colour(path, r)
-    path.onanimationend = () => path.remove()
+    path.onanimationend = ({ animationName }) => animationName === "fade" && path.remove()
     $("effects").append(path)
-  }
+  })
 }
 
 function drawOver() {
-  const { table = [] } = state.requests.get(lit) ?? {}
-  const chain = state.requests.get(chosen)?.table ?? []
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  $("dim").setAttribute("d", table.length ? all + boxesOf(table) : "")
+  const moment = litRequests() === staged && staged.length ? happened : []
+  const tables = litRequests().map(tableOf)
+  const blocks = new Set([...tables, ...moment.map(event => event.blocks)].flat())
+  $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
-  $("chain").setAttribute("points", pointsOf(chain))
+  $("chain").setAttribute("points", pointsOf(tableOf(chosen)))
 }
 
 // ---- What is lit in all, and what is chosen ----
 
 let lit // the request of what is hovered
 let chosen // the request that the drawer tells of
+let happened = [] // at the place that is shown
+let staged = [] // the requests for which a demo or the tour has stopped
 
 function light(r) {
   if (r === lit) return
@@ -176,24 +197,50 @@ function light(r) {
   lightAnswers()
 }
 
-async function choose(r) {
+const litRequests = () => (lit >= 0 ? [lit] : staged)
+const tableOf = r => state.requests.get(r)?.table ?? []
+const isLit = r => litRequests().includes(r)
+
+// What takes part in a moment is lit as long as nothing is hovered; it is said beside the cells.
+function stage(text, requests = []) {
+  staged = requests
+  setText("moment", text)
+  view.isNews = true
+  lightAnswers()
+}
+
+function leaveStage() {
+  stage("")
+  happened = []
+  $("effects").replaceChildren()
+}
+
+function choose(r) {
   if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is gone
   chosen = r
   $("drawer").hidden = r === undefined
   view.isNews = true
-  fillDrawer()
-  await nameTokens(r)
   fillDrawer()
 }
 
 const ownerOf = block => state.owners[block]?.[0]?.[0].r
 
 function point(block, x, y) {
-  if (pointed !== block) view.isNews = true
-  pointed = block
+  mark(block)
   light(ownerOf(block))
   tip(block === undefined ? [] : wordsOfBlock(block), x, y)
 }
+
+function mark(block) { // and the tokens in it
+  if (pointed === block) return
+  pointed = block
+  view.isNews = true
+  markTokens(block)
+}
+
+// [[request, logical block]], of a cached one the last, of a free one none.
+const usersOf = block =>
+  state.idle.has(block) ? [state.last[block]].filter(Boolean) : state.owners[block] ?? []
 
 function tip(words, x, y) {
   const box = $("tip")
@@ -215,15 +262,17 @@ function wordsOfBlock(block) {
   const who = owners.slice(0, 8).map(([q, i]) => `${yours(q)}: tokens ${i * size} to ` +
     `${i * size + size - 1}, ${clamp(q.filled - i * size, 0, size)} of ${size} slots filled`)
   const what = owners.length ? `held${shared}${committed}` : cached
-  return [`Block ${block}: ${what}`, ...who]
+  return [`Block ${block}: ${what}`, ...who, visible(textOfBlock(block))].filter(Boolean)
 }
 
-// The text in a logical block's slots, of this page's requests whose prompt's tokens have names.
-function textOfSlots(q, logical) {
-  const { prompt, names } = ownOf(q) ?? {}
-  const from = logical * state.block_size
-  const end = Math.min(from + state.block_size, q.filled)
-  return prompt?.names ? visible([...prompt.names, ...names].slice(from, end).join("")) : ""
+// The text in a block's slots, of this page's requests whose prompt's tokens have names.
+function textOfBlock(block) {
+  const [q, i] = usersOf(block).find(([user]) => ownOf(user)?.prompt.names) ?? []
+  if (!q) return ""
+  const { prompt, names } = ownOf(q)
+  const from = i * state.block_size
+  const end = state.idle.has(block) ? Infinity : q.filled // a cached one is full
+  return [...prompt.names, ...names].slice(0, end).slice(from, from + state.block_size).join("")
 }
 
 function wordsOfRequest(q) {
@@ -242,15 +291,14 @@ function fillDrawer() {
   setText("title", title)
   setText("status", words.join("\n"))
   $("parts").hidden = !q
-  $("entries").replaceChildren(...(q ? tableOf(q) : []))
+  $("entries").replaceChildren(...(q ? entriesOf(q) : []))
   if (q) fillParts(q)
 }
 
-function tableOf(q) {
+function entriesOf(q) {
   return q.table.map((block, i) => {
-    const name = isGivenBack(q, i) ? "given back" : block
-    const text = textOfSlots(q, i)
-    return make("li", { className: "entry" }, `${i} → ${name}${text && ` ${text}`}`)
+    const name = isGivenBack(q, i) ? "given back" : `${block} ${visible(textOfBlock(block))}`
+    return make("li", { className: "entry" }, `${i} → ${name.trim()}`)
   })
 }
 
@@ -276,8 +324,11 @@ function fillParts(q) { // its bar: of how many tokens what is true
 // ---- Figures and words ----
 
 function draw(now) {
-  if (state.num_blocks && !grid) layOut()
-  if (grid) drawNews(now)
+  const isReady = state.num_blocks || server.is === "Key wanted"
+  const isAsleep = player.isLive && isReady && !chart.rows.size && !state.idle.size
+  $("pool-empty").hidden = !isAsleep
+  if (isAsleep) dream(now)
+  else if (state.num_blocks) drawNews(now)
   if (now - view.told < 150) return // words need not change sixty times a second
   view.told = now
   tellState()
@@ -287,7 +338,7 @@ function draw(now) {
 }
 
 function drawNews(now) {
-  if (view.at !== tape.at || !state.touched) {
+  if (view.at !== tape.at || !state.touched || !grid) {
     drawPool()
     followPlace()
     markAnswers()
@@ -302,10 +353,25 @@ function drawNews(now) {
   drawOver()
 }
 
+// Before anything has run the tour's record plays faintly in the pool, and the tour is offered.
+let sleeper
+
+function dream(now) {
+  const awake = present()
+  if (sleeper) restore(sleeper)
+  else begin(readLines($("tour-lines").textContent).slice(1), false)
+  moveTo(still.matches ? 40 : Math.floor(now / 100) % (tape.lines.length + 15)) // rests at its end
+  drawPool()
+  sleeper = present()
+  restore(awake)
+}
+
 function stateOf() {
   if (player.isLive && server.is !== "Live") return server.is
   if (!isPlaying()) return "Paused"
-  return player.isLive ? "Live" : "Replay"
+  if (!player.isLive) return "Replay"
+  if (!player.isBehind) return "Live"
+  return isSlow() ? "Playing" : "Behind"
 }
 
 function setText(id, text) { // what is read aloud is touched only when it changes
@@ -318,12 +384,18 @@ const waiting = () => [...state.requests.values()].filter(({ status }) => status
 function tellState() {
   const name = stateOf()
   const word = name === "Paused" ? `Paused at step ${state.step}` : name
+  const where = {
+    Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
+    Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
+  }
+  const isNow = !player.isLive || name === "Live"
   const running = state.requests.size - waiting().length
   const { model, machine, date } = player.isLive ? server : tape.title
   document.body.dataset.state = name
   document.body.classList.toggle("replay", !player.isLive)
-  document.title = `${running ? `● ${running} running` : word} – pagedGPT`
-  setText("pill", word)
+  document.title = `${running && isNow ? `● ${running} running` : word} – pagedGPT`
+  setText("state", word)
+  setText("where", where[name] ?? "")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
   $("speed").value = player.speed
   $("pause").ariaLabel = isPlaying() ? "Pause" : "Play"
@@ -334,21 +406,21 @@ function tellFigures(now) {
   const held = state.owners.slice(0, n).filter(({ length }) => length).length
   const parts = { held, cached: idle.size, free: n - held - idle.size }
   for (const part of $("bar").children) part.style.flexGrow = parts[part.className]
+  const tokens = rate(now)
   const hitRate = Math.round((100 * totals["hit tokens"]) / totals["queried tokens"])
-  const isKnown = /Live|Paused|Replay/.test(document.body.dataset.state)
+  const isKnown = !player.isLive || server.is === "Live"
   const texts = {
     held: english(held),
     of: `of ${english(n)} blocks held`,
     rest: `${english(parts.cached)} cached · ${english(parts.free)} free`,
     hits: `${hitRate || 0}%`,
-    rate: isKnown ? english(rate(now)) : "–",
+    rate: isKnown && (tokens || !requests.size) ? english(tokens) : "–",
     waiting: waiting().length,
     preemptions: totals.preemptions,
     preempted: totals.preemptions === 1 ? "preemption" : "preemptions",
     size: `${english(n)} blocks of ${state.block_size} tokens`,
   }
   for (const [id, text] of Object.entries(texts)) setText(id, text)
-  $("pool-empty").hidden = requests.size || idle.size || !player.isLive
   $("steps-empty").hidden = chart.columns.length
 }
 
@@ -358,7 +430,7 @@ function tellPlace() {
   drawMap()
   if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
-  const isNewest = document.body.dataset.state === "Live"
+  const isNewest = player.isLive && isPlaying()
   const link = isNewest ? location.pathname + location.search : `#step=${state.step}`
   if (location.hash || !isNewest) history.replaceState(null, "", link)
 }
@@ -376,7 +448,7 @@ function startPool() {
     if (event.key === "Enter") choose(ownerOf(pointed))
     if (!move) return
     event.preventDefault() // and no step is made
-    const block = clamp((pointed ?? -move) + move, 0, state.num_blocks - 1)
+    const block = clamp((pointed ?? -move) + move, 0, grid.shown - 1)
     const [x, y] = cellOf(block)
     const { left, top } = pool.getBoundingClientRect()
     point(block, left + x, top + y + grid.h)

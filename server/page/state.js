@@ -23,19 +23,20 @@ const hasNumber = line => line.event === "step" && line.step !== undefined
 
 function load(line) { // all that is, as a snapshot says
   const { num_blocks, engine } = line
-  if (engine !== state.engine) state.hues = new Uint8Array(num_blocks)
-  line.hues ??= state.hues.slice() // what cached blocks have kept, for whoever comes back here
+  if (engine !== state.engine) state.last = []
+  line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
     totals: { ...line.totals },
     requests: new Map(),
     committed: new Set(line.committed),
     idle: new Set(line.idle), // in the order in which they are evicted
-    hues: line.hues.slice(), // of each block's last owner, from 1 on
+    last: line.last.slice(), // each block's last owner: [request, logical block]
     // who holds a block: [request, logical block]; the last is no block, see isGivenBack
     owners: Array.from({ length: num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
+  state.idle.forEach(show)
   line.requests.forEach(addRequest)
 }
 
@@ -65,9 +66,10 @@ function setTable(q, from, blocks) {
   if (blocks.length && q.hue === undefined) giveHue(q)
   blocks.forEach((block, i) => {
     if (isGivenBack(q, from + i)) return
-    owners[block].push([q, from + i])
-    state.hues[block] = q.hue + 1
+    state.last[block] = [q, from + i]
+    owners[block].push(state.last[block])
     state.idle.delete(block)
+    show(block)
   })
   touch([...left, ...blocks])
 }
@@ -75,6 +77,11 @@ function setTable(q, from, blocks) {
 // A window has left this block: the first one stands in its place, in older records num_blocks.
 const isGivenBack = ({ table }, i) =>
   table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
+
+// The pool is shown up to the highest block that was ever held or cached, or a little beyond.
+function show(block) {
+  for (; block >= tape.shown; tape.shown *= 2) grid = null
+}
 
 function touch(blocks) {
   for (const block of blocks) state.touched?.add(block)
@@ -158,11 +165,20 @@ function applyStep(line) {
 const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
-  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [] }
-  tape = { lines, at: -1, noted: -1, hues: new Map(), seen: new Map(), name: "", title: {} }
-  Object.assign(player, { isPaused: false, isLive, until: null, speed: isLive ? Infinity : 10 })
+  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
+  tape = { lines, at: -1, noted: -1, shown: 32, name: "", title: {} }
+  Object.assign(tape, { hues: new Map(), seen: new Map() })
+  const speed = isLive ? Infinity : 10
+  Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
   forgetDrawing()
+}
+
+const present = () => ({ state, tape, chart, player: { ...player } })
+
+function restore(past) {
+  ;({ state, tape, chart } = past)
+  Object.assign(player, past.player)
 }
 
 function moveTo(place) {
@@ -170,8 +186,9 @@ function moveTo(place) {
   place = clamp(place, 0, lines.length - 1)
   const isStart = ({ event }, i) => i <= place && event === "snapshot"
   if (place < at) tape.at = lines.findLastIndex(isStart) - 1
-  while (tape.at < place) moveOn()
-  if (Math.abs(place - at) > 20) $("effects").replaceChildren() // nothing has just happened
+  let events = []
+  while (tape.at < place) events = moveOn()
+  return events
 }
 
 function moveOn() {
@@ -180,36 +197,48 @@ function moveOn() {
   const events = apply(line)
   if (tape.at > tape.noted) note(line, events)
   tape.noted = Math.max(tape.noted, tape.at)
-  showEffects(events)
   return events
 }
 
 const stepPlace = step =>
   tape.lines.findLastIndex(line => line.event === "step" && line.step === step)
+const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 
 // ---- The player ----
 
 // While player.until is set, by a demo, the tape plays at 10 steps a second and stops behind the
 // line for which until(line, its events) is true. To seek is to leave it.
-const player = { isPaused: false, isLive: true, speed: Infinity, until: null, owed: 0, before: 0 }
+// Since the place player.from only this page's requests have run; Infinity: others have, too. At
+// player.speed Infinity one's own prompt plays slowly enough to be seen, all else as it happens.
+const player = { owed: 0, before: 0 } // and what begin adds
 
 const isPlaying = () => Boolean(player.until) || !player.isPaused
+const isSlow = () => player.until || (player.speed === Infinity && player.from < Infinity)
+
+function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a longer one 3
+  if (player.until) return 10
+  return isSlow() ? Math.max(30, stepsAfter(player.from) / 3) : player.speed
+}
 
 function frame(now) {
   requestAnimationFrame(frame) // whatever goes wrong below
   const seconds = Math.min(0.1, (now - player.before) / 1000)
   const behind = tape.lines.length - 1 - tape.at
-  const speed = player.until ? 10 : player.speed
+  const speed = pace()
   player.before = now
   // lines come in batches: at most a sixth of what is missing, so that they flow
   player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6))
   for (let i = 1; i <= player.owed && isPlaying(); i++) playOn()
   if (!player.isLive && !behind) player.isPaused = true
+  // lines come in batches: to be up to half a second late is to be live
+  player.isBehind = behind > (player.isBehind ? 0 : Math.min(speed, 100) / 2)
+  if (!behind && state.num_blocks && !state.requests.size) player.from = tape.at
   draw(now)
 }
 
 function playOn() {
   const events = moveOn()
+  showEffects(events)
   if (!player.until?.(tape.lines[tape.at], events)) return
   player.until = null
   player.isPaused = true
@@ -218,9 +247,9 @@ function playOn() {
 
 function seek(place, isPaused = true) {
   if (!tape.lines.length) return
-  if (player.until || !isPaused) setText("moment", "") // it tells of a pause
-  $("effects").replaceChildren() // a demo's arrow stays until now
-  moveTo(place)
+  leaveStage()
+  showEffects(moveTo(place))
+  if (!isPaused) player.from = tape.at
   player.isPaused = isPaused
   player.until = null
   state.touched = null
@@ -241,6 +270,7 @@ function togglePause() { // at its end a record starts over
 function goLive() {
   player.speed = Infinity
   seek(Infinity, false)
+  player.from = Infinity
 }
 
 async function replay(text, name, link = "") {
@@ -283,7 +313,7 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 
 // ---- The server ----
 
-// is: Loading, Key wanted, Live, Restarting or Offline
+// is: Loading, Key wanted, Live, Restarting, Refused or Offline
 const server = { model: "", hasChat: true, is: "Loading" }
 let key = ""
 let asking // a promise of another key
@@ -349,11 +379,18 @@ async function listen() {
   while (!signal.aborted) {
     const error = await hear(signal).catch(thrown => thrown)
     if (signal.aborted) return
-    const isLoading = error?.status === 503
-    notify(isLoading ? "Loading the model.." : "The server does not answer. Trying again..")
-    tellServer({ is: isLoading ? "Loading" : "Offline" })
+    const { status, message } = error ?? {}
+    if (status === 503) notify("Loading the model..")
+    else notify(status ? message : "The server does not answer. Trying again..")
+    tellServer({ is: { 503: "Loading", undefined: "Offline" }[status] ?? "Refused" })
     await new Promise(resolve => setTimeout(resolve, 2000))
   }
+}
+
+// A browser has six connections to a host, for all its tabs: one that is not seen needs none.
+function listenInSight() {
+  listening.abort()
+  if (player.isLive && !document.hidden) listen()
 }
 
 async function hear(signal) { // until the server ends
@@ -380,10 +417,12 @@ function takeIn(lines) {
   })
   tape.lines.push(...news)
   if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
+  const runs = news.flatMap(line => line.new ?? [])
+  if (!player.until && !runs.every(({ name }) => calls.has(name))) player.from = Infinity
   if (tape.lines.length > MOST && !player.isPaused) {
     const last = tape.lines.findLastIndex(line => line.event === "snapshot")
     begin(tape.lines.slice(last), true)
     tape.seen = seen
   }
-  if (news.length > 50 && !player.until && !player.isPaused) moveTo(Infinity) // history
+  if (news.length > 50 && !isSlow() && !player.isPaused) moveTo(Infinity) // history
 }

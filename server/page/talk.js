@@ -26,12 +26,23 @@ function markAnswers() {
     number.textContent = `request ${q.r}`
     element.classList.add("runs")
     colour(element, q.r)
+    nameTokens(ownOf(q).prompt)
   }
 }
 
 function lightAnswers() {
   for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", r >= 0 && r === lit)
+    element.classList.toggle("lit", isLit(r))
+  }
+}
+
+// Whether a block has the K, V of this token of an answer.
+const isIn = ({ answer, i }, block) => usersOf(block).some(([q, logical]) =>
+  ownOf(q) === answer && logical === Math.floor((q.prompt + i) / state.block_size))
+
+function markTokens(block) { // that are in it
+  for (const token of document.querySelectorAll(".token")) {
+    token.classList.toggle("here", isIn(token, block))
   }
 }
 
@@ -64,7 +75,7 @@ function visible(text) {
 
 function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
-  const token = make("span", { className: "token", scores }, text)
+  const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
   scores.isHeld = answer.prompt.isHeld
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
@@ -72,7 +83,10 @@ function addToken(answer, scores) {
   answer.text.append(token)
   token.tabIndex = tabIndexOfTokens()
   token.onpointerenter = token.onfocus = () => tellToken(token)
-  token.onpointerleave = token.onblur = () => tip([])
+  token.onpointerleave = token.onblur = () => {
+    mark()
+    tip([])
+  }
 }
 
 // With probabilities Tab goes from token to token, and each says what else was likely.
@@ -92,6 +106,7 @@ function wordsOfToken({ name, logprob, others, isHeld }) {
 }
 
 function tellToken(token) {
+  mark(state.owners.findIndex((_, block) => isIn(token, block)))
   const { left, bottom } = token.getBoundingClientRect()
   if (token.tabIndex === 0) tip(wordsOfToken(token.scores), left, bottom)
 }
@@ -134,13 +149,13 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-// Ask for the texts of the tokens of a request's prompt, if it is this page's.
-async function nameTokens(r) {
-  const { prompt } = ownOf(state.requests.get(r) ?? {}) ?? {}
-  if (!prompt || prompt.names) return
+async function nameTokens(prompt) { // for their blocks; once
+  if (prompt.names || prompt.isAsked) return
+  prompt.isAsked = true
   const { messages, text } = prompt
   const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
   prompt.names = named.token_strs
+  state.touched = null // all is drawn again, with texts
 }
 
 let conversation = [] // messages of the chat so far
@@ -286,21 +301,20 @@ async function demonstrate(many, kind, times, say, begin) {
       if (many <= 0) finish("All have ended without it: try it on an idle server.")
       return false
     }
-    setText("moment", `${say(first)} Paused: press ▶ to go on.`)
-    light(first.r)
+    stage(`${say(first)} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
     return true
   }
   const finish = text => {
     if (player.until !== until) return
     player.until = null
-    setText("moment", text)
+    stage(text)
   }
   leaveTour()
-  if (!state.num_blocks) return
+  if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
-  setText("moment", "At ten steps a second, until it happens ..")
+  stage("At ten steps a second, until it happens ..")
   try {
     const { tokens, token_strs } = await tokenize({ prompt: OPENING })
     const opening = tokens.map((id, i) => [id, token_strs[i]])
@@ -381,7 +395,7 @@ const tour = { at: -1 }
 function startTour() {
   const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
   leaveTour()
-  Object.assign(tour, { captions, home: { state, tape, chart, player: { ...player } } })
+  Object.assign(tour, { captions, home: present() })
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false
@@ -395,7 +409,7 @@ function showCaption(at) {
   tour.at = Math.max(0, at)
   const [step, r, text] = tour.captions[tour.at]
   seek(stepPlace(step))
-  light(r)
+  stage("", [r])
   setText("caption", text)
   setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
@@ -404,11 +418,10 @@ function leaveTour() { // all is as it was; the server sends what came since
   if (tour.at < 0) return
   tour.at = -1
   $("tour").hidden = true
-  light()
-  ;({ state, tape, chart } = tour.home)
-  Object.assign(player, tour.home.player)
+  leaveStage()
+  restore(tour.home)
   forgetDrawing()
-  if (player.isLive) listen()
+  listenInSight()
 }
 
 // ---- What buttons, keys and files do ----
@@ -446,7 +459,8 @@ function onKey(event) {
 }
 
 function isUsed(key, target) { // by the browser
-  return target.closest(`input, textarea, select${key === " " ? ", button, summary" : ""}`)
+  return target.closest(`textarea, select, input:not([type=range], [type=checkbox])
+    ${key === " " ? ", button, summary, [type=checkbox]" : ""}`)
 }
 
 function start() {
@@ -457,11 +471,14 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
+  // there the browser says what is wrong
+  $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = onFormKey
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()
+  document.onvisibilitychange = listenInSight
   $("file").onchange = () => {
     const [file] = $("file").files
     if (file) replay(file.text(), file.name)
@@ -470,7 +487,7 @@ function start() {
   startTimeline()
   requestAnimationFrame(frame)
   if ($("record")) replay($("record").textContent, "the record in this page", location.hash)
-  else listen()
+  else listenInSight()
 }
 
 document.addEventListener("DOMContentLoaded", start)

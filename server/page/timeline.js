@@ -84,15 +84,19 @@ const unitAt = x => chart.left + (x - LEFT) / chart.scale
 const columnAt = x => chart.columns.findLastIndex(({ start }) => start <= unitAt(x))
 const columnOf = place => chart.columns.findLastIndex(one => one.place <= place)
 
-function rate(now) { // tokens a second, in the last one before the place that is shown
+// Tokens a second, in the last one before the place that is shown; while a step takes longer, since
+// the last that brought tokens has begun.
+function rate(now) {
   const isNow = player.isLive && tape.at === tape.lines.length - 1
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
-  const recent = chart.columns.filter(one =>
-    one.place <= tape.at && one.engine === state.engine && one.time > time - 1)
+  const past = chart.columns.filter(one => one.place <= tape.at && one.engine === state.engine)
+  const last = past.findLast(({ sampled }) => sampled)
+  const since = state.requests.size ? last?.time : Infinity
+  const recent = past.filter(one => one.time > time - 1 || one.time >= since)
   if (!recent.length) return 0
   const first = recent[0].time - (recent[0].ms || 0) / 1000
   const sum = recent.reduce((total, { sampled }) => total + sampled, 0)
-  return Math.round(sum / clamp(time - first, 0.02, 1))
+  return Math.round(sum / Math.max(0.02, time - first))
 }
 
 const span = ms => // 0.7 ms, 45.98 s
@@ -142,11 +146,11 @@ function drawTimeline() {
   const bottom = height - 8 // of the rows
   const all = [...rows.values()].filter(row => row.first <= last && row.last >= first)
   const isDense = all.length > MOST_ROWS
-  chart.shown = isDense ? all.filter(({ r }) => r === lit) : all
+  chart.shown = isDense ? all.filter(({ r }) => isLit(r)) : all
   chart.rowHeight = isDense ? 20 : Math.min(26, (bottom - RULER) / all.length)
   chart.shown.forEach((row, i) => {
     row.y = RULER + i * chart.rowHeight
-    row.alpha = [undefined, row.r].includes(lit) ? 1 : 0.22
+    row.alpha = isLit(row.r) || !litRequests().length ? 1 : 0.22
   })
   const high = (bottom - RULER - 24) / all.length // of one of many
   $("steps").classList.toggle("dense", isDense)
@@ -219,11 +223,11 @@ function drawFlags(row) { // above the ticks; the legend has their shapes
 
 function drawRuler(seen) { // step numbers and times
   const { ctx } = paper
-  const start = chart.columns[0].time
   let limit = LEFT - 1 // to the right of it is room for words
   for (const column of seen) {
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
+    const { time: start } = chart.columns.find(({ engine }) => engine === column.engine)
     const time = span(1000 * (column.time - start))
     const middle = x + 12 + ctx.measureText(column.step).width
     limit = Math.max(x + 110, middle + ctx.measureText(time).width + 8)

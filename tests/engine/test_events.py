@@ -593,7 +593,7 @@ def test_records_in_assets_are_small_and_have_no_texts():
 KINDS = ("new", "admitted", "chunks", "copies", "hit", "decodes", "preempted")
 TOUR = """
 Admission: new admitted chunks
-A chunk: new admitted chunks
+A chunk: chunks
 The first decode: decodes
 A prefix hit: new admitted chunks hit
 A fork: new

@@ -218,7 +218,7 @@ STATE = """(() => {
     const committed = [...state.committed].sort((one, other) => one - other);
     // what a block shows: the hues of those that hold it, or of who did last
     const huesOf = (owners, block) =>
-        owners.length ? owners.map(([q]) => q.hue).sort() : state.hues[block];
+        owners.length ? owners.map(([q]) => q.hue).sort() : state.last[block]?.[0].hue;
     const holders = state.owners.slice(0, -1).map((owners) => owners.length);
     return { requests, holders, committed, idle: [...state.idle], totals: { ...state.totals },
         step: state.step, hues: state.owners.map(huesOf) };
@@ -308,7 +308,8 @@ def test_buttons_and_keys_move_through_a_record(open_record):
     page.focus("#speed")
     press(page, "tape.at", ("ArrowRight", 5))
     page.focus("#place")
-    press(page, "tape.at", ("Home", 0))
+    press(page, "tape.at", ("Home", 0), ("ArrowRight", 1))
+    press(page, "player.isPaused", (" ", False))  # was dead, after a box was ticked all keys were
 
 
 def test_pause_pauses_where_it_is_and_live_follows(open_page):
@@ -331,6 +332,52 @@ def test_pause_pauses_where_it_is_and_live_follows(open_page):
     assert page(place) == [29, False]
     say(page, LINES[30:32])
     wait_for(page, "tape.at === 31 && $('pill').textContent === 'Live'")
+
+
+# From now on the test makes the frames, 60 a second: `play` returns what the pill says in each.
+# `ask` is a request of so many steps, which the engine has done at once.
+DRIVEN = """(snapshot) => {
+    let [now, r] = [1e9, 0];
+    requestAnimationFrame = () => 0;
+    window.play = (count) => Array.from({ length: count }, () => {
+        frame((now += 1000 / 60));
+        return $("pill").textContent;
+    });
+    window.ask = (name, steps) => {
+        const step = { event: "step", decodes: [++r], time: now + r };
+        const first = { ...step, new: [{ r, name, prompt: 1, max_tokens: steps }] };
+        const lines = Array.from({ length: steps }, (_, i) => ({ ...(i ? step : first), step: i }));
+        takeIn([...lines, { event: "step", ended: [[r, "length", steps]] }].map((line, i) =>
+            ({ ...line, time: r + i / 1e4 })));
+    };
+    calls.set("own", []);
+    takeIn([snapshot]);
+    play(50);
+}"""
+
+
+def test_ones_own_prompt_can_be_watched(open_page):
+    """
+    For a quarter of a second its blocks were seen, and the pill said "Live" 36 steps behind. What
+    others do is shown as it happens, and one's own at a click.
+    """
+    page = live_page(open_page)
+    page(DRIVEN, LINES[0])
+    for steps in 64, 512:
+        pills = page(f"ask('own', {steps}), play(200)")
+        shown = [pill for pill in pills if re.fullmatch(rf"Playing step \d+ of {steps}", pill)]
+        assert 1.5 < len(shown) / 60 < 3.2
+        assert len({*shown}) > 10
+        assert pills[-1] == page("ask('other', 64), play(30)")[-1] == "Live"
+    page("ask('own', 64), play(20)")
+    assert page.inner_text("#live") == "As it happens"
+    page.click("#live")
+    assert page("[play(10).at(-1), tape.lines.length - tape.at]") == ["Live", 1]
+    page.select_option("#speed", "2")
+    page.focus("#place")
+    page.keyboard.press("Home")
+    page.keyboard.press(" ")
+    assert page("play(1)") == [f"Behind by {64 + 512 + 3 * 64} steps"]
 
 
 def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
@@ -444,15 +491,22 @@ def test_cells_have_the_colours_of_what_they_are(open_record):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_numbers_in_cells_can_be_read(open_record, scheme):
-    """On each of the twelve hues, as axe judges texts; and at the rows' heads."""
+    """
+    On each of the twelve hues, as axe judges texts; at the rows' heads; and on a disabled button,
+    which it passes over: Send had a contrast of 1.0.
+    """
     page = open_record(color_scheme=scheme)
     show(page, 0)
     page("void choose(0)")
     page(
         """(() => {
             const fills = palette.map(({ fill }) => [theme.ink, fill]);
-            const pales = palette.map(({ pale }) => [theme.ink, pale]);
-            for (const [color, background] of [...fills, ...pales, [theme.quiet, theme.paper]]) {
+            const pales = palette.flatMap(({ pale, cached }) => [pale, cached])
+                .map((shade) => [theme.ink, shade]);
+            $("send").disabled = true;
+            const { color, backgroundColor } = getComputedStyle($("send"));
+            const others = [[theme.quiet, theme.paper], [color, backgroundColor]];
+            for (const [color, background] of [...others, ...fills, ...pales]) {
                 const number = make("p", {}, "12");
                 Object.assign(number.style, { color, background });
                 $("about").append(number);
@@ -605,13 +659,28 @@ def test_what_is_said(open_record):
     assert not page.is_visible("#drawer")
 
 
+@pytest.mark.parametrize("size", [(1280, 720), (390, 844)], ids=str)
+def test_the_pool_is_shown_as_far_as_it_was_ever_used(open_page, size):
+    """Of the default server's, a first prompt's cells are large; the others are a strip."""
+    page = live_page(lambda **more: open_page(size=size, **more))
+    page("$('tab-pool').checked = true")
+    told = []
+    for i, block in enumerate([4, 40, 4, 1100]):
+        say(page, [LINES[0] | {"num_blocks": 1536, "time": i + 1, "idle": [block]}])
+        wait_for(page, f"view.at === {i}")
+        assert i or page("grid.h >= 28 && grid.w >= 50")
+        told.append(page("[grid.shown, $('strip').textContent]"))
+    some, more = [32, "32 to 1,535: free"], [64, "64 to 1,535: free"]
+    assert told == [some, more, more, [1536, ""]]
+
+
 def test_a_cell_is_what_is_pointed_at(open_record):
     """The last one too; behind it, and left and right of all cells, there is none."""
     page = open_record()
     show(page, 1)
     for point, block in (
         ("cellOf(11)", 11),
-        ("[cellOf(11)[0] + grid.w, grid.h]", None),
+        ("cellOf(12)", None),
         ("[GUTTER - 1, 1]", None),
         ("[GUTTER + grid.w * grid.columns, 1]", None),
     ):
@@ -647,21 +716,33 @@ HAPPENS = [
 ]
 
 
+# Of each effect that is seen in such a state of the page: kind, shape, hue, what moves it.
+EFFECTS = """name => { document.body.dataset.state = name;
+    return [...$("effects").children].map((path) => [path, getComputedStyle(path)])
+        .filter(([, { visibility }]) => visibility === "visible")
+        .map(([path, { animationName }]) => [path.className.baseVal, path.getAttribute("d"),
+            path.style.getPropertyValue("--hue"), animationName]); }"""
+
+
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
-def test_what_happens_is_seen_unless_motion_is_reduced(open_record, motion):
+def test_what_happens_is_seen(open_record, motion):
     """
-    A hit, a copy, an eviction, a preemption: over its blocks, for a moment; and by flags in rows.
+    A hit, copies, an eviction, a preemption: over its blocks, as long as it is paused; while it
+    plays for a moment, unless motion is reduced; and by flags in rows.
     """
     page = open_record(reduced_motion=motion)
+    moves = motion == "no-preference"
     for kind, place, blocks, hue in HAPPENS:
         show(page, place - 1)
-        effects = page(
-            """($("effects").replaceChildren(), $("forth").click(),
-                [...$("effects").children].map((path) => [path.className.baseVal,
-                    path.getAttribute("d"), path.style.getPropertyValue("--hue")]))"""
-        )
-        shape = f"M{page('pointsOf', blocks)}" if kind == "copied" else page("boxesOf", blocks)
-        assert ([kind, shape, hue] in effects) == (motion == "no-preference"), (kind, effects)
+        page.click("#forth")
+        shape = page("arrow" if kind == "copied" else "boxesOf", blocks)
+        played = [kind, shape, hue, "fade"]
+        stays = [kind, shape, hue, "appear" if moves else "none"]
+        assert (played in page(EFFECTS, "Live")) == moves
+        if kind != "evicted":
+            assert stays in page(EFFECTS, "Paused")
+    page("Object.assign(player, { isPaused: false, speed: 0 }); view.told = 0")
+    wait_for(page, "document.body.dataset.state !== 'Paused'")
     page("document.getAnimations().forEach((one) => (one.playbackRate = 20))")
     wait_for(page, "!$('effects').children.length")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
@@ -840,7 +921,7 @@ def test_the_words_of_the_ruler_have_room(open_record):
     )
     assert [text for text, *_ in ruler[:2]] == ["10000000", "0 ms"]
     assert all(end < start for (*_, end), (_, start, _) in pairwise(ruler))
-    assert pool == "0 8 2 2 2 2 2 ×3 ×3"
+    assert pool == "0 4 8 2 2 2 2 2 ×3 ×3"
 
 
 def test_a_demo_plays_at_ten_steps_a_second(open_record):
@@ -920,10 +1001,12 @@ def test_tokens_a_second_are_by_the_clock(open_page):
     wait_for(page, "$('rate').textContent === '0'")
     page("tellServer({ is: 'Offline' })")
     wait_for(page, "$('rate').textContent === '–'")
-    page = live_page(open_page)  # a step of two seconds, of which one is counted
-    say(page, [line | {"time": 2.0 * i} for i, line in enumerate(LINES[:35])])
-    wait_for(page, "tape.at === 34")
-    assert page("rate(view.since)") == LINES[34]["sampled"]
+    page = live_page(open_page)  # of steps that take four seconds it said 0 for three
+    lines = [line | {"time": 4.0 * i, "sampled": 20 * (i > 1)} for i, line in enumerate(LINES[:9])]
+    for count, shown in (2, "–"), (7, "5"):
+        say(page, lines[:count])
+        wait_for(page, f"tape.at === {count - 1} && $('rate').textContent === '{shown}'")
+    assert page("rate(view.since + 4000)") == 3
 
 
 # Controls in sight that are cut off by the window, or too low for a finger or a pointer; what the
@@ -1060,7 +1143,7 @@ def test_a_normal_start_has_no_red_line(open_page):
             route.abort()
 
     page = open_page(wait="document.title")
-    page.expected = "404|503|ERR_FAILED"
+    page.expected = "404|429|503|ERR_FAILED"
     page.route(CALLS, answer)
     page("listening.abort(); void listen()")
     wait_for(page, "$('notice').textContent === 'Loading the model..'")
@@ -1069,6 +1152,10 @@ def test_a_normal_start_has_no_red_line(open_page):
     answers |= {"v1/models": MODELS, "events": events(20)}
     wait_for(page, "tape.lines.length === 20")
     assert page("server.model") == "out/stdlib"
+    # the 17th listener read "Offline", while Send worked
+    answers["events"] = 429, '{"error": {"message": "16 clients listen"}}'
+    wait_for(page, "$('notice').textContent === '16 clients listen'")
+    wait_for(page, "$('pill').textContent === 'Refused'")
     answers["v1/models"] = 0, ""
     wait_for(page, "$('notice').textContent === 'The server does not answer. Trying again..'")
     wait_for(page, "$('pill').textContent === 'Offline' && $('rate').textContent === '–'")
@@ -1090,7 +1177,7 @@ def engines(*numbers: int) -> list[dict]:
 def test_a_restarted_engine_has_rows_of_its_own(open_page):
     page = live_page(open_page)
     lines = engines(1, 2)
-    say(page, lines[:25])
+    say(page, [line | {"time": 1 + line["time"]} for line in lines[:25]])
     wait_for(page, "tape.at === 24")
     rows = page("chart.rows.size")
     say(page, [lines[25]])
@@ -1109,6 +1196,12 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     one, other = (page(f"seek({place}), {read}") for place in (20, 46))
     assert one == other
     assert one[-1] > 0
+    # times of the ruler were those of the new engine less the start of the old one
+    texts = page(
+        """(() => { const texts = []; write = (ctx, colour, text) => texts.push(`${text}`);
+            fitAll(); drawRuler(chart.columns); return texts; })()"""
+    )
+    assert not [text for text in texts if text.startswith("-")]
 
 
 def test_what_the_tape_has_is_not_taken_again(open_page):
@@ -1165,6 +1258,24 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
 
 
 @pytest.mark.slow
+def test_six_hidden_tabs(open_page, server):
+    """A browser has six connections to a host: Send hung for ever. What is seen again goes on."""
+    hide = """(isHidden) => {
+        Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange")); }"""
+    for _ in range(6):
+        hidden = open_page(server.url)
+        hidden(hide, True)
+    page = open_page(server.url)
+    send(page, "x")
+    wait_for(page, IS_PLAYED)
+    count = page("tape.lines.length")
+    assert hidden("tape.lines.length") < count
+    hidden(hide, False)
+    wait_for(hidden, f"tape.lines.length === {count}")
+
+
+@pytest.mark.slow
 def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
     """At once, over what is frozen; the next engine has rows of its own."""
     with Process(checkpoint, "--kv-blocks", "24") as server:
@@ -1175,8 +1286,8 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
         wait_for(page, "state.decodes?.length")
         page(
             """() => { window.pills = [];
-                new MutationObserver(() => pills.push($("pill").textContent))
-                    .observe($("pill"), { childList: true }); }"""
+                new MutationObserver(() => pills.push($("state").textContent))
+                    .observe($("state"), { childList: true }); }"""
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "$('pill').textContent === 'Live' && chart.restarts.length === 1")

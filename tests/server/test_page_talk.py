@@ -211,22 +211,41 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     wait_for(live, "!document.querySelector('.answer.runs')")
 
 
-@pytest.mark.slow
-def test_the_drawer_has_the_text_in_the_slots_of_each_block(live):
-    """Of the prompt and of the answer, as far as they are filled."""
+def test_a_block_has_its_text(live, open_page, server):
+    """
+    As far as its slots are filled: in the drawer, at the pointer and in its cell. A cached one
+    keeps it; another's page has none. A token that is pointed at marks its block, and the reverse.
+    """
     set_knob(live, "max_tokens", "40")
     send(live, "a prompt of 22 letters")
-    wait_for(live, IS_PLAYED)
+    wait_for(live, f"{IS_PLAYED} && [...calls.values()].flat()[0].prompt.names")
     live("seek(tape.lines.findLastIndex((line) => line.ended) - 1)")
-    request = "[...state.requests.values()][0]"
-    live(f"void choose({request}.r)")
-    filled, table = live(f"[{request}.filled, {request}.table]")
-    wait_for(live, "$('entries').textContent.includes('a␣prompt')")
-    answer = live("[...calls.values()].flat()[0].names")
+    q = "[...state.requests.values()][0]"
+    filled, table, answer = live(f"[{q}.filled, {q}.table, ownOf({q}).names]")
     tokens = [*"a prompt of 22 letters", *answer][:filled]
     texts = ["".join(tokens[i : i + 16]) for i in range(0, filled, 16)]
+    live(f"void choose({q}.r)")
     wanted = [f"{i} → {table[i]} {live('visible', text)}" for i, text in enumerate(texts)]
     assert live.locator(".entry").all_text_contents() == wanted
+    live.click("#close")
+    live.hover(".token >> nth=3")
+    assert live("pointed") == table[1]
+    x, y, *_ = live(f"cellOf({table[1]})")
+    live.hover("#pool", position={"x": x + 9, "y": y + 9})
+    assert live("[...document.querySelectorAll('.here')].map(({ i }) => i)") == [*range(10)]
+    assert live("$('tip').textContent").endswith(live("visible", texts[1]))
+    written = live(
+        """block => { const all = [];
+            grid.ctx.fillText = (text) => all.push(text);
+            drawCell(block); delete grid.ctx.fillText; return all.join(" "); }""",
+        table[0],
+    )
+    assert written.endswith(" a prompt of 22 l")
+    live.click("#live")
+    wait_for(live, IS_IDLE)
+    pages = live, open_page(server.url, wait="state.idle.size")
+    shown = [page("blocks => blocks.map(textOfBlock)", table) for page in pages]
+    assert shown == [[*texts[:3], ""], [""] * 4]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -251,6 +270,8 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
         assert not tip.is_visible()
         live.focus("#probabilities")
         live.keyboard.press("Space")
+        live.keyboard.press("f")  # was dead, as all keys of the player after a box
+        assert not live("chart.follows")
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
@@ -376,6 +397,15 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     assert prompt(live) == "too much"
 
 
+def test_an_invalid_setting_is_said_where_one_looks(live):
+    """Settings were folded, and nothing happened."""
+    set_knob(live, "top_k", "1.5")
+    live.click("#settings summary")
+    live.click("#send")
+    wait_for(live, "$('settings').open && document.activeElement.name === 'top_k'")
+    assert live("calls.size") == 0
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_answer(open_page, tmp_path):
     """
@@ -428,8 +458,9 @@ def moment(page, demo: str) -> tuple[dict, str]:
 
 def test_eight_prompts_that_begin_alike(live):
     """
-    It stops when seven have found three blocks, with the context of the default model. Behind a
-    fork the first of them found two of its blocks, and was counted.
+    It stops when seven have found three blocks, with the context of the default model, and all
+    seven are lit until it goes on: new requests once stayed dimmed. Behind a fork the first of them
+    found two of its blocks, and was counted.
     """
     moment(live, "fork")
     live("stopAll(); goLive()")
@@ -439,8 +470,10 @@ def test_eight_prompts_that_begin_alike(live):
     lines = live("tape.lines.slice(0, tape.at + 1)")
     hits = [r for line in lines for r, hit, _ in line.get("admitted", []) if hit >= 48]
     assert len(hits) >= 7
-    assert live("lit") in hits
-    live("goLive()")
+    assert live("staged") == hits[-7:]
+    wait_for(live, "$('dim').getAttribute('d')")
+    live.click("#live")
+    wait_for(live, "!$('dim').getAttribute('d') && !$('moment').textContent")
     wait_for(live, IS_OVER)
     assert live.locator("#answers .error").count() == 0
 
@@ -457,18 +490,27 @@ def test_a_demo_that_is_left_says_nothing_more(live):
 
 
 def test_four_answers_to_one_prompt(live):
-    """It stops where a copy is made: of the half full block that they share."""
+    """
+    It stops where copies are made: of the half full block that they share. Its words are beside the
+    cells, its arrows apart and one after the other; on a phone too.
+    """
     line, said = moment(live, "fork")
     r, block, source = line["copies"][0]
     assert said.startswith(f"Request {r} must write into block {source}, which it shares: ")
     assert f" a copy, {block}. Paused" in said
-    assert live(f"[lit, state.requests.get({r}).prompt]") == [r, 40]
-    wait_for(live, "!$('effects').querySelector(':not(.copied)')")  # the arrow stays, nothing else
-    assert live("$('effects').children.length") == len(line["copies"])
+    assert live(f"[staged[0], state.requests.get({r}).prompt]") == [r, 40]
+    for width in 390, 1440:
+        live("grid = null")
+        live.set_viewport_size({"width": width, "height": 844})
+        wait_for(live, "grid && $('effects').children.length === staged.length")
+        arrows = """[...document.querySelectorAll('#effects .copied')].map((path) =>
+            [path.getAttribute('d').split('Q')[1], getComputedStyle(path).animationDelay])"""
+        ends, delays = zip(*live(arrows), strict=True)
+        assert len({*ends}) == len({*delays}) == len(line["copies"]) == 3
+        assert live("$('moment').checkVisibility()")
     live.click("#forth")
-    assert live.inner_text("#moment") == said
+    assert live("[$('moment').textContent, staged]") == ["", []]  # the moment is over
     live.click("#pause")
-    assert live.inner_text("#moment") == ""  # "Paused: press ▶" stayed when it played
     wait_for(live, IS_OVER)
     assert live.locator(".answer:visible").count() == 4
 
@@ -479,7 +521,9 @@ def test_more_than_the_pool_can_hold(live):
     line, said = moment(live, "flood")
     (r,) = line["preempted"]
     assert f"so request {r} gave its blocks back" in said
-    assert live("lit") == r
+    assert live("staged") == [r]
+    (shape,) = live("[...document.querySelectorAll('.preempted')].map((it) => it.outerHTML)")
+    assert live("boxesOf(happened[0].blocks)") in shape  # given back, and hatched
     assert live("state.owners.filter((all) => all.length > 1).length") == 0
     assert live.inner_text("#articles summary:visible") == "60 answers"
     wait_for(live, IS_OVER)
@@ -524,16 +568,30 @@ def test_the_tour(live):
         step, r, text = captions[at]
         told = live.locator("#caption, #caption-number").all_inner_texts()
         assert told == [text, f"{at + 1} of 8"]
-        assert live("[state.step, lit, player.isPaused]") == [step, r, True]
+        assert live("[state.step, ...staged, player.isPaused]") == [step, r, True]
         live.keyboard.press(key)
         at += -1 if key == "ArrowLeft" else 1
     assert at == 8
     assert not live.is_visible("#tour")
     assert live(place) == before
-    assert live("lit") is None
+    assert live("staged") == []
     say(live, "after it")  # the stream is there again
     wait_for(live, f"tape.lines.length > {before[1]}")
     assert live("tape.at") == before[0]
+
+
+@pytest.mark.parametrize("motion", ["no-preference", "reduce"])
+def test_an_empty_page_plays_the_tour(open_page, motion):
+    """
+    Its record, faintly, behind the button; where a key is wanted, too. It stands still where motion
+    is reduced.
+    """
+    page = live_page(lambda **more: open_page(reduced_motion=motion, **more))
+    page("void askForKey()")
+    wait_for(page, "$('offer-tour').checkVisibility() && grid?.shown === 36")
+    places = page("[3000, 5000, 5050].map((now) => (dream(now), sleeper.tape.at))")
+    assert places == ([40] * 3 if motion == "reduce" else [30, 50, 50])
+    assert page("[state.num_blocks, tape.lines.length, player.isLive]") == [0, 0, True]
 
 
 def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
@@ -550,7 +608,8 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
         assert not page.is_visible("#tour")
         assert page("player.isLive && !player.isPaused")
     page("lines => (listening.abort(), takeIn(lines))", more[:9])
-    wait_for(page, "!$('offer-tour').checkVisibility() && $('steps-empty').hidden")
+    wait_for(page, "!$('offer-tour').checkVisibility() && $('steps-empty').hidden && grid")
+    assert page("grid.tape === tape")
 
 
 # in the next frame: whether the page is laid out as for a record

@@ -1,5 +1,6 @@
 """The answer of each path; and refusals: their status, and words that say why."""
 
+import gzip
 import json
 from urllib.parse import quote
 
@@ -178,11 +179,14 @@ def test_the_page_is_the_same_for_all():
     Host header says, which could become markup.
     """
     with House("--served-model-name", "<script>x</script>", keys=["sesame"]) as house:
-        page = house.get("/", Host='"><b>x')
+        page = house.get("/", Host='"><b>x', accept_encoding="gzip;q=0")
+        zipped = house.get("/", accept_encoding="br, gzip")
     assert page.status == 200
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert page.headers["content-security-policy"].startswith("default-src 'none'; ")
-    assert page.body == live.page()
+    assert page.body == live.page() == gzip.decompress(live.zipped_page()).decode()
+    assert zipped.headers["content-encoding"] == "gzip"
+    assert zipped.headers["content-length"] == str(len(live.zipped_page()))
 
 
 @pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/nowhere"])
