@@ -417,6 +417,7 @@ function tellFigures(now) {
     rate: isKnown && (tokens || !requests.size) ? english(tokens) : "–",
     waiting: waiting().length,
     preemptions: totals.preemptions,
+    preempted: totals.preemptions === 1 ? "preemption" : "preemptions",
     size: `${english(n)} blocks of ${state.block_size} tokens`,
   }
   for (const [id, text] of Object.entries(texts)) setText(id, text)
@@ -426,6 +427,7 @@ function tellFigures(now) {
 function tellPlace() {
   Object.assign($("place"), { max: tape.lines.length - 1, value: tape.at })
   setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
+  drawMap()
   if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
   const isNewest = player.isLive && isPlaying()

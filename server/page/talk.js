@@ -23,7 +23,7 @@ function markAnswers() {
   for (const q of state.requests.values()) {
     const { element, number } = Object.assign(ownOf(q) ?? {}, { r: q.r })
     if (!element) continue
-    number.textContent = q.r
+    number.textContent = `request ${q.r}`
     element.classList.add("runs")
     colour(element, q.r)
     nameTokens(ownOf(q).prompt)
@@ -77,6 +77,7 @@ function addToken(answer, scores) {
   const text = textOf(scores.name, answer.decoder)
   const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
   token.classList.toggle("end", END_TOKEN.test(scores.name))
+  scores.isHeld = answer.prompt.isHeld
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
@@ -95,9 +96,13 @@ function tellProbabilities() {
   for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
 }
 
-function wordsOfToken({ name, others }) {
-  return others.sort((a, b) => b[1] - a[1]).map(([other, logprob]) =>
-    `${other === name ? "▸" : " "} ${(100 * Math.exp(logprob)).toFixed(1)}% ${visible(other)}`)
+// At temperature 0 the likeliest token is chosen of those that the schema does not refuse.
+function wordsOfToken({ name, logprob, others, isHeld }) {
+  const all = [...new Map([...others, [name, logprob]])]
+  return all.sort((a, b) => b[1] - a[1]).map(([other, score]) => {
+    const mark = other === name ? "▸" : isHeld && score > logprob ? "✕" : " "
+    return `${mark} ${(100 * Math.exp(score)).toFixed(1)}% ${visible(other)}`
+  })
 }
 
 function tellToken(token) {
@@ -155,9 +160,25 @@ async function nameTokens(prompt) { // for their blocks; once
 
 let conversation = [] // messages of the chat so far
 
-function knobs() {
-  const inputs = [...document.querySelectorAll(".knobs input")].filter(({ value }) => value)
-  return Object.fromEntries(inputs.map(({ name, value }) => [name, Number(value)]))
+function knobs() { // stop texts, schema, tools in JSON: the server says what is wrong
+  const inputs = [...document.querySelectorAll(".knobs [name]")].filter(({ value }) => value)
+  const read = ({ type, value }) => (type === "number" ? Number(value) : parsed(value))
+  const { json, ...fields } = Object.fromEntries(inputs.map(one => [one.name, read(one)]))
+  return json ? { ...fields, structured_outputs: { json } } : fields
+}
+
+function parsed(text) {
+  try {
+    return JSON.parse(text)
+  } catch {
+    return text
+  }
+}
+
+function curlOf(path, body) {
+  const data = JSON.stringify(body).replaceAll("'", "'\\''")
+  return `curl ${new URL(path, location)} --json '${data}'` +
+    (key && ' -H "Authorization: Bearer $KEY"')
 }
 
 // fetch fails with a TypeError, in the middle of an answer too.
@@ -176,8 +197,13 @@ async function ask(prompts, isChat, fields) {
   const input = isChat
     ? { messages, top_logprobs: 5 }
     : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
-  const body = { ...knobs(), ...input, logprobs: isChat || 5, stream: true, ...fields }
-  const answers = addArticle(prompts, body.n ?? 1)
+  const path = isChat ? "v1/chat/completions" : "v1/completions"
+  const body = { ...input, logprobs: isChat || 5, stream: true, ...fields }
+  const answers = addArticle(prompts, fields.n ?? 1)
+  const copy = make("button", { hidden: !navigator.clipboard }, "copy as curl")
+  copy.onclick = () => navigator.clipboard.writeText(curlOf(path, body))
+  answers.at(-1).progress.after(copy)
+  prompts[0].isHeld = fields.structured_outputs && fields.temperature === 0
   const stop = new AbortController()
   const { signal } = stop
   calls.set(name, answers)
@@ -185,7 +211,6 @@ async function ask(prompts, isChat, fields) {
   tellForm()
   let error = ""
   try {
-    const path = isChat ? "v1/chat/completions" : "v1/completions"
     const answered = call(path, { body, headers: { "X-Request-Id": name }, signal })
     for await (const data of eventsOf(await answered)) {
       if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens)
@@ -219,10 +244,21 @@ function read({ choices, error }, answers, most) {
 
 // ---- The form ----
 
+function onFormKey(event) { // in a chat Enter sends, and Shift+Enter breaks the line
+  const isChat = event.target.matches('#ask:has([value="chat"]:checked) [name="prompt"]')
+  const isAlone = isChat && !event.shiftKey && !event.isComposing
+  if (event.key !== "Enter" || !(isAlone || event.ctrlKey || event.metaKey)) return
+  event.preventDefault()
+  $("ask").requestSubmit()
+}
+
 function tellForm() {
   const [text, chat] = $("ask").elements.kind
   chat.disabled = !server.hasChat
   if (chat.disabled) text.checked = true
+  const { prompt, max_tokens } = $("ask").elements // while they are untouched
+  prompt.defaultValue = chat.checked ? "" : "def"
+  max_tokens.defaultValue = chat.checked ? 512 : 64
   $("stop").disabled = !stops.size
   $("send").disabled = chat.checked && stops.size > 0
 }
@@ -232,7 +268,7 @@ async function send() {
   const text = prompt.value
   if (!text || $("send").disabled) return
   prompt.value = ""
-  const isWell = await ask([{ text }], kind.value === "chat")
+  const isWell = await ask([{ text }], kind.value === "chat", knobs())
   if (!isWell) prompt.value ||= text // what was refused can be mended
 }
 
@@ -438,9 +474,7 @@ function start() {
   // there the browser says what is wrong
   $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
-  $("ask").onkeydown = event => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit()
-  }
+  $("ask").onkeydown = onFormKey
   onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()

@@ -3,7 +3,7 @@
 const LEFT = 60 // pixels, for the labels of rows
 const RULER = 22
 const MOST_ROWS = 60 // beyond them: how many run and wait, instead of each
-const FLAGS = { hit: "good", resumed: "accent", copied: "accent", preempted: "error" }
+const FLAGS = { hit: "good", copied: "ink", preempted: "error", resumed: "accent" }
 let chart
 let paper // {ctx, width, height} of the timeline
 
@@ -18,6 +18,8 @@ function beginChart() {
     left: 0, // the unit at the left
     scale: 1, // pixels a unit
     follows: true,
+    range: [], // the column under the pointer, or the first and last that are summed
+    loads: "", // how many run at each place, as a path
   }
 }
 
@@ -38,8 +40,10 @@ function note(line, events) { // what the timeline draws of a line, when it is a
     rowOf(r).last = columns.length
   }
   if (hasNumber(line) || line.event === "idle") {
-    columns.push(newColumn(line))
-    addWidth(columns.at(-1))
+    const column = newColumn(line)
+    columns.push(column)
+    addWidth(column)
+    chart.loads += `V${-column.decodes.length - column.chunks.length}H${tape.at}`
   }
   for (const { kind, r, text } of events) {
     columns.at(-1)?.told.push(`${r && `request ${r} `}${kind}: ${text}`)
@@ -94,14 +98,26 @@ function rate(now) {
   return Math.round(sum / Math.max(0.02, time - first))
 }
 
+const span = ms => // 0.7 ms, 45.98 s
+  ms < 1000 ? `${+ms.toFixed(1)} ms` : `${english(+(ms / 1000).toFixed(2))} s`
+
+function wordsOfRange(from, to) {
+  const range = chart.columns.slice(from, to + 1)
+  const sum = read => range.reduce((total, one) => total + (read(one) || 0), 0)
+  const tokens = english(sum(({ prompts, decodes }) => prompts + decodes.length))
+  const steps = `steps ${range[0].step ?? "idle"} to ${range.at(-1).step ?? "idle"}`
+  return [`${steps}: ${tokens} tokens, ${span(sum(({ ms }) => ms))}`]
+}
+
 function wordsOfColumn(i) {
   if (i < 0) return []
-  const { step, chunks, decodes, prompts, ms, told } = chart.columns[i]
+  const { step, chunks, decodes, waiting, prompts, ms, told } = chart.columns[i]
   if (step === undefined) return ["idle: nothing to do"]
   const sizes = chunks.length > 3 ? prompts : chunks.map(({ n }) => n).join(", ")
   const parts = [`step ${step}: ${count(decodes.length, "decode")}`]
   if (prompts) parts.push(`${count(chunks.length, "chunk")} of ${sizes}`)
-  if (ms) parts.push(`${ms.toFixed(1)} ms`)
+  if (waiting.length) parts.push(`${waiting.length} waiting`)
+  if (ms) parts.push(span(ms))
   return [parts.join(", "), ...told]
 }
 
@@ -120,10 +136,12 @@ function drawTimeline() {
   const { ctx, width, height } = paper
   const { columns, rows } = chart
   ctx.clearRect(0, 0, width, height)
-  if (!columns.length) return
   const first = Math.max(0, columnAt(LEFT))
   const last = columnAt(width)
   const seen = columns.slice(first, last + 1)
+  if (!seen.length) return // a phone may show another part
+  const from = seen[0].place - 1
+  $("sight").setAttribute("d", `M${from} 0H${seen.at(-1).place}V-9999H${from}z`)
   const bottom = height - 8 // of the rows
   const all = [...rows.values()].filter(row => row.first <= last && row.last >= first)
   const isDense = all.length > MOST_ROWS
@@ -133,16 +151,21 @@ function drawTimeline() {
     row.y = RULER + i * chart.rowHeight
     row.alpha = isLit(row.r) || !litRequests().length ? 1 : 0.22
   })
+  const high = (bottom - RULER - 24) / all.length // of one of many
+  $("steps").classList.toggle("dense", isDense)
   for (const column of seen) {
-    if (isDense) drawCounts(column, bottom, (bottom - RULER - 24) / all.length)
+    if (isDense) drawCounts(column, bottom, high)
     else drawColumn(column)
   }
   chart.shown.forEach(drawFlags)
   ctx.globalAlpha = 1
   ctx.clearRect(0, 0, LEFT - 4, height)
+  if (isDense) [0, all.length].forEach(n => write(ctx, theme.quiet, n, 30, bottom - n * high))
   if (chart.rowHeight > 8) chart.shown.forEach(drawLabel)
   drawRuler(seen)
   drawPlace(bottom)
+  const [one, other = one] = chart.range.map(i => columns[i])
+  $("range").style = one ? `left: ${xOf(one)}px; width: ${endOf(other) - xOf(one)}px` : ""
 }
 
 function drawLabel({ id, r, y }) {
@@ -153,12 +176,18 @@ function drawLabel({ id, r, y }) {
 
 function drawCounts(column, bottom, high) { // instead of rows
   const { decodes, chunks, waiting } = column
-  const colours = [theme.held, theme.strong, theme.free]
+  const colours = [theme.held, theme.strong, theme.cached]
   const counts = [decodes, chunks, waiting]
   counts.forEach(({ length }, i) => {
     bottom -= length * high
     paint(paper.ctx, colours[i], xOf(column), bottom, widthOf(column), length * high)
   })
+}
+
+function drawMap() { // how many run at each place
+  const { max_num_seqs: high } = state
+  $("map").setAttribute("viewBox", `0 -${high} ${tape.lines.length - 1} ${high}`)
+  $("loads").setAttribute("d", `M0 0${chart.loads}V0`)
 }
 
 function drawColumn(column) {
@@ -179,29 +208,31 @@ function drawColumn(column) {
   }
 }
 
-function drawFlags(row) { // above the ticks; what they stand for is said on hovering
+function drawFlags(row) { // above the ticks; the legend has their shapes
   const { ctx } = paper
   for (const { column, kind } of row.flags) {
     const x = xOf(chart.columns[column])
     ctx.globalAlpha = row.alpha
     paint(ctx, theme[FLAGS[kind]], x, row.y, 1, chart.rowHeight - 2)
-    ctx.fillRect(x, row.y, 7, 5)
+    ctx.translate(x, row.y)
+    ctx.fill(new Path2D($(`flag-${kind}`).getAttribute("d")))
+    ctx.translate(-x, -row.y)
   }
 }
 
-function drawRuler(seen) { // step numbers and ms
+function drawRuler(seen) { // step numbers and times
   const { ctx } = paper
   let limit = LEFT - 1 // to the right of it is room for words
   for (const column of seen) {
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
     const { time: start } = chart.columns.find(({ engine }) => engine === column.engine)
-    const ms = `${english(Math.round(1000 * (column.time - start)))} ms`
+    const time = span(1000 * (column.time - start))
     const middle = x + 12 + ctx.measureText(column.step).width
-    limit = Math.max(x + 110, middle + ctx.measureText(ms).width + 8)
+    limit = Math.max(x + 110, middle + ctx.measureText(time).width + 8)
     paint(ctx, theme.quiet, x, RULER - 6, 1, 5)
-    write(ctx, theme.ink, column.step, x + 4, 11)
-    write(ctx, theme.quiet, ms, middle, 11)
+    write(ctx, theme.ink, column.step, x + 4, 8)
+    write(ctx, theme.quiet, time, middle, 8)
   }
 }
 
@@ -218,8 +249,8 @@ function drawPlace(bottom) { // that is shown, and where engines restarted
   ctx.globalAlpha = 0.6
   paint(ctx, theme.paper, x, RULER, endOf(columns.at(-1)) - x, height) // what comes later
   ctx.globalAlpha = 1
-  paint(ctx, theme.accent, x - 0.75, 3, 1.5, height)
-  paint(ctx, theme.accent, x - 5, 3, 10, 10)
+  paint(ctx, theme.accent, x - 0.75, 15, 1.5, height)
+  paint(ctx, theme.accent, x - 5, 15, 10, 7) // below the words
 }
 
 // ---- Pointer, wheel and keys ----
@@ -235,39 +266,53 @@ function fitAll() {
   pan(0)
 }
 
-function seekTo(x) {
-  const column = chart.columns[Math.max(0, columnAt(x))]
-  if (column) seek(column.place)
+function seekTo(x) { // returns the column
+  const i = Math.max(0, columnAt(x))
+  if (chart.columns[i]) seek(chart.columns[i].place)
+  return i
 }
 
 const rowAt = y => chart.shown[Math.floor((y - RULER) / chart.rowHeight)]
 
 function startTimeline() {
   const timeline = $("timeline")
-  let isRuler
-  let dragged // pixels
+  const fingers = new Map() // that are down: x, and the unit that stays under it
+  let from // which column of the ruler was pressed, if it was
+  let pressed // where
   timeline.onpointerdown = ({ pointerId, offsetX: x, offsetY: y }) => {
     timeline.setPointerCapture(pointerId)
-    isRuler = y < RULER
-    dragged = 0
-    if (isRuler) seekTo(x)
+    fingers.set(pointerId, { x, unit: unitAt(x) })
+    pressed = x
+    from = y < RULER ? seekTo(x) : undefined
+    chart.range = []
   }
-  timeline.onpointermove = ({ buttons, offsetX: x, offsetY: y, movementX, clientX, clientY }) => {
-    if (!buttons) {
-      light(rowAt(y)?.r)
-      tip(x > LEFT ? wordsOfColumn(columnAt(x)) : [], clientX, clientY)
-    } else if (isRuler) seekTo(x)
-    else {
-      dragged += Math.abs(movementX)
-      pan(chart.left - movementX / chart.scale)
+  timeline.onpointermove = event => {
+    const { pointerId, offsetX: x, offsetY: y, clientX, clientY } = event
+    const finger = fingers.get(pointerId)
+    if (finger && from === undefined) {
+      finger.x = x
+      const [one, two] = fingers.values()
+      if (two) chart.scale = clamp((two.x - one.x) / (two.unit - one.unit) || 1, 0.01, 40)
+      return pan(one.unit + (LEFT - one.x) / chart.scale)
     }
+    const i = x > LEFT ? columnAt(x) : -1
+    if (finger) chart.range = [from, seekTo(x)].sort((a, b) => a - b)
+    else if (y > RULER || !chart.range[1]) chart.range = [i]
+    light(i < 0 ? rowAt(y)?.r : undefined)
+    tip(chart.range[1] ? wordsOfRange(...chart.range) : wordsOfColumn(i), clientX, clientY)
+    view.isNews = true
   }
+  timeline.onlostpointercapture = ({ pointerId }) => fingers.delete(pointerId)
   timeline.onclick = ({ offsetX: x, offsetY: y }) => {
-    if (dragged > 3 || isRuler) return
+    if (Math.abs(x - pressed) > 3 || from >= 0) return
     if (x > LEFT) seekTo(x)
     else choose(rowAt(y)?.r)
   }
-  timeline.onpointerleave = () => point()
+  timeline.onpointerleave = () => {
+    chart.range = []
+    view.isNews = true
+    point()
+  }
   timeline.onwheel = event => { // what is under the pointer stays there
     event.preventDefault()
     const { offsetX, deltaX, deltaY } = event

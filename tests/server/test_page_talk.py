@@ -7,6 +7,9 @@ filled it by a script, was green.
 
 # ruff: noqa: F811  fixtures of browser.py
 
+import json
+import shlex
+
 import pytest
 from browser import (  # noqa: F401
     IS_IDLE,
@@ -38,7 +41,8 @@ def small_server(tmp_path_factory):
 
 # The test is the server: `step(choice, ..)` is the next event of the newest answer.
 STEPPED = """() => {
-    window.fetch = async (path, { signal }) => {
+    window.fetch = async (path, { signal, body: sent }) => {
+        window.sent = JSON.parse(sent);
         const body = new ReadableStream({
             start(stream) {
                 const send = (text) => stream.enqueue(new TextEncoder().encode(text));
@@ -117,6 +121,28 @@ def test_sending(live):
     assert live.locator(".token").count() == 5
 
 
+def test_settings_are_sent_and_copied_as_curl(stepped):
+    """Numbers, texts to stop at, a schema and tools; a wrong schema is the server's to refuse."""
+    stepped(
+        "Object.defineProperty(navigator, 'clipboard', {value: {writeText: (text) => "
+        "{ window.copied = text; }}})"
+    )
+    fields = {"temperature": "0", "stop": '["\\n", "it\'s"]', "json": "{", "tools": "[{}]"}
+    for name, value in fields.items():
+        set_knob(stepped, name, value)
+    stepped.click(".kinds >> text=Chat")
+    send(stepped, "it's")
+    wait_for(stepped, "window.sent")
+    sent = stepped("sent")
+    assert [sent[name] for name in ("temperature", "stop", "tools")] == [0, ["\n", "it's"], [{}]]
+    assert sent["structured_outputs"] == {"json": "{"}
+    assert "seed" not in sent
+    stepped.click("text=copy as curl")
+    curl, url, kind, body = shlex.split(stepped("copied"))
+    assert [curl, url, kind] == ["curl", f"{ORIGIN}/v1/chat/completions", "--json"]
+    assert json.loads(body) == sent
+
+
 # --------------------------------------------------------------------------------------------------
 # The transcript
 
@@ -177,7 +203,7 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
     wait_for(live, "document.querySelectorAll('.answer.runs').length === 2")
     number = live.locator(".progress b >> nth=1").inner_text()
     live.hover(".answer >> nth=1")
-    assert f"{live('lit')}" == number == live.inner_text(".answer.lit .progress b")
+    assert f"request {live('lit')}" == number == live.inner_text(".answer.lit .progress b")
     live.hover("#send")
     assert live("lit") is None
     assert live.locator(".answer.lit").count() == 0
@@ -248,6 +274,21 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
         assert not live("chart.follows")
 
 
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_what_a_schema_refuses_is_marked(stepped, temperature):
+    """At temperature 0, likelier tokens than the one that was chosen; else nobody knows."""
+    set_knob(stepped, "temperature", temperature)
+    set_knob(stepped, "json", "{}")
+    send(stepped, "text")
+    wait_for(stepped, "window.step")
+    likely = {"{": -1, "Sure": -0.5, "[": -2}
+    step(stepped, "{", logprobs={"tokens": ["{"], "token_logprobs": [-1], "top_logprobs": [likely]})
+    stepped.check("#probabilities")
+    stepped.hover(".token")
+    marks = [line.split()[0] for line in stepped.inner_text("#tip").splitlines()]
+    assert marks == ["✕" if temperature == "0" else "60.7%", "▸", "13.5%"]
+
+
 def test_blanks_can_be_told_apart(live):
     """Four alternatives once all read as a newline and a blank."""
     shown = {"\n ": "↵␣", "\n        ": "↵␣×8", "\t if": "⇥␣if", " a  b": "␣a␣×2b", "x": "x"}
@@ -290,6 +331,30 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.click("#new-chat")
     assert live("[conversation.length, calls.size]") == [0, 2]
     assert focused(live) == "prompt"
+
+
+def test_enter_sends_in_a_chat(stepped):
+    """Its box begins empty, its answers with 512 tokens; what was written is kept."""
+    boxes = "['prompt', 'max_tokens'].map((name) => $('ask').elements[name].value)"
+    assert stepped(boxes) == ["def", "64"]
+    stepped.click(".kinds >> text=Chat")
+    assert stepped(boxes) == ["", "512"]
+    write(stepped, "one")
+    for key in "Shift+Enter", "2":
+        stepped.keyboard.press(key)
+    assert prompt(stepped) == "one\n2"
+    stepped.click(".kinds >> text=Continue a text")
+    assert stepped(boxes) == ["one\n2", "64"]
+    stepped.focus("[name=prompt]")
+    stepped.keyboard.press("End")
+    stepped.keyboard.press("Enter")  # breaks the line
+    stepped.click(".kinds >> text=Chat")
+    stepped.focus("[name=prompt]")
+    stepped.keyboard.press("Enter")
+    wait_for(stepped, "window.sent")
+    message = {"role": "user", "content": "one\n2\n"}
+    assert stepped("[sent.messages, sent.max_tokens]") == [[message], 512]
+    assert prompt(stepped) == ""
 
 
 def test_a_chat_has_one_answer_at_a_time(stepped):
