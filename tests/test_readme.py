@@ -353,6 +353,17 @@ def test_the_container_starts_with_flags_that_exist():
     serve.parse_args(command[2:])
 
 
+def test_the_container_has_the_page(tmp_path):
+    """The tour's record was left out, and `/` was an error 500."""
+    for name in re.findall("^!(.+)", read(".dockerignore"), re.MULTILINE):
+        for source in ROOT.glob(name):
+            to = tmp_path / source.relative_to(ROOT)
+            to.parent.mkdir(exist_ok=True)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, to)
+    command = [sys.executable, "-c", "from server import live; live.page()"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+
+
 # --------------------------------------------------------------------------------------------------
 # make, with a stand-in for Python
 
