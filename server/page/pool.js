@@ -35,11 +35,10 @@ function forgetDrawing() { // the words of a new tape, too: by them the page is 
 
 function fit(canvas) { // as many pixels as it has on the screen
   const { clientWidth: width, clientHeight: height } = canvas
-  const ratio = devicePixelRatio
-  canvas.width = width * ratio
-  canvas.height = height * ratio
+  canvas.width = width * devicePixelRatio
+  canvas.height = height * devicePixelRatio
   const ctx = canvas.getContext("2d")
-  ctx.scale(ratio, ratio)
+  ctx.scale(devicePixelRatio, devicePixelRatio)
   ctx.font = "11px system-ui"
   ctx.textBaseline = "middle"
   return { ctx, width, height }

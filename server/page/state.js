@@ -23,8 +23,7 @@ const hasNumber = line => line.event === "step" && line.step !== undefined
 const isSnapshot = line => line.event === "snapshot"
 
 function load(line) { // all that is, as a snapshot says
-  const { num_blocks, engine } = line
-  if (engine !== state.engine) state.last = []
+  if (line.engine !== state.engine) state.last = []
   line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
@@ -34,7 +33,7 @@ function load(line) { // all that is, as a snapshot says
     idle: new Set(line.idle), // in the order in which they are evicted
     last: line.last.slice(), // each block's last owner: [request, logical block]
     // who holds a block: [request, logical block]; the last is no block, see isGivenBack
-    owners: Array.from({ length: num_blocks + 1 }, () => []),
+    owners: Array.from({ length: line.num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
   state.idle.forEach(show)
@@ -81,7 +80,10 @@ const isGivenBack = ({ table }, i) =>
 
 // The pool is shown up to the highest block that was ever held or cached, or a little beyond.
 function show(block) {
-  for (; block >= tape.shown; tape.shown *= 2) grid = null
+  while (block >= tape.shown) {
+    tape.shown *= 2
+    grid = null
+  }
 }
 
 function touch(blocks) {
@@ -167,8 +169,7 @@ const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
-  const maps = { hues: new Map(), seen: new Map() }
-  tape = { lines, at: -1, noted: -1, shown: 32, title: {}, ...maps }
+  tape = { lines, at: -1, noted: -1, shown: 32, title: {}, hues: new Map(), seen: new Map() }
   const speed = isLive ? Infinity : 10
   Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
@@ -352,8 +353,8 @@ async function call(path, options = {}) { // relative: a proxy may add a path
   const used = key
   const headers = { "Content-Type": "application/json", ...options.headers }
   if (key) headers.Authorization = `Bearer ${key}`
-  const request = { method: body ? "POST" : "GET", body: JSON.stringify(body), headers, signal }
-  const response = await fetch(path, request)
+  const method = body ? "POST" : "GET"
+  const response = await fetch(path, { method, body: JSON.stringify(body), headers, signal })
   if (response.ok) return response
   if (response.status === 401) {
     if (used === key) await askForKey()

@@ -188,9 +188,9 @@ function wordsOf(error) {
   return isGone ? "The server does not answer. Send it again when it is back." : error.message
 }
 
-// One call, as a browser has few connections, of prompts [{text, ids}], with several of which n is
-// 1, or of a chat's only one {text, messages}. Its answers appear token by token. Returns whether it
-// went well.
+// One call, as a browser has few connections, of prompts [{text, ids}], or of the one {text,
+// messages} of a chat; with several of them n is 1. Its answers appear token by token. Returns
+// whether it went well.
 async function ask(prompts, fields) {
   const name = `${pageName}-${calls.size + 1}`
   const before = conversation
@@ -390,12 +390,12 @@ const demos = {
 
 // ---- The guided tour: captions [[step, request, text], ..] on a record of its own ----
 
-const tour = {} // at: which caption is shown; home: what is there but for the tour
+let tour // {captions, at: which is shown, home: what is there but for the tour}
 
 function startTour() {
   const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
   leaveTour()
-  Object.assign(tour, { captions, home: present() })
+  tour = { captions, home: present() }
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false

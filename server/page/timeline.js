@@ -3,6 +3,7 @@
 const LEFT = 60 // pixels, for the labels of rows
 const RULER = 22
 const MOST_ROWS = 60 // beyond them: how many run and wait, instead of each
+const DENSE = { decodes: "held", chunks: "strong", waiting: "cached" } // colours, from below
 const FLAGS = { hit: "good", copied: "ink", preempted: "error", resumed: "accent" }
 let chart
 let paper // {ctx, width, height} of the timeline
@@ -64,10 +65,12 @@ function newColumn({ event, step, time, chunks: told = [], sampled = 0 }) {
     tokens: isStep ? 6 + (prompts && 5 + prompts * scale) : 12,
     time: Math.max(0.01, ms || (before?.w.time ?? 1)),
   }
-  const rows = { chunks, decodes: isStep ? decodes.map(rowOf) : [] }
-  rows.waiting = waiting().map(({ r }) => rowOf(r))
-  const place = tape.at
-  return { place, engine, isRestart, step, time, ms, sampled, prompts, w, ...rows, told: [] }
+  return {
+    place: tape.at, engine, isRestart, step, time, ms, sampled, prompts, w, chunks,
+    decodes: isStep ? decodes.map(rowOf) : [],
+    waiting: waiting().map(({ r }) => rowOf(r)),
+    told: [],
+  }
 }
 
 function addWidth(column) {
@@ -179,13 +182,11 @@ function drawLabel({ id, r, y }) {
 }
 
 function drawCounts(column, bottom, high) { // instead of rows
-  const { decodes, chunks, waiting } = column
-  const colours = [theme.held, theme.strong, theme.cached]
-  const counts = [decodes, chunks, waiting]
-  counts.forEach(({ length }, i) => {
-    bottom -= length * high
-    paint(paper.ctx, colours[i], xOf(column), bottom, widthOf(column), length * high)
-  })
+  for (const [name, colour] of Object.entries(DENSE)) {
+    const tall = column[name].length * high
+    bottom -= tall
+    paint(paper.ctx, theme[colour], xOf(column), bottom, widthOf(column), tall)
+  }
 }
 
 function drawMap() { // how many run at each place
