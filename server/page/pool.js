@@ -35,11 +35,10 @@ function forgetDrawing() { // the words of a new tape, too: by them the page is 
 
 function fit(canvas) { // as many pixels as it has on the screen
   const { clientWidth: width, clientHeight: height } = canvas
-  const ratio = devicePixelRatio
-  canvas.width = width * ratio
-  canvas.height = height * ratio
+  canvas.width = width * devicePixelRatio
+  canvas.height = height * devicePixelRatio
   const ctx = canvas.getContext("2d")
-  ctx.scale(ratio, ratio)
+  ctx.scale(devicePixelRatio, devicePixelRatio)
   ctx.font = "11px system-ui"
   ctx.textBaseline = "middle"
   return { ctx, width, height }
@@ -242,12 +241,11 @@ function mark(block) { // and the tokens in it
 const usersOf = block =>
   state.idle.has(block) ? [state.last[block]].filter(Boolean) : state.owners[block] ?? []
 
-function tip(words, x, y) {
+function tip(words = [], x, y) {
   const box = $("tip")
   box.hidden = !words.length
   box.textContent = words.join("\n")
-  box.style.left = `${clamp(x + 14, 0, innerWidth - box.offsetWidth - 8)}px`
-  box.style.top = `${clamp(y + 18, 0, innerHeight - box.offsetHeight - 8)}px`
+  box.style = `--x: ${x}px; --y: ${y}px`
 }
 
 const yours = q => `request ${q.r}${ownOf(q) ? " (yours)" : ""}`
@@ -291,18 +289,10 @@ function fillDrawer() {
   setText("title", title)
   setText("status", words.join("\n"))
   $("parts").hidden = !q
-  $("entries").replaceChildren(...(q ? entriesOf(q) : []))
   if (q) fillParts(q)
 }
 
-function entriesOf(q) {
-  return q.table.map((block, i) => {
-    const name = isGivenBack(q, i) ? "given back" : `${block} ${visible(textOfBlock(block))}`
-    return make("li", { className: "entry" }, `${i} → ${name.trim()}`)
-  })
-}
-
-function fillParts(q) { // its bar: of how many tokens what is true
+function fillParts(q) { // its bar: of how many tokens what is true; and its block table
   const { block_size: size, underWay: line, committed } = state
   const isDecode = line && state.decodes.includes(q.r)
   const chunk = line?.chunks?.find(([r]) => r === q.r)?.[2] ?? 0
@@ -318,6 +308,11 @@ function fillParts(q) { // its bar: of how many tokens what is true
     setText(`end-${name}`, end)
     from = end
   }
+  const entries = q.table.map((block, i) => {
+    const name = isGivenBack(q, i) ? "given back" : `${block} ${visible(textOfBlock(block))}`
+    return make("li", {}, `${i} → ${name.trim()}`)
+  })
+  $("entries").replaceChildren(...entries)
   colour($("about"), q.r)
 }
 
@@ -368,7 +363,7 @@ function dream(now) {
 
 function stateOf() {
   if (player.isLive && server.is !== "Live") return server.is
-  if (!isPlaying()) return "Paused"
+  if (player.isPaused) return "Paused"
   if (!player.isLive) return "Replay"
   if (!player.isBehind) return "Live"
   return isSlow() ? "Playing" : "Behind"
@@ -398,7 +393,7 @@ function tellState() {
   setText("where", where[name] ?? "")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
   $("speed").value = player.speed
-  $("pause").ariaLabel = isPlaying() ? "Pause" : "Play"
+  $("pause").ariaLabel = player.isPaused ? "Play" : "Pause"
 }
 
 function tellFigures(now) {
@@ -430,7 +425,7 @@ function tellPlace() {
   drawMap()
   if (!$("drawer").hidden) fillDrawer()
   // the link is to the step that is shown, unless it is the newest
-  const isNewest = player.isLive && isPlaying()
+  const isNewest = player.isLive && !player.isPaused
   const link = isNewest ? location.pathname + location.search : `#step=${state.step}`
   if (location.hash || !isNewest) history.replaceState(null, "", link)
 }

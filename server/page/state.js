@@ -20,10 +20,10 @@ let state
 let tape
 
 const hasNumber = line => line.event === "step" && line.step !== undefined
+const isSnapshot = line => line.event === "snapshot"
 
 function load(line) { // all that is, as a snapshot says
-  const { num_blocks, engine } = line
-  if (engine !== state.engine) state.last = []
+  if (line.engine !== state.engine) state.last = []
   line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
@@ -33,7 +33,7 @@ function load(line) { // all that is, as a snapshot says
     idle: new Set(line.idle), // in the order in which they are evicted
     last: line.last.slice(), // each block's last owner: [request, logical block]
     // who holds a block: [request, logical block]; the last is no block, see isGivenBack
-    owners: Array.from({ length: num_blocks + 1 }, () => []),
+    owners: Array.from({ length: line.num_blocks + 1 }, () => []),
     touched: null, // blocks that have changed since they were drawn; null: all
   })
   state.idle.forEach(show)
@@ -80,7 +80,10 @@ const isGivenBack = ({ table }, i) =>
 
 // The pool is shown up to the highest block that was ever held or cached, or a little beyond.
 function show(block) {
-  for (; block >= tape.shown; tape.shown *= 2) grid = null
+  while (block >= tape.shown) {
+    tape.shown *= 2
+    grid = null
+  }
 }
 
 function touch(blocks) {
@@ -96,7 +99,7 @@ function fill(q, end) {
 
 // Apply a line. Returns what is worth showing: [{kind, r, text, blocks}].
 function apply(line) {
-  if (line.event === "snapshot") load(line)
+  if (isSnapshot(line)) load(line)
   state.time = line.time ?? state.time
   return line.event === "step" ? applyStep(line) : []
 }
@@ -116,8 +119,9 @@ function applyStep(line) {
     state.underWay = line.resolved === line.step ? null : line // its K, V are to come
     for (const q of state.decodes.map(r => requests.get(r))) fill(q, q.filled + 1)
   }
-  for (const q of preempted.map(r => requests.get(r))) {
-    tell("preempted", q.r, `gave back ${count(q.table.length, "block")}`, q.table.slice())
+  for (const r of preempted) {
+    const q = requests.get(r)
+    tell("preempted", r, `gave back ${count(q.table.length, "block")}`, q.table.slice())
     setTable(q, 0, [])
     q.status = "waiting"
     q.filled = 0
@@ -134,9 +138,8 @@ function applyStep(line) {
   if (lack) tell("waits", lack[0], `needs ${count(lack[1], "block")}, ${lack[2]} to spare`)
   each("tables", setTable)
   each("admitted", (q, hits, target) => {
-    q.status = "prefilling"
-    q.filled = hits
     q.target = target
+    fill(q, hits)
     totals["queried tokens"] += target
     totals["hit tokens"] += hits
     if (!q.preemptions) q.hits = hits
@@ -166,8 +169,7 @@ const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
-  tape = { lines, at: -1, noted: -1, shown: 32, name: "", title: {} }
-  Object.assign(tape, { hues: new Map(), seen: new Map() })
+  tape = { lines, at: -1, noted: -1, shown: 32, title: {}, hues: new Map(), seen: new Map() }
   const speed = isLive ? Infinity : 10
   Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
   beginChart()
@@ -179,13 +181,13 @@ const present = () => ({ state, tape, chart, player: { ...player } })
 function restore(past) {
   ;({ state, tape, chart } = past)
   Object.assign(player, past.player)
+  setWidths()
 }
 
 function moveTo(place) {
   const { lines, at } = tape
   place = clamp(place, 0, lines.length - 1)
-  const isStart = ({ event }, i) => i <= place && event === "snapshot"
-  if (place < at) tape.at = lines.findLastIndex(isStart) - 1
+  if (place < at) tape.at = lines.slice(0, place + 1).findLastIndex(isSnapshot) - 1
   let events = []
   while (tape.at < place) events = moveOn()
   return events
@@ -195,13 +197,14 @@ function moveOn() {
   tape.at += 1
   const line = tape.lines[tape.at]
   const events = apply(line)
-  if (tape.at > tape.noted) note(line, events)
-  tape.noted = Math.max(tape.noted, tape.at)
+  if (tape.at > tape.noted) {
+    note(line, events)
+    tape.noted = tape.at
+  }
   return events
 }
 
-const stepPlace = step =>
-  tape.lines.findLastIndex(line => line.event === "step" && line.step === step)
+const stepPlace = step => tape.lines.findLastIndex(line => hasNumber(line) && line.step === step)
 const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 
 // ---- The player ----
@@ -212,7 +215,6 @@ const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 // player.speed Infinity one's own prompt plays slowly enough to be seen, all else as it happens.
 const player = { owed: 0, before: 0 } // and what begin adds
 
-const isPlaying = () => Boolean(player.until) || !player.isPaused
 const isSlow = () => player.until || (player.speed === Infinity && player.from < Infinity)
 
 function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a longer one 3
@@ -228,7 +230,7 @@ function frame(now) {
   player.before = now
   // lines come in batches: at most a sixth of what is missing, so that they flow
   player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6))
-  for (let i = 1; i <= player.owed && isPlaying(); i++) playOn()
+  for (let i = 1; i <= player.owed && !player.isPaused; i++) playOn()
   if (!player.isLive && !behind) player.isPaused = true
   // lines come in batches: to be up to half a second late is to be live
   player.isBehind = behind > (player.isBehind ? 0 : Math.min(speed, 100) / 2)
@@ -264,7 +266,7 @@ function seekStep(direction) {
 
 function togglePause() { // at its end a record starts over
   const isOver = !player.isLive && player.isPaused && tape.at === tape.lines.length - 1
-  seek(isOver ? 0 : tape.at, isPlaying())
+  seek(isOver ? 0 : tape.at, !player.isPaused)
 }
 
 function goLive() {
@@ -314,7 +316,7 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 // ---- The server ----
 
 // is: Loading, Key wanted, Live, Restarting, Refused or Offline
-const server = { model: "", hasChat: true, is: "Loading" }
+const server = { hasChat: true, is: "Loading" }
 let key = ""
 let asking // a promise of another key
 let listening = new AbortController()
@@ -351,8 +353,8 @@ async function call(path, options = {}) { // relative: a proxy may add a path
   const used = key
   const headers = { "Content-Type": "application/json", ...options.headers }
   if (key) headers.Authorization = `Bearer ${key}`
-  const request = { method: body ? "POST" : "GET", body: JSON.stringify(body), headers, signal }
-  const response = await fetch(path, request)
+  const method = body ? "POST" : "GET"
+  const response = await fetch(path, { method, body: JSON.stringify(body), headers, signal })
   if (response.ok) return response
   if (response.status === 401) {
     if (used === key) await askForKey()
@@ -420,8 +422,7 @@ function takeIn(lines) {
   const runs = news.flatMap(line => line.new ?? [])
   if (!player.until && !runs.every(({ name }) => calls.has(name))) player.from = Infinity
   if (tape.lines.length > MOST && !player.isPaused) {
-    const last = tape.lines.findLastIndex(line => line.event === "snapshot")
-    begin(tape.lines.slice(last), true)
+    begin(tape.lines.slice(tape.lines.findLastIndex(isSnapshot)), true)
     tape.seen = seen
   }
   if (news.length > 50 && !isSlow() && !player.isPaused) moveTo(Infinity) // history

@@ -21,12 +21,13 @@ function ownOf(q) {
 function markAnswers() {
   document.querySelectorAll(".runs").forEach(({ classList }) => classList.remove("runs"))
   for (const q of state.requests.values()) {
-    const { element, number } = Object.assign(ownOf(q) ?? {}, { r: q.r })
-    if (!element) continue
-    number.textContent = `request ${q.r}`
-    element.classList.add("runs")
-    colour(element, q.r)
-    nameTokens(ownOf(q).prompt)
+    const answer = ownOf(q)
+    if (!answer) continue
+    answer.r = q.r
+    answer.number.textContent = `request ${q.r}`
+    answer.element.classList.add("runs")
+    colour(answer.element, q.r)
+    nameTokens(answer.prompt)
   }
 }
 
@@ -85,7 +86,7 @@ function addToken(answer, scores) {
   token.onpointerenter = token.onfocus = () => tellToken(token)
   token.onpointerleave = token.onblur = () => {
     mark()
-    tip([])
+    tip()
   }
 }
 
@@ -116,8 +117,8 @@ function tellToken(token) {
 function newAnswer(prompt) {
   const element = $("answer").content.firstElementChild.cloneNode(true)
   const [text, number, progress] = element.querySelectorAll(".text, b, span")
-  const answer = { prompt, names: [], said: "", text, number, progress, element }
-  answer.decoder = new TextDecoder()
+  const decoder = new TextDecoder()
+  const answer = { prompt, names: [], said: "", text, number, progress, element, decoder }
   element.onpointerenter = () => light(answer.r)
   element.onpointerleave = () => light()
   return answer
@@ -187,21 +188,21 @@ function wordsOf(error) {
   return isGone ? "The server does not answer. Send it again when it is back." : error.message
 }
 
-// One call, as a browser has few connections, of prompts [{text, ids}]; with several of them
-// n is 1. Its answers appear token by token. Returns whether it went well.
-async function ask(prompts, isChat, fields) {
+// One call, as a browser has few connections, of prompts [{text, ids}], or of the one {text,
+// messages} of a chat; with several of them n is 1. Its answers appear token by token. Returns
+// whether it went well.
+async function ask(prompts, fields) {
   const name = `${pageName}-${calls.size + 1}`
   const before = conversation
-  const messages = isChat && [...before, { role: "user", content: prompts[0].text }]
-  if (isChat) prompts[0].messages = messages
-  const input = isChat
-    ? { messages, top_logprobs: 5 }
-    : { prompt: prompts.map(({ ids, text }) => ids ?? text) }
-  const path = isChat ? "v1/chat/completions" : "v1/completions"
-  const body = { ...input, logprobs: isChat || 5, stream: true, ...fields }
+  const [{ messages }] = prompts
+  const input = messages
+    ? { messages, logprobs: true, top_logprobs: 5 }
+    : { prompt: prompts.map(({ ids, text }) => ids ?? text), logprobs: 5 }
+  const path = messages ? "v1/chat/completions" : "v1/completions"
+  const body = { ...input, stream: true, ...fields }
   const answers = addArticle(prompts, fields.n ?? 1)
-  const copy = make("button", { hidden: !navigator.clipboard }, "copy as curl")
-  copy.onclick = () => navigator.clipboard.writeText(curlOf(path, body))
+  const onclick = () => navigator.clipboard.writeText(curlOf(path, body))
+  const copy = make("button", { hidden: !navigator.clipboard, onclick }, "copy as curl")
   answers.at(-1).progress.after(copy)
   prompts[0].isHeld = fields.structured_outputs && fields.temperature === 0
   const stop = new AbortController()
@@ -223,7 +224,7 @@ async function ask(prompts, isChat, fields) {
     tellProgress(answer)
   }
   if (error) $("articles").append(make("p", { className: "error" }, error))
-  if (isChat && answers[0].said && conversation === before) { // no new chat has begun
+  if (messages && answers[0].said && conversation === before) { // no new chat has begun
     conversation = [...messages, { role: "assistant", content: answers[0].said }]
   }
   stops.delete(stop)
@@ -253,11 +254,10 @@ function onFormKey(event) { // in a chat Enter sends, and Shift+Enter breaks the
 }
 
 function tellForm() {
-  const [text, chat] = $("ask").elements.kind
+  const { kind: [text, chat], prompt, max_tokens } = $("ask").elements
   chat.disabled = !server.hasChat
   if (chat.disabled) text.checked = true
-  const { prompt, max_tokens } = $("ask").elements // while they are untouched
-  prompt.defaultValue = chat.checked ? "" : "def"
+  prompt.defaultValue = chat.checked ? "" : "def" // while it is untouched
   max_tokens.defaultValue = chat.checked ? 512 : 64
   $("stop").disabled = !stops.size
   $("send").disabled = chat.checked && stops.size > 0
@@ -268,7 +268,8 @@ async function send() {
   const text = prompt.value
   if (!text || $("send").disabled) return
   prompt.value = ""
-  const isWell = await ask([{ text }], kind.value === "chat", knobs())
+  const messages = kind.value === "chat" && [...conversation, { role: "user", content: text }]
+  const isWell = await ask([{ text, messages }], knobs())
   if (!isWell) prompt.value ||= text // what was refused can be mended
 }
 
@@ -354,8 +355,8 @@ const demos = {
       const { text } = promptOf(opening.slice(0, 3.5 * S))
       const names = "add sub mul div mod pow abs neg".split(" ")
       const [first, ...others] = names.map(name => ({ text: `${text}\ndef ${name}(` }))
-      await ask([first], false, { n: 1, max_tokens: 4 })
-      return ask(others, false, { n: 1, max_tokens: 32 })
+      await ask([first], { max_tokens: 4 })
+      return ask(others, { max_tokens: 32 })
     })
   },
 
@@ -367,7 +368,7 @@ const demos = {
     return demonstrate(4, "copied", 1, say, opening => {
       const S = state.block_size
       const prompt = promptOf(opening.slice(S, 3.5 * S))
-      return ask([prompt], false, { n: 4, temperature: 1, max_tokens: 40 })
+      return ask([prompt], { n: 4, temperature: 1, max_tokens: 40 })
     })
   },
 
@@ -377,25 +378,24 @@ const demos = {
     const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs)
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
     const max_tokens = Math.min(L - length, 8 * S + 2)
-    const fields = { n: 1, max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
+    const fields = { max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
     const say = ({ r }) => `No block was free, so request ${r} gave its blocks back, and waits.`
     return demonstrate(many, "preempted", 1, say, all => {
       const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
       const prompt = () => promptOf(Array.from({ length }, any))
-      return ask(Array.from({ length: many }, prompt), false, fields)
+      return ask(Array.from({ length: many }, prompt), fields)
     })
   },
 }
 
 // ---- The guided tour: captions [[step, request, text], ..] on a record of its own ----
 
-// Which caption is shown; home: what is there but for the tour.
-const tour = { at: -1 }
+let tour // {captions, at: which is shown, home: what is there but for the tour}
 
 function startTour() {
   const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
   leaveTour()
-  Object.assign(tour, { captions, home: present() })
+  tour = { captions, home: present() }
   listening.abort()
   begin(lines, false)
   $("tour").hidden = false
@@ -415,8 +415,7 @@ function showCaption(at) {
 }
 
 function leaveTour() { // all is as it was; the server sends what came since
-  if (tour.at < 0) return
-  tour.at = -1
+  if ($("tour").hidden) return
   $("tour").hidden = true
   leaveStage()
   restore(tour.home)
@@ -466,7 +465,7 @@ function isUsed(key, target) { // by the browser
 function start() {
   begin([], true)
   for (const [id, click] of Object.entries(clicks)) $(id).onclick = click
-  $("place").oninput = () => seek(Number($("place").value))
+  $("place").oninput = () => seek($("place").valueAsNumber)
   $("speed").oninput = () => (player.speed = Number($("speed").value))
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey

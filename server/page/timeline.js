@@ -3,6 +3,7 @@
 const LEFT = 60 // pixels, for the labels of rows
 const RULER = 22
 const MOST_ROWS = 60 // beyond them: how many run and wait, instead of each
+const DENSE = { decodes: "held", chunks: "strong", waiting: "cached" } // colours, from below
 const FLAGS = { hit: "good", copied: "ink", preempted: "error", resumed: "accent" }
 let chart
 let paper // {ctx, width, height} of the timeline
@@ -11,9 +12,7 @@ function beginChart() {
   chart = {
     columns: [],
     rows: new Map(),
-    restarts: [], // before which columns
     shown: [], // rows
-    mode: $("widths").value,
     end: 0, // units of all columns together
     left: 0, // the unit at the left
     scale: 1, // pixels a unit
@@ -31,11 +30,7 @@ function rowOf(r) { // made when it is first asked for
 }
 
 function note(line, events) { // what the timeline draws of a line, when it is applied first
-  const { columns, restarts } = chart
-  if (line.engine && line.engine !== chart.engine) {
-    if (chart.engine) restarts.push(columns.length)
-    Object.assign(chart, { engine: line.engine, time: NaN })
-  }
+  const { columns } = chart
   for (const { r } of [...(line.new ?? []), ...state.requests.values()]) {
     rowOf(r).last = columns.length
   }
@@ -53,6 +48,8 @@ function note(line, events) { // what the timeline draws of a line, when it is a
 
 function newColumn({ event, step, time, chunks: told = [], sampled = 0 }) {
   const { engine, token_budget, decodes } = state
+  const before = chart.columns.at(-1)
+  const isRestart = before && before.engine !== engine
   const isStep = event === "step"
   const scale = Math.min(3, 160 / token_budget) // units a token
   let prompts = 0 // chunks of a step stand side by side, as on its flat token axis
@@ -61,23 +58,33 @@ function newColumn({ event, step, time, chunks: told = [], sampled = 0 }) {
     prompts += n
     return { row: rowOf(r), n, from, w: Math.max(3, n * scale) }
   })
-  const ms = isStep ? (time - chart.time) * 1000 : NaN
-  chart.time = isStep ? time : NaN // after a pause nobody knows when a step began
+  // after a pause nobody knows when a step began
+  const isTimed = isStep && before?.step >= 0 && !isRestart
+  const ms = isTimed ? (time - before.time) * 1000 : NaN
   const w = {
     tokens: isStep ? 6 + (prompts && 5 + prompts * scale) : 12,
-    time: Math.max(0.01, ms || (chart.columns.at(-1)?.w.time ?? 1)),
+    time: Math.max(0.01, ms || (before?.w.time ?? 1)),
   }
-  const rows = { chunks, decodes: isStep ? decodes.map(rowOf) : [] }
-  rows.waiting = waiting().map(({ r }) => rowOf(r))
-  return { place: tape.at, engine, step, time, ms, sampled, prompts, w, ...rows, told: [] }
+  return {
+    place: tape.at, engine, isRestart, step, time, ms, sampled, prompts, w, chunks,
+    decodes: isStep ? decodes.map(rowOf) : [],
+    waiting: waiting().map(({ r }) => rowOf(r)),
+    told: [],
+  }
 }
 
 function addWidth(column) {
   column.start = chart.end
-  chart.end += column.w[chart.mode]
+  chart.end += column.w[$("widths").value]
+  column.end = chart.end
 }
 
-const widthOf = ({ w }) => w[chart.mode] * chart.scale
+function setWidths() {
+  chart.end = 0
+  chart.columns.forEach(addWidth)
+}
+
+const widthOf = ({ start, end }) => (end - start) * chart.scale
 const xOf = ({ start }) => LEFT + (start - chart.left) * chart.scale
 const endOf = column => xOf(column) + widthOf(column)
 const unitAt = x => chart.left + (x - LEFT) / chart.scale
@@ -127,9 +134,9 @@ function followPlace() { // the place that is shown stays in sight, unless someb
   const column = chart.columns[columnOf(tape.at)]
   if (!chart.follows || !column) return
   const wide = (paper.width - LEFT - 30) / chart.scale
-  const { start } = column
+  const { start, end } = column
   if (start < chart.left) chart.left = start - wide / 8
-  chart.left = Math.max(0, chart.left, start + column.w[chart.mode] - wide)
+  chart.left = Math.max(0, chart.left, end - wide)
 }
 
 function drawTimeline() {
@@ -175,13 +182,11 @@ function drawLabel({ id, r, y }) {
 }
 
 function drawCounts(column, bottom, high) { // instead of rows
-  const { decodes, chunks, waiting } = column
-  const colours = [theme.held, theme.strong, theme.cached]
-  const counts = [decodes, chunks, waiting]
-  counts.forEach(({ length }, i) => {
-    bottom -= length * high
-    paint(paper.ctx, colours[i], xOf(column), bottom, widthOf(column), length * high)
-  })
+  for (const [name, colour] of Object.entries(DENSE)) {
+    const tall = column[name].length * high
+    bottom -= tall
+    paint(paper.ctx, theme[colour], xOf(column), bottom, widthOf(column), tall)
+  }
 }
 
 function drawMap() { // how many run at each place
@@ -238,8 +243,8 @@ function drawRuler(seen) { // step numbers and times
 
 function drawPlace(bottom) { // that is shown, and where engines restarted
   const { ctx, height } = paper
-  const { columns, restarts } = chart
-  for (const x of restarts.filter(i => columns[i]).map(i => xOf(columns[i]))) {
+  const { columns } = chart
+  for (const x of columns.filter(({ isRestart }) => isRestart).map(xOf)) {
     paint(ctx, theme.error, x - 1, RULER, 1.5, bottom - RULER)
     write(ctx, theme.error, "engine restarted", x + 6, bottom - 8)
   }
@@ -286,8 +291,7 @@ function startTimeline() {
     from = y < RULER ? seekTo(x) : undefined
     chart.range = []
   }
-  timeline.onpointermove = event => {
-    const { pointerId, offsetX: x, offsetY: y, clientX, clientY } = event
+  timeline.onpointermove = ({ pointerId, offsetX: x, offsetY: y, clientX, clientY }) => {
     const finger = fingers.get(pointerId)
     if (finger && from === undefined) {
       finger.x = x
@@ -329,10 +333,8 @@ function startTimeline() {
     light(chart.shown[clamp(at, 0, chart.shown.length - 1)]?.r)
   }
   $("widths").onchange = () => {
-    chart.mode = $("widths").value
-    chart.end = 0
-    chart.columns.forEach(addWidth)
-    chart.scale = chart.mode === "tokens" ? 1 : (9 * chart.columns.length) / chart.end
+    setWidths()
+    chart.scale = $("widths").value === "tokens" ? 1 : (9 * chart.columns.length) / chart.end
     chart.follows = true
     state.touched = null
   }

@@ -226,7 +226,7 @@ def test_a_block_has_its_text(live, open_page, server):
     texts = ["".join(tokens[i : i + 16]) for i in range(0, filled, 16)]
     live(f"void choose({q}.r)")
     wanted = [f"{i} → {table[i]} {live('visible', text)}" for i, text in enumerate(texts)]
-    assert live.locator(".entry").all_text_contents() == wanted
+    assert live.locator("#entries li").all_text_contents() == wanted
     live.click("#close")
     live.dispatch_event(".token >> nth=3", "pointerenter")  # a byte may have no width
     assert live("pointed") == table[1]
@@ -544,7 +544,7 @@ def test_demos_in_another_pool(open_page, small_server):
 def test_a_demo_that_does_not_come_to_its_moment_ends(live):
     """Here it is stopped at once: what runs later plays as before."""
     live("demos.flood = null")
-    live("demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], false, { max_tokens: 3 }))")
+    live("demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], { max_tokens: 3 }))")
     wait_for(live, DEMO_IS_OVER)
     assert "All have ended without it" in live.inner_text("#moment")
     assert not live("player.isPaused")
