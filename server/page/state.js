@@ -23,7 +23,11 @@ const hasNumber = line => line.event === "step" && line.step !== undefined
 const isSnapshot = line => line.event === "snapshot"
 
 function load(line) { // all that is, as a snapshot says
-  if (line.engine !== state.engine) state.last = []
+  if (line.engine !== state.engine) {
+    state.last = []
+    tape.shown = 32
+    grid = null
+  }
   line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
@@ -168,7 +172,8 @@ function applyStep(line) {
 const MOST = 50000 // lines that are kept
 
 function begin(lines, isLive) {
-  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set() }
+  state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set(),
+    totals: { preemptions: 0 } }
   tape = { lines, at: -1, noted: -1, shown: 32, title: {}, hues: new Map(), seen: new Map() }
   const speed = isLive ? Infinity : 10
   Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })

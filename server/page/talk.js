@@ -419,7 +419,13 @@ function leaveTour() { // all is as it was; the server sends what came since
   $("tour").hidden = true
   leaveStage()
   restore(tour.home)
+  history.replaceState(null, "", location.pathname + location.search)
   forgetDrawing()
+  if (!state.num_blocks) { // nothing will be drawn over the tour's
+    fit($("pool"))
+    fit($("timeline"))
+    tellFigures(performance.now())
+  }
   listenInSight()
 }
 

@@ -234,7 +234,9 @@ function drawRuler(seen) { // step numbers and times
     const { time: start } = chart.columns.find(({ engine }) => engine === column.engine)
     const time = span(1000 * (column.time - start))
     const middle = x + 12 + ctx.measureText(column.step).width
-    limit = Math.max(x + 110, middle + ctx.measureText(time).width + 8)
+    const end = middle + ctx.measureText(time).width
+    if (end > paper.width) break
+    limit = Math.max(x + 110, end + 8)
     paint(ctx, theme.quiet, x, RULER - 6, 1, 5)
     write(ctx, theme.ink, column.step, x + 4, 8)
     write(ctx, theme.quiet, time, middle, 8)

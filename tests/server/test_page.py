@@ -704,7 +704,7 @@ def test_the_pool_by_keyboard(open_record):
     assert page.inner_text("#tip[role=status]").startswith("Block 0: ")
     page.keyboard.press("Enter")
     assert page.inner_text("#about h2") == "Request 2"
-    wait_for(page, "!view.isNews")
+    wait_for(page, f"{IS_LAID_OUT} && !view.isNews")  # beside the drawer
     assert is_over(page, "#chain", 1)
     page.keyboard.press("Escape")
     assert not page.is_visible("#drawer")
