@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from test_bits import ASKS, Service, message, name_of, needs_compiler
+from test_bits import ASKS, Service, has_gpu, message, name_of, needs_compiler
 from test_cpu import macros
 from torch import Tensor
 
@@ -61,9 +61,9 @@ gemma int8 f7346dafae64b13039303cee076476cb39ada68da5b87019a4d6e8d15b105a05
 
 PINNED_GPU = "NVIDIA H200, torch 2.11.0, triton 3.6.0"
 GPU = "no GPU"
-if torch.cuda.is_available():
-    name = torch.cuda.get_device_name()
-    GPU = f"{name}, torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}"
+if has_gpu:
+    GPU = torch.cuda.get_device_name()
+    GPU += f", torch {torch.__version__.partition('+')[0]}, triton {triton.__version__}"
 GPU_DIGESTS = """\
 gpt2 bbc81b530f728839869b47c6fba67a7950c4f54f34f431ca11f6d12e2938ce53
 gelu fb6b93c2509718b8630a17a9cbcdab0786019b357ee90ce355d284483ad79803
@@ -183,7 +183,7 @@ def test_one_digest(name, threads, monkeypatch):
 
 
 def gpu_digest(name: str) -> str:
-    """Of each request alone, with --deterministic in bf16: all that its client is sent."""
+    """Of requests that run together, with --deterministic in bf16: all that clients are sent."""
     model = deepcopy(model_of(name)).to("cuda", torch.bfloat16)
     service = Service(new_engine(model, deterministic=True, num_blocks=60, block_size=16))
     service.run(*ASKS)
@@ -193,7 +193,7 @@ def gpu_digest(name: str) -> str:
 
 @pytest.mark.skipif(GPU != PINNED_GPU, reason=f"needs {PINNED_GPU}")
 def test_one_digest_on_a_gpu():
-    """Of any card of a kind, and with whatever beside."""
+    """--deterministic on two cards of a kind: pinned on one H200, found equal on another."""
     assert [f"{name} {gpu_digest(name)}" for name in MODELS] == GPU_DIGESTS
 
 
