@@ -155,9 +155,8 @@ const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 // From edge to edge, so that it covers no number; the later, the more bent.
 function arrow(blocks, turn = 0) {
   const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
-  const half = (y + v) / 2
-  const deepest = 2 * $("pool").clientHeight - half - 8 // the bend stays in the pool
-  return `M${x} ${y}Q${(x + u) / 2} ${Math.min(half + 24 + 64 * turn, deepest)} ${u} ${v}`
+  const bend = Math.min((y + v) / 2 + 24 + 64 * turn, $("pool").clientHeight) // not beyond it
+  return `M${x} ${y}Q${(x + u) / 2} ${bend} ${u} ${v}`
 }
 
 function showEffects(events) { // page.css has how each looks, and how it ends

@@ -751,6 +751,10 @@ def test_what_happens_is_seen(open_record, motion):
     wait_for(page, "!$('effects').children.length")
     page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
     assert page("$('effects').children.length") == 0
+    page("$('effects').append($('effect').cloneNode())")
+    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # the tenth
+    bottom = "(({ y, height }) => y + height)($('effects').lastChild.getBBox())"
+    assert page(bottom) <= page("$('pool').clientHeight")
     flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
     assert " ".join(flags[:5]) == "hit copied copied preempted resumed"
 
@@ -917,6 +921,7 @@ def test_the_words_of_the_ruler_have_room(open_record):
             chart.left = 0;
             for (const [i, one] of chart.columns.entries())
                 Object.assign(one, { step: 1e12 + i, time: 36_000 * (i > 0) });
+            paper.width = 400;
             drawRuler(chart.columns);
             const ruler = written.splice(0);
             layOut();
@@ -926,6 +931,7 @@ def test_the_words_of_the_ruler_have_room(open_record):
     )
     assert [text for text, *_ in ruler[:2]] == ["1000000000000", "0 ms"]
     assert all(end < start for (*_, end), (_, start, _) in pairwise(ruler))
+    assert ruler[-1][-1] <= 400
     assert pool == "0 4 8 2 2 2 2 2 ×3 ×3"
 
 
@@ -1192,6 +1198,9 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     wait_for(page, "tape.at === 50 && $('pill').textContent === 'Live'")
     split = page("chart.columns.findIndex(({ isRestart }) => isRestart)")
     assert split > 0
+    # a pool that the former engine had filled is shown large again
+    assert page("tape.shown = 1024, load({ ...state, engine: 3, requests: [] }), tape.shown") == 32
+    page("seek(1e9)")
     # its clock has begun anew: nobody knows how long its first step took
     assert page(f"Number.isNaN(chart.columns[{split}].ms)")
     spans = page("[...chart.rows.values()].map(({ first, last }) => [first, last])")

@@ -597,6 +597,14 @@ def test_an_empty_page_plays_the_tour(open_page, motion):
 def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     page = live_page(open_page)
     snapshot, *more = page("readLines($('tour-lines').textContent).slice(1)")
+    page.click("#take-tour")
+    page.click("#next")
+    wait_for(page, "location.hash && $('held').textContent !== '0'")
+    page.click("#leave")  # before anything has come: nothing of it may stay
+    assert page("location.hash") == ""
+    assert page.inner_text("#held") == "0"
+    pixels = "$('pool').getContext('2d').getImageData(0, 0, 99, 99).data"
+    assert not page(f"grid || {pixels}.some(Boolean)")
     page("lines => takeIn(lines)", [snapshot])
     wait_for(page, "$('offer-tour').checkVisibility() && !$('steps-empty').hidden")
     assert page.inner_text("#pool-empty-text").startswith("36 blocks of 8 tokens, all free.")
