@@ -2,8 +2,10 @@
 What a user of this tree would see: requests to a small engine or server, and their answers. For
 exercises.py, which shows those of a tree with a bug beside those of the tree without.
 
-    python assets/symptoms.py '{"waves": [[{"prompt": [5, 6, 7]}]], "num_blocks": 8}'
-    python assets/symptoms.py '{"calls": [["/v1/completions", {"prompt": "def"}]]}'
+    python assets/symptoms.py        # what out/symptoms/show.json says, one of these:
+
+    {"waves": [[{"prompt": [5, 6, 7]}, {"prompt": [8]}]], "num_blocks": 8}
+    {"calls": [["/v1/completions", {"prompt": "def"}], ["/metrics"]]}
 
 The model is random, with weights so large that each token depends on all before it.
 """
@@ -17,6 +19,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/.."
+
+    # on a CPU Triton's interpreter runs the kernels, if that is known before triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
 
@@ -52,6 +57,8 @@ def serve(waves: list[list[dict]], **settings):
         for i, request in enumerate(wave):
             params = {"temperature": 0, "max_tokens": 12} | request
             more = {"n": params.pop("n", 1), "prompt_logprobs": params.pop("prompt_logprobs", None)}
+            if bias := params.get("logit_bias"):  # JSON's names are strings
+                params["logit_bias"] = {int(token): value for token, value in bias.items()}
             id = f"{number + 1}{'abcdefgh'[i]}"
             engine.add_request(id, params.pop("prompt"), SamplingParams(**params), **more)
         for _ in range(500):
@@ -67,7 +74,9 @@ def serve(waves: list[list[dict]], **settings):
             print(f"{id}: {' '.join(map(str, answers[id]))}")
     stats = engine.stats()
     free = engine.scheduler.block_allocator.num_free
-    print(f"{free} of {engine.num_blocks} blocks can be allocated; {stats['hits']} tokens were hits")
+    print(
+        f"{free} of {engine.num_blocks} blocks can be allocated; {stats['hits']} tokens were hits"
+    )
 
 
 def call(calls: list, flags=(), files=None):
@@ -110,8 +119,7 @@ def show_call(address: str, path: str, body=None, headers=None):
 
 if __name__ == "__main__":
     os.chdir(ROOT)
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    wanted = json.loads(sys.argv[1])
+    wanted = json.loads((FOLDER / "show.json").read_text())
     try:
         (serve if "waves" in wanted else call)(**wanted)
     except Exception as error:
