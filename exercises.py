@@ -45,7 +45,7 @@ SECONDS = 100  # for a check, on a busy machine: a loop of the reader's may be e
 
 
 class Function(NamedTuple):
-    """Where a function stands in a file: lines first .. end - 1, its body from `body` on."""
+    """Lines first .. end - 1 of a file are a function; its body begins at line `body`."""
 
     first: int
     body: int
@@ -225,7 +225,7 @@ def start_hunt(name: str):
 
 
 def symptom(repo: Path, name: str) -> str:
-    """What a user of this tree sees."""
+    """Return what a user of this tree sees."""
     show = repo / "out/symptoms/show.json"
     show.parent.mkdir(parents=True, exist_ok=True)
     show.write_text(json.dumps(HUNTS[name]["show"]))

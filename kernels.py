@@ -110,8 +110,8 @@ def jit(function):
 @jit
 def pool_offset(block, offset, head, Hk: constexpr, S: constexpr, D: constexpr):
     """
-    Where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in elements, for
-    slots block * S + offset; V is `k_to_v` further on. int64: offsets pass 2^31.
+    Return where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in
+    elements, for slots block * S + offset. V is `k_to_v` further on. int64: offsets pass 2^31.
     """
     return ((block.to(tl.int64) * Hk + head) * S + offset) * D
 
@@ -131,7 +131,7 @@ def store_kv_kernel(
 
 
 def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
-    """As gather.store_kv_torch."""
+    """Store K and V: the Triton version of gather.store_kv_torch."""
     check_layout(k, kv, batch)
     T, Hk, D = k.shape
     store_kv_kernel[(T,)](
@@ -438,8 +438,8 @@ NO_REQUEST = -1  # of a tile that is padding
 
 class TritonPlan(NamedTuple):
     """
-    What `prepare_triton` leaves in batch.prepared, for a window: how the step's attention is cut
-    into programs, and what attention_kernel is given for it.
+    How a step's attention is cut into programs, and what attention_kernel needs for that.
+    `prepare_triton` leaves one in batch.prepared for each window.
     """
 
     window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all
@@ -554,8 +554,9 @@ def factors(attn: Attention) -> tuple[float, float | None]:
 
 def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
-    As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
-    chunks; or for the prefixes that decodes share, then for the decodes.
+    Attend: the Triton version of gather.paged_attention_torch, in at most two launches. These are
+    one for all decodes and one for all chunks; or one for the prefixes that decodes share, then one
+    for the decodes.
     """
     check_layout(q, kv, batch)
     plan = batch.prepared[attn.window]

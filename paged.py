@@ -884,7 +884,7 @@ class Scheduler:
             self.after_commit(request)
 
     def promote(self, request: Request):
-        """Its prompt is computed: from now on it decodes."""
+        """Move a request whose prompt is computed: from now on it decodes."""
         self.move(request, "active")
 
     def move(self, request: Request, status: str):

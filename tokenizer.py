@@ -322,7 +322,7 @@ class TextStream:
         return text
 
     def stop_at(self, stop: list[str]):
-        """From here on end the text at these strings."""
+        """End the text at these strings from here on."""
         self.stop = tuple(sorted(stop))
         self.first_characters = frozenset(string[0] for string in stop)
 
@@ -362,7 +362,9 @@ class TextStream:
         return text[:start]
 
     def _begins_stop(self, text: str) -> bool:
-        """Whether a stop string begins with this text: in sorted order it would come next."""
+        """
+        Return whether a stop string begins with this text: in sorted order it would come next.
+        """
         if not text:
             return True
         place = bisect.bisect_left(self.stop, text)
@@ -463,7 +465,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Whether each token is a character, and an unknown one has no token, as in ours."""
+    """Return whether each token is a character, and an unknown one has no token, as in ours."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]

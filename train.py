@@ -536,7 +536,10 @@ def open_out(args: Namespace) -> dict | None:
 
 
 def is_same_run(saved: dict, args: Namespace) -> bool:
-    """Whether the flags are those of the run that was saved, but for what that run filled in."""
+    """
+    Return whether the flags are those of the run that was saved, except those that the run filled
+    in.
+    """
     names = saved.keys() - RESUMABLE - {"dtype", "init"}
     return all(saved[name] == getattr(args, name) for name in names)
 

@@ -412,9 +412,9 @@ COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, 
 
 def draw_replay(file: str) -> dict:
     """
-    What happened in a record, in numbers and as a picture. Colours are requests, numbered where
-    they begin, grey is cached and idle, white is free; a block that several requests hold is split.
-    At most 1024 of the blocks and 1000 of the steps are drawn, evenly spaced.
+    Say what happened in a record, in numbers and as a picture. A colour is a request, numbered
+    where it begins; grey is cached and idle, white is free; a block of several requests is split.
+    Draws at most 1024 of the blocks and 1000 of the steps, evenly spaced.
     """
     from matplotlib.colors import to_rgb
 

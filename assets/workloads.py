@@ -101,7 +101,7 @@ def num_tokens(work: Work) -> tuple[int, int]:
 
 
 def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
-    """For an answer of exactly n tokens, greedy by default."""
+    """Return the parameters of an answer of exactly n tokens, greedy by default."""
     return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
 
 

@@ -114,8 +114,8 @@ class Device:
 
     def __init__(self, model: GPT, settings: Settings):
         """
-        In `settings` the sizes are numbers, not None (sizing.py). Raises ValueError for operators
-        that do not work here.
+        Allocate the pool and the arrays of rows. `settings` has sizes that are numbers, not None
+        (sizing.py). Raises ValueError for operators that do not work here.
         """
         config = model.config
         device = model.wte.weight.device

@@ -41,7 +41,7 @@ def tiles_for(R: int, layer, P=1) -> Tiles:
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
-    """As linear.linear; the number of parts follows from the layer alone."""
+    """Compute linear.linear with a number of parts that follows from the layer only."""
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
@@ -52,13 +52,13 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
 
 
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
-    """As linear.head."""
+    """Compute linear.head with these tiles."""
     logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
     return model.soft_cap(logits, softcap) if softcap else logits
 
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
-    """As fused.project_qkv."""
+    """Compute fused.project_qkv with these tiles."""
     if batch.rotations or attn.q_norm is not None:
         return fused.project_qkv(y, attn, kv, batch)
     tiles = tiles_for(len(y), attn.c_attn)

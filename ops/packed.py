@@ -116,7 +116,10 @@ class PanelLinear(Packed):
 
 
 def largest_activation(K: int) -> int:
-    """Of 16 bits, or so large that a sum of K products with 8-bit weights stays below 2^31."""
+    """
+    Return the largest number of 16 bits, or a smaller one: a sum of K products with 8-bit weights
+    must stay below 2^31.
+    """
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 

@@ -52,8 +52,8 @@ def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
 @jit
 def load_adjusted(view, t):
     """
-    As `sampling.adjust`: logits of tokens t, fp32, after bias, ban of stop tokens and penalties;
-    -inf beyond the last token.
+    Load logits of tokens t as `sampling.adjust` changes them: fp32, after bias, ban of stop tokens
+    and penalties; -inf beyond the last token.
     """
     logits, floats, _, bias, marks, V, biased, banned, penalised = view
     score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
@@ -330,7 +330,7 @@ def gumbel_max_kernel(
 def sample_triton(
     logits, rows, positions, per_row: SamplingRows, asked=None, allowed=None
 ) -> Tensor:
-    """As `sampling.sample_torch`, on CUDA; `asked` changes nothing here."""
+    """Pick tokens as `sampling.sample_torch` does, on CUDA; `asked` changes nothing here."""
     logits = masked(logits, allowed)
     R, V = logits.shape
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"

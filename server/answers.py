@@ -141,7 +141,9 @@ class Choice:
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:
-        """Whether there is something to send: text, the end, or tokens if they were asked for."""
+        """
+        Return whether there is something to send: text, the end, or tokens if they were asked for.
+        """
         if self.finish_reason:
             return not self.is_end_sent
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
@@ -248,7 +250,10 @@ class ChatChoice(Choice):
 
     @property
     def shown_reason(self) -> str | None:
-        """As OpenAI has it, a call of the function that tool_choice names is a "stop"."""
+        """
+        Return the reason as OpenAI has it: a call of the function that tool_choice names is a
+        "stop".
+        """
         called = self.reader and self.reader.calls and not self.body.is_named
         return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
 

@@ -61,7 +61,7 @@ def request_id(name: bytes) -> str:
 
 @dataclass
 class Call:
-    """What is known of a call, from its head to its answer: scope["call"]."""
+    """Facts about a call, from its head to its answer, in scope["call"]."""
 
     id: str  # its X-Request-Id
     logged: dict = field(default_factory=dict)  # the fields of its line in the log

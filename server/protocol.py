@@ -115,8 +115,8 @@ class ApiError(Exception):
     @property
     def reason(self) -> str:
         """
-        For the log, where no client's text may be: the code, else `logged`, else the message
-        without the value that it quotes.
+        Return the reason for the log, where no client's text may stand: the code, else `logged`,
+        else the message without the value that it quotes.
         """
         return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
@@ -200,7 +200,7 @@ def check_encoding(content_encoding: str, data: bytes):
 
 
 def is_list_of(kind: type, items) -> bool:
-    """Whether it is a list of this very type; isinstance would take True for an int."""
+    """Return whether it is a list of this very type; isinstance would take True for an int."""
     return isinstance(items, list) and set(map(type, items)) <= {kind}
 
 
@@ -709,18 +709,18 @@ class ChatRequest(SamplingRequest):
 
     @property
     def is_named(self) -> bool:
-        """Whether tool_choice names the one function to call."""
+        """Return whether tool_choice names the one function to call."""
         return isinstance(self.tool_choice, dict)
 
     @property
     def functions(self) -> list[Function]:
-        """Those that may be called."""
+        """Return the functions that may be called."""
         name = self.tool_choice["name"] if self.is_named else None
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
     @property
     def num_logprobs(self) -> int | None:
-        """As in completions."""
+        """Return the number of log-probabilities, in the form of completions."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

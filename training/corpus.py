@@ -168,7 +168,10 @@ def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokeniz
 
 
 def hold_out(documents: list) -> tuple[list, list]:
-    """What to train on and what to hold out: every tenth document, or the last tenth of one."""
+    """
+    Divide the documents into those to train on and those to hold out: every tenth, or the last
+    tenth of one.
+    """
     if len(documents) == 1:
         [document] = documents
         cut = int(len(document) * 0.9)
@@ -225,8 +228,8 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
 
 def read_about(name: str | Path) -> dict:
     """
-    What meta.json says of the corpus data/NAME, {} where it is missing or damaged: `sources`, and
-    `init`, the checkpoint whose tokens it has.
+    Return what meta.json says of the corpus data/NAME: `sources`, and `init`, the checkpoint whose
+    tokens it has. {} if the file is missing or damaged.
     """
     try:
         return dict(read_json(ROOT / "data" / name / "meta.json"))
@@ -295,8 +298,8 @@ def count_windows(tokens: np.ndarray, T: int) -> int:
 @lru_cache(maxsize=4)
 def epoch_starts(windows: int, T: int, seed: int, epoch: int) -> np.ndarray:
     """
-    Where the windows of an epoch begin, shuffled. They cut the corpus from a random offset and do
-    not overlap, so an epoch has every token once.
+    Return where the windows of an epoch begin, shuffled. They cut the corpus from a random offset
+    and do not overlap, so an epoch has every token once.
     """
     random = np.random.default_rng((seed, epoch))
     return random.permutation(windows) * T + random.integers(T)

@@ -56,7 +56,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """Return whether this is the one process that prints and writes."""
         return self.rank == 0
 
     @cached_property
@@ -119,7 +119,7 @@ class Process:
             print(text, flush=True)
 
     def __str__(self) -> str:
-        """As train.py prints it: "1 x CPU, 2 threads, bfloat16"."""
+        """Describe the processes as train.py prints them: "1 x CPU, 2 threads, bfloat16"."""
         if self.device.type == "cpu":
             name = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
         else:
@@ -138,7 +138,9 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow."""
+    """
+    Return whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities()
@@ -148,7 +150,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_compiled(args: Namespace) -> bool:
-    """Whether a run compiles its blocks: by default, on a GPU."""
+    """Return whether a run compiles its blocks: by default, on a GPU."""
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
@@ -256,8 +258,8 @@ def init_process(args: Namespace) -> Process:
 
 def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> str:
     """
-    What memory it takes to train a model, which need not have its weights yet. Raises ValueError,
-    with the remedy, where less is free.
+    Say what memory it takes to train a model, which need not have its weights yet. Raises
+    ValueError, with the remedy, if less is free.
     """
     # float32: weights, gradients, and AdamW's means of gradients and of their squares, or Muon's
     # momentum and updates; the gradients of several processes are copied into one message
@@ -321,8 +323,8 @@ STOPPING = b"\nfinishing and saving what is under way; a second signal ends the 
 
 def catch_signals() -> list[int]:
     """
-    From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
-    step, and the first one is answered with a line; a second one kills.
+    Have Ctrl-C and SIGTERM noted in the list returned, so that the run ends after its step. The
+    first one is answered with a line; a second one kills.
     """
     caught = []
 
