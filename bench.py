@@ -108,7 +108,7 @@ FLAGS = {  # the help of each argument of a command
 }
 
 # --------------------------------------------------------------------------------------------------
-# The scheduler alone
+# Only the scheduler
 
 
 def bench_scheduler() -> dict:
@@ -827,7 +827,7 @@ ESTIMATES = 20  # of the held-out loss, in a run
 def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=1.4655) -> dict:
     """
     Runs of train.py by seeds. Their held-out loss is nanoGPT's estimate, 200 batches of random
-    windows, made 20 times a run. Seconds are those of steps alone, in which the first twentieth,
+    windows, made 20 times a run. Seconds are only those of steps, of which the first twentieth,
     which compiles, counts as much as the second. Before that, train.py itself by the first seed,
     from its start to its end, with nothing compiled before. The recipe has its number of steps.
     """

@@ -37,7 +37,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
-    mode = temporary.stat().st_mode  # by the umask; safetensors leaves files to their owner alone
+    mode = temporary.stat().st_mode  # by the umask; safetensors lets only a file's owner read it
     try:
         write(temporary)
         temporary.chmod(mode)

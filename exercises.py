@@ -56,7 +56,7 @@ class Function(NamedTuple):
 def find(path: Path, name: str) -> Function:
     """
     Find `Class.method` or `function.inner` in a file. The docstring is not part of the body. Raises
-    ValueError if the file is not Python, or has no such function.
+    ValueError if the file is not Python, or has no function of this name.
     """
     try:
         node = ast.parse(path.read_text())

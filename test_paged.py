@@ -175,7 +175,7 @@ def assert_equals_dense(
 ):
     """
     The answer equals the dense model's. If its best two scores lie within 1e-4 of each other,
-    rounding may choose either: such ties are counted, and the comparison goes on from the
+    rounding may choose either: these ties are counted, and the comparison goes on from the
     engine's choice.
     """
     text = list(prompt_tokens)

@@ -5,10 +5,10 @@ and those of the Hugging Face Hub.
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
     text = tokenizer.decode(ids)              # str
-    stream = tokenizer.stream(ids)            # tokens -> text as they come, behind these ids
+    stream = tokenizer.stream(ids)            # tokens -> text as they come, after these ids
 
 The `tokenizers` library runs all steps that the file names, so ids and texts are those of
-`transformers.AutoTokenizer`; single characters alone have a faster way here. training/corpus.py
+`transformers.AutoTokenizer`; only single characters have a faster way here. training/corpus.py
 makes new tokenizers, of a text or by learning a BPE.
 """
 
@@ -205,7 +205,7 @@ class Tokenizer:
         context: Iterable[int] = (),
         skip_special_tokens: bool = True,
     ) -> "TextStream":
-        """The text of tokens that come behind those of `context`; see TextStream."""
+        """Return the text of tokens that come after those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         return TextStream(token_bytes, self.opening_bytes, context)
 
@@ -288,7 +288,7 @@ class TextStream:
     """
 
     def __init__(self, token_bytes: Callable, opening_bytes: Callable, context: list[int] = ()):
-        """The text is behind the tokens of `context`, which are no part of it."""
+        """Start after the tokens of `context`, which are not part of the text."""
         self.token_bytes = token_bytes  # others may take its place, for the tokens to come
         self.opening_bytes = opening_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
@@ -529,7 +529,7 @@ def named_tokens(config: dict) -> dict[str, str | dict]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: dict):
-    """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
+    """Add the tokens that only tokenizer_config.json has, or that it describes otherwise."""
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
     existing = {token.content for token in backend.get_added_tokens_decoder().values()}

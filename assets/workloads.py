@@ -7,7 +7,7 @@ walkthrough.py.
     seconds, answers = timed(Engine(model), work)
     tokens_in, tokens_out = num_tokens(work)
 
-Weights are random: the figures depend on the shape alone. Seeds are fixed.
+Weights are random: the figures depend only on the shape. Seeds are fixed.
 """
 
 import math

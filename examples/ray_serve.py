@@ -65,7 +65,7 @@ class Replica:
     def __serve_build_asgi_app__(self):
         gate = Gate(self.service)
 
-        async def respond(scope, receive, send):  # no method: Ray would call it with scope alone
+        async def respond(scope, receive, send):  # no method: Ray would call it with only scope
             if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
                 return await self.service.router(scope, receive, send)
             scope["call"] = Call(request_id(dict(scope["headers"])[b"x-request-id"]))

@@ -2,7 +2,7 @@
 `--deterministic` on a GPU: linear layers whose results for a row are the same to the last bit,
 whatever the other rows of a step are. A sum of floats depends on the order of its additions, so
 here that order never depends on the batch. A matrix product is a sum of parts (split-K), first to
-last. Their number depends on the layer alone. A part is summed in the order of its inputs, in tiles
+last. Their number depends only on the layer. A part is summed in the order of its inputs, in tiles
 of any shape, because tensor cores add up alike in all of them. So the tiles, and which program adds
 the parts, may depend on the number of rows.
 
@@ -45,7 +45,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
-        programs = N // 64  # for one part: most tiles have so many columns
+        programs = N // 64  # for one part: most tiles have 64 columns
         P = min(MOST_PARTS, num_parts(K, programs))
     tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)

@@ -1,7 +1,7 @@
 """
-The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend on the
-shapes alone, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row
-did not ask for is skipped on the device.
+The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend only
+on shapes, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row did
+not ask for is skipped on the device.
 
     threshold_kernel     the least score that a row's top_k, top_p and min_p keep
     gumbel_max_kernel    argmax of the kept scores over temperature, plus Gumbel noise

@@ -166,7 +166,7 @@ class Choice:
     def chunk(self, content, tokens, finish_reason) -> dict:
         """
         One event, as a dictionary: `content` is what differs between the paths, `tokens` are what
-        is new. An answer that is no stream is made of one such chunk for each choice.
+        is new. An answer that is no stream is made of one chunk for each choice.
         """
         logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
         choice = {
@@ -259,9 +259,9 @@ class ChatChoice(Choice):
 
     def chunks(self) -> list[dict]:
         """
-        All that is new. In a stream the first event has the role alone, the last the finish_reason
-        alone, those between have the text. Fields about the prompt stand beside `choices`, as a
-        chat is one prompt. An answer that is no stream has one chunk with the whole message.
+        Return all that is new. In a stream the first event has only the role, the last only the
+        finish_reason, those between have the text. Fields about the prompt stand beside `choices`,
+        as a chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
         if not self.body.stream:
             said = self.reader.message() if self.reader else {"content": self.text}

@@ -5,7 +5,7 @@ The bodies of calls: their fields, kinds and limits, and the words of refusals.
     body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
 Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
-the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
+the defaults and ranges of sampling are those of `SamplingParams` (params.py), except defaults that
 the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
 (a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
@@ -54,7 +54,7 @@ IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_
 IGNORED |= {"include_obfuscation"}
 
 # Fields that would change the answer and are not served, each with its neutral value, which clients
-# send although it asks for nothing (None: null alone is neutral).
+# send although it asks for nothing (None: only null is neutral).
 NOT_SERVED = {
     "best_of": 1,
     "suffix": "",
@@ -547,7 +547,7 @@ class SamplingRequest(Body):
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
     def _check_constraints(self, eos_token_ids):
-        """An answer is held to one grammar, behind which an end of text must come."""
+        """An answer is constrained by one grammar, after which an end of text must come."""
         names = self.constraints + ["ignore_eos"] * self.ignore_eos
         names += ["max_tokens 0"] * (self.max_tokens == 0)
         names += ["a model without end-of-text token"] * (not eos_token_ids)
@@ -562,8 +562,8 @@ class SamplingRequest(Body):
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
-        The most log-probabilities that an answer to such a prompt can have; each choice repeats
-        those of an echoed prompt.
+        The most log-probabilities that an answer to a prompt of this length can have; each choice
+        repeats those of an echoed prompt.
         """
         if self.num_logprobs is None:
             return 0

@@ -31,7 +31,7 @@ from model import (
     soft_cap,
 )
 
-SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
+SHORT = 512  # up to this many tokens T, scores (T, T) fit into a CPU's cache
 
 
 def training_ops(device: torch.device | str, compiled=False) -> Ops:
@@ -130,7 +130,7 @@ class Chunks(NamedTuple):
     """How a device takes the logits."""
 
     rows: int  # at a time
-    multiple: int  # words are filled up to a multiple of so many
+    multiple: int  # words are padded to a multiple of this
     derive: Callable = to_gradients  # or what torch compiles it to
 
 
@@ -203,7 +203,7 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators of Llama alone: autograd would pass over memory for each small operation
+# Operators that only Llama has: autograd would pass over memory for each small operation
 
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):

@@ -97,7 +97,7 @@ class Process:
         if self.world == 1:
             return x
         every = torch.cat([x] * self.world)  # to be written over
-        # torch 2.13 warns of the old name, which older ones have alone
+        # torch 2.13 warns of the old name, the only one that older versions have
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(every, x.contiguous())
         return every
@@ -216,7 +216,7 @@ def read(path: str) -> str:
 def init_process(args: Namespace) -> Process:
     """
     Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
-    where there is no such GPU.
+    if this process has no GPU.
     """
     device = pick_device(args.device)
     if device.type == "cpu":
@@ -345,7 +345,7 @@ def catch_signals() -> list[int]:
 CLOSING_SECONDS = 5
 LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
 LEAST_FINETUNING = 20  # with --init: a rate that rises over 10 steps has hardly been high
-TIMED = 5  # so many timed steps show how many will fit
+TIMED = 5  # this many timed steps show how many will fit
 
 
 class Clock:
@@ -384,7 +384,7 @@ class Clock:
 
     def warn_of_few_steps(self, steps: float):
         """
-        Print a warning if so many steps, of the whole run, teach a model little; with the minutes
+        Print a warning if a run of this many steps teaches a model little; with the minutes
         that would do. With --steps there are as many as were asked for.
         """
         args = self.run.args
@@ -402,7 +402,7 @@ class Clock:
         )
 
     def minutes_for(self, steps: int) -> int:
-        """The minutes in which so many steps fit at the speed so far, with a tenth to spare."""
+        """The minutes in which this many steps fit at the speed so far, with a tenth to spare."""
         step = self.run.step
         # with the evaluations between steps; or of late, where the machine has become busy
         mean = (self.counted - self.first_time) / (step - self.first_step)
