@@ -143,7 +143,7 @@ def live_page(open_page):
     """A page without a server: the test gives it lines, by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
-    page("listening.abort(); tellServer({ is: 'Live' })")
+    page("listening.abort(); server.is = 'Live'")
     return page
 
 
@@ -164,9 +164,9 @@ def add_tokens(page, *names: str, **others: float):
     """To an answer of the page, each with these others that were likely."""
     page(
         """([names, others]) => { const [answer] = addArticle([{ text: "def " }], 1);
-            for (const [i, name] of names.entries())
-                addToken(answer, { name, logprob: -i, others: [[name, -i], ...others] }); }""",
-        [names, [*others.items()]],
+            for (const [i, token] of names.entries())
+                addToken(answer, { token, logprob: -i, top_logprobs: others }); }""",
+        [names, [{"token": token, "logprob": score} for token, score in others.items()]],
     )
 
 

@@ -124,8 +124,9 @@ function drawIdle(block, box) {
 
 function drawHeld(block, owners, [x, y, w, h]) {
   const { ctx } = grid
-  const high = h / Math.min(4, owners.length) // of more each could not be told apart
-  owners.slice(0, 4).forEach(([q, logical], i) => {
+  const seen = owners.slice(0, 4) // of more each could not be told apart
+  const high = h / seen.length
+  seen.forEach(([q, logical], i) => {
     const top = y + i * high
     const part = clamp(q.filled / state.block_size - logical, 0, 1)
     paint(ctx, palette[q.hue].pale, x, top, w, high)
@@ -147,10 +148,9 @@ function writeText(block, [x, y, w, h]) { // as much of it as there is room for,
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
 
-const corners = ([x, y, w, h]) => `M${x} ${y}h${w}v${h}h${-w}z`
 const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
+const corners = ([x, y, w, h]) => `M${x} ${y}h${w}v${h}h${-w}z`
 const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
-const pointsOf = blocks => blocks.map(cellOf).map(centre).join(" ")
 
 // From edge to edge, so that it covers no number; the later, the more bent.
 function arrow(blocks, turn = 0) {
@@ -180,7 +180,7 @@ function drawOver() {
   const blocks = new Set([...tables, ...moment.map(event => event.blocks)].flat())
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
-  $("chain").setAttribute("points", pointsOf(tableOf(chosen)))
+  $("chain").setAttribute("points", tableOf(chosen).map(cellOf).map(centre).join(" "))
 }
 
 // ---- What is lit in all, and what is chosen ----
@@ -194,7 +194,6 @@ function light(r) {
   if (r === lit) return
   lit = r
   view.isNews = true
-  lightAnswers()
 }
 
 const litRequests = () => (lit >= 0 ? [lit] : staged)
@@ -206,7 +205,6 @@ function stage(text, requests = []) {
   staged = requests
   setText("moment", text)
   view.isNews = true
-  lightAnswers()
 }
 
 function leaveStage() {
@@ -244,7 +242,6 @@ const usersOf = block =>
 
 function tip(words = [], x, y) {
   const box = $("tip")
-  box.hidden = !words.length
   box.textContent = words.join("\n")
   box.style = `--x: ${x}px; --y: ${y}px`
 }
@@ -320,7 +317,7 @@ function fillParts(q) { // its bar: of how many tokens what is true; and its blo
 // ---- Figures and words ----
 
 function draw(now) {
-  const isReady = state.num_blocks || server.is === "Key wanted"
+  const isReady = state.num_blocks || now > 1000 // no server has answered so far
   const isAsleep = player.isLive && isReady && !chart.rows.size && !state.idle.size
   $("pool-empty").hidden = !isAsleep
   if (isAsleep) dream(now)
@@ -328,7 +325,7 @@ function draw(now) {
   if (now - view.told < 150) return // words need not change sixty times a second
   view.told = now
   tellState()
-  if (state.num_blocks) tellFigures(now)
+  tellFigures(now)
   if (view.isTold) tellPlace()
   view.isTold = false
 }
@@ -347,6 +344,7 @@ function drawNews(now) {
   view.isNews = false
   drawTimeline()
   drawOver()
+  lightAnswers()
 }
 
 // Before anything has run the tour's record plays faintly in the pool, and the tour is offered.
@@ -355,9 +353,10 @@ let sleeper
 function dream(now) {
   const awake = present()
   if (sleeper) restore(sleeper)
-  else begin(readLines($("tour-lines").textContent).slice(1), false)
+  else begin(tourLines().slice(1), false)
   moveTo(still.matches ? 40 : Math.floor(now / 100) % (tape.lines.length + 15)) // rests at its end
   drawPool()
+  drawOver()
   sleeper = present()
   restore(awake)
 }
@@ -384,12 +383,11 @@ function tellState() {
     Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
     Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
   }
-  const isNow = !player.isLive || name === "Live"
   const running = state.requests.size - waiting().length
   const { model, machine, date } = player.isLive ? server : tape.title
   document.body.dataset.state = name
   document.body.classList.toggle("replay", !player.isLive)
-  document.title = `${running && isNow ? `● ${running} running` : word} – pagedGPT`
+  document.title = `${running && name === "Live" ? `● ${running} running` : word} – pagedGPT`
   setText("state", word)
   setText("where", where[name] ?? "")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
@@ -412,19 +410,18 @@ function tellFigures(now) {
     hits: `${hitRate || 0}%`,
     rate: isKnown && (tokens || !requests.size) ? english(tokens) : "–",
     waiting: waiting().length,
-    preemptions: totals.preemptions,
-    preempted: totals.preemptions === 1 ? "preemption" : "preemptions",
-    size: `${english(n)} blocks of ${state.block_size} tokens`,
+    preempted: totals.preemptions,
+    size: n ? `${english(n)} blocks of ${state.block_size} tokens` : "",
   }
   for (const [id, text] of Object.entries(texts)) setText(id, text)
   $("steps-empty").hidden = chart.columns.length
 }
 
 function tellPlace() {
-  Object.assign($("place"), { max: tape.lines.length - 1, value: tape.at })
+  Object.assign($("place"), { max: newest(), value: tape.at })
   setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
   drawMap()
-  if (!$("drawer").hidden) fillDrawer()
+  fillDrawer()
   // the link is to the step that is shown, unless it is the newest
   const isNewest = player.isLive && !player.isPaused
   const link = isNewest ? location.pathname + location.search : `#step=${state.step}`

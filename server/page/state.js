@@ -28,7 +28,7 @@ function load(line) { // all that is, as a snapshot says
     tape.shown = 32
     grid = null
   }
-  line.last ??= state.last.slice() // what cached blocks have kept, for whoever comes back here
+  line.last ??= state.last // what cached blocks have kept, for whoever comes back here
   Object.assign(state, line, {
     step: Math.max(0, line.step - 1), // the line's is that of the next step
     totals: { ...line.totals },
@@ -45,12 +45,9 @@ function load(line) { // all that is, as a snapshot says
 }
 
 function addRequest(told) {
-  const { requests } = state
-  const twin = [...requests.values()].find(({ name }) => name === told.name)
   const none = { filled: 0, generated: 0, hits: 0, preemptions: 0, target: told.prompt }
-  const first = twin?.first ?? told.r // the first request of the same call
-  const q = { ...none, ...told, first, table: [], hue: tape.hues.get(idOf(told.r)) }
-  requests.set(q.r, q)
+  const q = { ...none, ...told, table: [], hue: tape.hues.get(idOf(told.r)) }
+  state.requests.set(q.r, q)
   setTable(q, 0, told.table ?? [])
 }
 
@@ -101,13 +98,7 @@ function fill(q, end) {
   if (end >= q.target) q.generated = Math.max(q.generated, end - q.prompt + 1)
 }
 
-// Apply a line. Returns what is worth showing: [{kind, r, text, blocks}].
-function apply(line) {
-  if (isSnapshot(line)) load(line)
-  state.time = line.time ?? state.time
-  return line.event === "step" ? applyStep(line) : []
-}
-
+// Returns what is worth showing: [{kind, r, text, blocks}].
 function applyStep(line) {
   const events = []
   const { requests, totals, idle, block_size: size } = state
@@ -189,9 +180,11 @@ function restore(past) {
   setWidths()
 }
 
+const newest = () => tape.lines.length - 1
+
 function moveTo(place) {
   const { lines, at } = tape
-  place = clamp(place, 0, lines.length - 1)
+  place = clamp(place, 0, newest())
   if (place < at) tape.at = lines.slice(0, place + 1).findLastIndex(isSnapshot) - 1
   let events = []
   while (tape.at < place) events = moveOn()
@@ -201,7 +194,9 @@ function moveTo(place) {
 function moveOn() {
   tape.at += 1
   const line = tape.lines[tape.at]
-  const events = apply(line)
+  if (isSnapshot(line)) load(line)
+  state.time = line.time ?? state.time
+  const events = line.event === "step" ? applyStep(line) : []
   if (tape.at > tape.noted) {
     note(line, events)
     tape.noted = tape.at
@@ -230,7 +225,7 @@ function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a l
 function frame(now) {
   requestAnimationFrame(frame) // whatever goes wrong below
   const seconds = Math.min(0.1, (now - player.before) / 1000)
-  const behind = tape.lines.length - 1 - tape.at
+  const behind = newest() - tape.at
   const speed = pace()
   player.before = now
   // lines come in batches: at most a sixth of what is missing, so that they flow
@@ -270,7 +265,7 @@ function seekStep(direction) {
 }
 
 function togglePause() { // at its end a record starts over
-  const isOver = !player.isLive && player.isPaused && tape.at === tape.lines.length - 1
+  const isOver = !player.isLive && tape.at === newest()
   seek(isOver ? 0 : tape.at, !player.isPaused)
 }
 
@@ -280,7 +275,7 @@ function goLive() {
   player.from = Infinity
 }
 
-async function replay(text, name, link = "") {
+async function replay(text, name) {
   try { // text: of a file, or a promise of it
     const lines = readLines(await text)
     const title = lines[0]?.event === "title" ? lines.shift() : {}
@@ -289,12 +284,12 @@ async function replay(text, name, link = "") {
     begin(lines, false)
     tape.name = name
     tape.title = title
-    notify("")
+    setText("notice", "")
     $("tab-pool").checked = true
     moveTo(5000) // what the timeline shows; more of it comes when it is played
-    if (!followLink(link)) seek(telling(lines))
+    seek(telling(lines))
   } catch ({ message }) {
-    notify(`${name} is no record of serve.py: ${message}`, true)
+    setText("notice", `${name} is no record of serve.py: ${message}`)
     player.isPaused = true
   }
 }
@@ -323,50 +318,32 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 // is: Loading, Key wanted, Live, Restarting, Refused or Offline
 const server = { hasChat: true, is: "Loading" }
 let key = ""
-let asking // a promise of another key
 let listening = new AbortController()
 
-function tellServer(changes) {
-  Object.assign(server, changes)
-  tellForm()
-}
-
-function notify(text, isError = false) {
-  $("notice").classList.toggle("error", isError)
-  setText("notice", text)
-}
-
 function askForKey() {
-  notify(key ? "This API key is not accepted" : "The server wants an API key", key)
-  tellServer({ is: "Key wanted" })
+  setText("notice", key && "This API key is not accepted")
+  server.is = "Key wanted"
   $("key").hidden = false
-  asking ??= Promise.withResolvers()
-  return asking.promise
 }
 
 function takeKey() {
   key = $("text").value.trim()
   $("key").hidden = true
   $("key").reset()
-  notify("")
-  asking.resolve()
-  asking = null
+  listenInSight()
 }
 
-async function call(path, options = {}) { // relative: a proxy may add a path
-  const { body, signal } = options
-  const used = key
-  const headers = { "Content-Type": "application/json", ...options.headers }
+// The path is relative: a proxy may add to it. Throws the server's error {message, code, ..}, and
+// one without a code if the server does not answer.
+async function call(path, { body, name, signal } = {}) {
+  const headers = { "Content-Type": "application/json" }
   if (key) headers.Authorization = `Bearer ${key}`
+  if (name) headers["X-Request-Id"] = name
   const method = body ? "POST" : "GET"
   const response = await fetch(path, { method, body: JSON.stringify(body), headers, signal })
   if (response.ok) return response
-  if (response.status === 401) {
-    if (used === key) await askForKey()
-    return call(path, options)
-  }
   const { error } = await response.json()
-  throw Object.assign(new Error(error.message), { status: response.status })
+  throw { ...error }
 }
 
 const json = async (path, body) => (await call(path, { body })).json()
@@ -384,12 +361,12 @@ async function listen() {
   listening = new AbortController()
   const { signal } = listening
   while (!signal.aborted) {
-    const error = await hear(signal).catch(thrown => thrown)
+    const error = (await hear(signal).catch(thrown => thrown)) ?? {}
     if (signal.aborted) return
-    const { status, message } = error ?? {}
-    if (status === 503) notify("Loading the model..")
-    else notify(status ? message : "The server does not answer. Trying again..")
-    tellServer({ is: { 503: "Loading", undefined: "Offline" }[status] ?? "Refused" })
+    if (error.code === "invalid_api_key") return askForKey()
+    const states = { loading: "Loading", restarting: "Restarting", undefined: "Offline" }
+    server.is = states[error.code] ?? "Refused"
+    setText("notice", wordsOf(error))
     await new Promise(resolve => setTimeout(resolve, 2000))
   }
 }
@@ -403,8 +380,9 @@ function listenInSight() {
 async function hear(signal) { // until the server ends
   const { data: [{ id, chat = true }] } = await json("v1/models")
   const response = await call("events", { signal })
-  notify("")
-  tellServer({ model: id, hasChat: chat, is: "Live" })
+  setText("notice", "")
+  Object.assign(server, { model: id, hasChat: chat, is: "Live" })
+  tellForm()
   let link = tape.at < 0 ? location.hash : "" // once: later the place is what it was
   for await (const data of eventsOf(response)) {
     const lines = JSON.parse(data)
@@ -424,11 +402,15 @@ function takeIn(lines) {
   })
   tape.lines.push(...news)
   if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
-  const runs = news.flatMap(line => line.new ?? [])
-  if (!player.until && !runs.every(({ name }) => calls.has(name))) player.from = Infinity
+  const runs = news.flatMap(line => line.new ?? []).sort((a, b) => a.r - b.r)
+  for (const { name, r } of runs) { // a call's are in the order of its answers
+    const answer = calls.get(name)?.find(one => one.r === undefined)
+    if (answer) answer.r = r
+    else player.from = Infinity
+  }
   if (tape.lines.length > MOST && !player.isPaused) {
     begin(tape.lines.slice(tape.lines.findLastIndex(isSnapshot)), true)
     tape.seen = seen
   }
-  if (news.length > 50 && !isSlow() && !player.isPaused) moveTo(Infinity) // history
+  if (tape.at < 0) moveTo(Infinity) // history
 }

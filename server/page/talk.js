@@ -8,14 +8,8 @@ const calls = new Map() // name of a call -> its answers
 const stops = new Set() // AbortControllers of the calls under way
 const pageName = `page-${Math.random().toString(36).slice(2, 8)}`
 
-// {element, number, ..} of the answer of request q, if it is this page's.
-// Either all requests of a call have one prompt, or each has its own.
-// The number of its first is that of when it came: later a snapshot may be without it.
-function ownOf(q) {
-  const answers = calls.get(q.name)
-  if (answers) answers.first ??= q.first
-  return answers?.[q.choice || q.r - answers.first]
-}
+// {element, number, ..} of the answer of a request, if it is this page's.
+const ownOf = ({ name, r }) => calls.get(name)?.find(answer => answer.r === r)
 
 // While its request runs, an answer has its colour; later that is another's.
 function markAnswers() {
@@ -23,11 +17,9 @@ function markAnswers() {
   for (const q of state.requests.values()) {
     const answer = ownOf(q)
     if (!answer) continue
-    answer.r = q.r
     answer.number.textContent = `request ${q.r}`
     answer.element.classList.add("runs")
     colour(answer.element, q.r)
-    nameTokens(answer.prompt)
   }
 }
 
@@ -51,14 +43,12 @@ function markTokens(block) { // that are in it
 
 const END_TOKEN = /^<(\|.*\||\/?s|eos|pad|\w+_of_\w+)>$/
 
-// A choice's new tokens, of a completion or a chat: [{name, logprob, others: [[name, logprob]]}].
+// A choice's new tokens, as a chat has them: [{token, logprob, top_logprobs: [{token, logprob}]}].
 function scoredTokens({ logprobs }) {
   const { content, tokens = [], token_logprobs: scores, top_logprobs: tops } = logprobs ?? {}
-  if (!content) {
-    return tokens.map((name, i) => ({ name, logprob: scores[i], others: Object.entries(tops[i]) }))
-  }
-  return content.map(({ token, logprob, top_logprobs: others }) =>
-    ({ name: token, logprob, others: others.map(one => [one.token, one.logprob]) }))
+  const listed = top => Object.entries(top).map(([token, logprob]) => ({ token, logprob }))
+  return content ?? tokens.map((token, i) =>
+    ({ token, logprob: scores[i], top_logprobs: listed(tops[i]) }))
 }
 
 // Parts of a character are named "bytes:\xe2\x98": its text comes with the last of them.
@@ -75,10 +65,9 @@ function visible(text) {
 }
 
 function addToken(answer, scores) {
-  const text = textOf(scores.name, answer.decoder)
+  const text = textOf(scores.token, answer.decoder)
   const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
-  token.classList.toggle("end", END_TOKEN.test(scores.name))
-  scores.isHeld = answer.prompt.isHeld
+  token.classList.toggle("end", END_TOKEN.test(scores.token))
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
@@ -98,18 +87,19 @@ function tellProbabilities() {
 }
 
 // At temperature 0 the likeliest token is chosen of those that the schema does not refuse.
-function wordsOfToken({ name, logprob, others, isHeld }) {
-  const all = [...new Map([...others, [name, logprob]])]
-  return all.sort((a, b) => b[1] - a[1]).map(([other, score]) => {
-    const mark = other === name ? "▸" : isHeld && score > logprob ? "✕" : " "
-    return `${mark} ${(100 * Math.exp(score)).toFixed(1)}% ${visible(other)}`
+function wordsOfToken({ scores, answer }) {
+  const others = scores.top_logprobs.filter(({ token }) => token !== scores.token)
+  return [scores, ...others].sort((a, b) => b.logprob - a.logprob).map(one => {
+    const isRefused = answer.prompt.isHeld && one.logprob > scores.logprob
+    const mark = one === scores ? "▸" : isRefused ? "✕" : " "
+    return `${mark} ${(100 * Math.exp(one.logprob)).toFixed(1)}% ${visible(one.token)}`
   })
 }
 
 function tellToken(token) {
   mark(state.owners.findIndex((_, block) => isIn(token, block)))
   const { left, bottom } = token.getBoundingClientRect()
-  if (token.tabIndex === 0) tip(wordsOfToken(token.scores), left, bottom)
+  if (token.tabIndex === 0) tip(wordsOfToken(token), left, bottom)
 }
 
 // ---- The transcript ----
@@ -117,8 +107,8 @@ function tellToken(token) {
 function newAnswer(prompt) {
   const element = $("answer").content.firstElementChild.cloneNode(true)
   const [text, number, progress] = element.querySelectorAll(".text, b, span")
-  const decoder = new TextDecoder()
-  const answer = { prompt, names: [], said: "", text, number, progress, element, decoder }
+  const answer = { prompt, element, text, number, progress, names: [], said: "" }
+  answer.decoder = new TextDecoder()
   element.onpointerenter = () => light(answer.r)
   element.onpointerleave = () => light()
   return answer
@@ -150,9 +140,8 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-async function nameTokens(prompt) { // for their blocks; once
-  if (prompt.names || prompt.isAsked) return
-  prompt.isAsked = true
+async function nameTokens(prompt) { // for their blocks
+  if (prompt.names) return
   const { messages, text } = prompt
   const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
   prompt.names = named.token_strs
@@ -182,11 +171,9 @@ function curlOf(path, body) {
     (key && ' -H "Authorization: Bearer $KEY"')
 }
 
-// fetch fails with a TypeError, in the middle of an answer too.
-function wordsOf(error) {
-  const isGone = error instanceof TypeError
-  return isGone ? "The server does not answer. Send it again when it is back." : error.message
-}
+// An error without a code is the browser's: the server is gone, in the middle of an answer too.
+const wordsOf = ({ code, message }) =>
+  code === undefined ? "The server does not answer." : message
 
 // One call, as a browser has few connections, of prompts [{text, ids}], or of the one {text,
 // messages} of a chat; with several of them n is 1. Its answers appear token by token. Returns
@@ -212,12 +199,14 @@ async function ask(prompts, fields) {
   tellForm()
   let error = ""
   try {
-    const answered = call(path, { body, headers: { "X-Request-Id": name }, signal })
+    const answered = call(path, { body, name, signal })
+    prompts.forEach(nameTokens)
     for await (const data of eventsOf(await answered)) {
       if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens)
     }
   } catch (thrown) {
-    error = signal.aborted ? "" : wordsOf(thrown)
+    if (signal.aborted) answers[0].element.closest("details").firstChild.append(", stopped")
+    else error = wordsOf(thrown)
   }
   for (const answer of answers) {
     answer.reason ??= "abort"
@@ -233,7 +222,7 @@ async function ask(prompts, fields) {
 }
 
 function read({ choices, error }, answers, most) {
-  if (error) throw new Error(error.message)
+  if (error) throw error
   for (const choice of choices) {
     const answer = answers[choice.index]
     for (const scores of scoredTokens(choice)) addToken(answer, scores)
@@ -260,13 +249,13 @@ function tellForm() {
   prompt.defaultValue = chat.checked ? "" : "def" // while it is untouched
   max_tokens.defaultValue = chat.checked ? 512 : 64
   $("stop").disabled = !stops.size
-  $("send").disabled = chat.checked && stops.size > 0
+  $("send").disabled = chat.checked && stops.size
 }
 
 async function send() {
   const { prompt, kind } = $("ask").elements
   const text = prompt.value
-  if (!text || $("send").disabled) return
+  if ($("send").disabled) return
   prompt.value = ""
   const messages = kind.value === "chat" && [...conversation, { role: "user", content: text }]
   const isWell = await ask([{ text, messages }], knobs())
@@ -297,12 +286,11 @@ async function demonstrate(many, kind, times, say, begin) {
     const ours = events.filter(({ r }) => mine.has(r))
     seen.push(...ours.filter(event => event.kind === kind))
     many -= ours.filter(event => event.kind === "ended").length
-    const [first] = seen
     if (seen.length < times) {
       if (many <= 0) finish("All have ended without it: try it on an idle server.")
       return false
     }
-    stage(`${say(first)} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
+    stage(`${say(seen[0])} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
     return true
   }
   const finish = text => {
@@ -310,7 +298,6 @@ async function demonstrate(many, kind, times, say, begin) {
     player.until = null
     stage(text)
   }
-  leaveTour()
   if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
@@ -321,7 +308,8 @@ async function demonstrate(many, kind, times, say, begin) {
     const opening = tokens.map((id, i) => [id, token_strs[i]])
     if (!(await begin(opening))) finish("")
   } catch (error) {
-    finish(wordsOf(error))
+    finish("")
+    setText("notice", wordsOf(error))
   }
 }
 
@@ -351,7 +339,7 @@ const demos = {
     const S = state.block_size
     const say = ({ blocks: { length } }) =>
       `Seven have found ${length * S} tokens cached, in ${length} blocks.`
-    return demonstrate(8, "hit", 7, say, async opening => {
+    demonstrate(8, "hit", 7, say, async opening => {
       const { text } = promptOf(opening.slice(0, 3.5 * S))
       const names = "add sub mul div mod pow abs neg".split(" ")
       const [first, ...others] = names.map(name => ({ text: `${text}\ndef ${name}(` }))
@@ -365,7 +353,7 @@ const demos = {
   fork() {
     const say = ({ r, blocks: [source, block] }) =>
       `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
-    return demonstrate(4, "copied", 1, say, opening => {
+    demonstrate(4, "copied", 1, say, opening => {
       const S = state.block_size
       const prompt = promptOf(opening.slice(S, 3.5 * S))
       return ask([prompt], { n: 4, temperature: 1, max_tokens: 40 })
@@ -379,8 +367,9 @@ const demos = {
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
     const max_tokens = Math.min(L - length, 8 * S + 2)
     const fields = { max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
-    const say = ({ r }) => `No block was free, so request ${r} gave its blocks back, and waits.`
-    return demonstrate(many, "preempted", 1, say, all => {
+    const say = ({ r, blocks: { length } }) =>
+      `The pool was full, so request ${r} gave its ${length} blocks back for others, and waits.`
+    demonstrate(many, "preempted", 1, say, all => {
       const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
       const prompt = () => promptOf(Array.from({ length }, any))
       return ask(Array.from({ length: many }, prompt), fields)
@@ -390,10 +379,11 @@ const demos = {
 
 // ---- The guided tour: captions [[step, request, text], ..] on a record of its own ----
 
+const tourLines = () => readLines($("tour-lines").textContent)
 let tour // {captions, at: which is shown, home: what is there but for the tour}
 
 function startTour() {
-  const [{ tour: captions }, ...lines] = readLines($("tour-lines").textContent)
+  const [{ tour: captions }, ...lines] = tourLines()
   leaveTour()
   tour = { captions, home: present() }
   listening.abort()
@@ -419,13 +409,8 @@ function leaveTour() { // all is as it was; the server sends what came since
   $("tour").hidden = true
   leaveStage()
   restore(tour.home)
-  history.replaceState(null, "", location.pathname + location.search)
   forgetDrawing()
-  if (!state.num_blocks) { // nothing will be drawn over the tour's
-    fit($("pool"))
-    fit($("timeline"))
-    tellFigures(performance.now())
-  }
+  view.isTold = true
   listenInSight()
 }
 
@@ -480,7 +465,6 @@ function start() {
   $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = onFormKey
-  onsubmit = event => event.preventDefault()
   onkeydown = onKey
   onhashchange = () => followLink()
   document.onvisibilitychange = listenInSight
@@ -491,8 +475,8 @@ function start() {
   startPool()
   startTimeline()
   requestAnimationFrame(frame)
-  if ($("record")) replay($("record").textContent, "the record in this page", location.hash)
+  if ($("record")) replay($("record").textContent, "the record in this page").then(onhashchange)
   else listenInSight()
 }
 
-document.addEventListener("DOMContentLoaded", start)
+start()

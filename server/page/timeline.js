@@ -40,17 +40,19 @@ function note(line, events) { // what the timeline draws of a line, when it is a
     addWidth(column)
     chart.loads += `V${-column.decodes.length - column.chunks.length}H${tape.at}`
   }
+  const column = columns.at(-1)
+  if (!column) return
   for (const { kind, r, text } of events) {
-    columns.at(-1)?.told.push(`${r && `request ${r} `}${kind}: ${text}`)
-    if (FLAGS[kind]) rowOf(r).flags.push({ column: Math.max(0, columns.length - 1), kind })
+    column.told.push(`${r && `request ${r} `}${kind}: ${text}`)
+    if (FLAGS[kind]) rowOf(r).flags.push({ column, kind })
   }
 }
 
-function newColumn({ event, step, time, chunks: told = [], sampled = 0 }) {
+function newColumn({ step, time, chunks: told = [], sampled = 0 }) {
   const { engine, token_budget, decodes } = state
   const before = chart.columns.at(-1)
   const isRestart = before && before.engine !== engine
-  const isStep = event === "step"
+  const isStep = step >= 0
   const scale = Math.min(3, 160 / token_budget) // units a token
   let prompts = 0 // chunks of a step stand side by side, as on its flat token axis
   const chunks = told.map(([r, , n]) => {
@@ -60,9 +62,9 @@ function newColumn({ event, step, time, chunks: told = [], sampled = 0 }) {
   })
   // after a pause nobody knows when a step began
   const isTimed = isStep && before?.step >= 0 && !isRestart
-  const ms = isTimed ? (time - before.time) * 1000 : NaN
+  const ms = isTimed ? (time - before.time) * 1000 : 0
   const w = {
-    tokens: isStep ? 6 + (prompts && 5 + prompts * scale) : 12,
+    tokens: 6 + (prompts && 5 + prompts * scale),
     time: Math.max(0.01, ms || (before?.w.time ?? 1)),
   }
   return {
@@ -91,18 +93,18 @@ const unitAt = x => chart.left + (x - LEFT) / chart.scale
 const columnAt = x => chart.columns.findLastIndex(({ start }) => start <= unitAt(x))
 const columnOf = place => chart.columns.findLastIndex(one => one.place <= place)
 
-// Tokens a second, in the last one before the place that is shown; while a step takes longer, since
-// the last that brought tokens has begun.
+// Tokens a second, in the last one before the place that is shown, or in its step, if longer.
 function rate(now) {
-  const isNow = player.isLive && tape.at === tape.lines.length - 1
+  const isNow = player.isLive && tape.at === newest()
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
-  const past = chart.columns.filter(one => one.place <= tape.at && one.engine === state.engine)
-  const since = state.requests.size ? past.findLast(({ sampled }) => sampled)?.time : Infinity
-  const recent = past.filter(one => one.time > time - 1 || one.time >= since)
-  if (!recent.length) return 0
-  const first = recent[0].time - (recent[0].ms || 0) / 1000
-  const sum = recent.reduce((total, { sampled }) => total + sampled, 0)
-  return Math.round(sum / Math.max(0.02, time - first))
+  let tokens = 0
+  let seconds = 0
+  for (const one of chart.columns.slice(0, columnOf(tape.at) + 1).reverse()) {
+    if (seconds > 1 || one.engine !== state.engine) break
+    tokens += one.sampled
+    seconds = time - one.time + one.ms / 1000
+  }
+  return Math.round(tokens / Math.max(0.02, seconds))
 }
 
 const span = ms => // 0.7 ms, 45.98 s
@@ -110,7 +112,7 @@ const span = ms => // 0.7 ms, 45.98 s
 
 function wordsOfRange(from, to) {
   const range = chart.columns.slice(from, to + 1)
-  const sum = read => range.reduce((total, one) => total + (read(one) || 0), 0)
+  const sum = read => range.reduce((total, one) => total + read(one), 0)
   const tokens = english(sum(({ prompts, decodes }) => prompts + decodes.length))
   const steps = `steps ${range[0].step ?? "idle"} to ${range.at(-1).step ?? "idle"}`
   return [`${steps}: ${tokens} tokens, ${span(sum(({ ms }) => ms))}`]
@@ -120,9 +122,8 @@ function wordsOfColumn(i) {
   if (i < 0) return []
   const { step, chunks, decodes, waiting, prompts, ms, told } = chart.columns[i]
   if (step === undefined) return ["idle: nothing to do"]
-  const sizes = chunks.length > 3 ? prompts : chunks.map(({ n }) => n).join(", ")
   const parts = [`step ${step}: ${count(decodes.length, "decode")}`]
-  if (prompts) parts.push(`${count(chunks.length, "chunk")} of ${sizes}`)
+  if (prompts) parts.push(`${count(chunks.length, "chunk")} with ${count(prompts, "token")}`)
   if (waiting.length) parts.push(`${waiting.length} waiting`)
   if (ms) parts.push(span(ms))
   return [parts.join(", "), ...told]
@@ -190,8 +191,9 @@ function drawCounts(column, bottom, high) { // instead of rows
 }
 
 function drawMap() { // how many run at each place
-  const { max_num_seqs: high } = state
-  $("map").setAttribute("viewBox", `0 -${high} ${tape.lines.length - 1} ${high}`)
+  const { max_num_seqs: high = 1 } = state
+  const wide = Math.max(0, newest())
+  $("map").setAttribute("viewBox", `0 -${high} ${wide} ${high}`)
   $("loads").setAttribute("d", `M0 0${chart.loads}V0`)
 }
 
@@ -216,7 +218,7 @@ function drawColumn(column) {
 function drawFlags(row) { // above the ticks; the legend has their shapes
   const { ctx } = paper
   for (const { column, kind } of row.flags) {
-    const x = xOf(chart.columns[column])
+    const x = xOf(column)
     ctx.globalAlpha = row.alpha
     paint(ctx, theme[FLAGS[kind]], x, row.y, 1, chart.rowHeight - 2)
     ctx.translate(x, row.y)
@@ -232,14 +234,12 @@ function drawRuler(seen) { // step numbers and times
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
     const { time: start } = chart.columns.find(({ engine }) => engine === column.engine)
-    const time = span(1000 * (column.time - start))
-    const middle = x + 12 + ctx.measureText(column.step).width
-    const end = middle + ctx.measureText(time).width
+    const text = `${column.step} · ${span(1000 * (column.time - start))}`
+    const end = x + 4 + ctx.measureText(text).width
     if (end > paper.width) break
-    limit = Math.max(x + 110, end + 8)
+    limit = end + 40
     paint(ctx, theme.quiet, x, RULER - 6, 1, 5)
-    write(ctx, theme.ink, column.step, x + 4, 8)
-    write(ctx, theme.quiet, time, middle, 8)
+    write(ctx, theme.ink, text, x + 4, 8)
   }
 }
 
@@ -266,6 +266,11 @@ function pan(left) {
   chart.left = clamp(left, 0, chart.end)
   chart.follows = false
   view.isNews = true
+}
+
+function hold(unit, x, scale) { // this unit stays at x
+  chart.scale = clamp(scale, 0.01, 40)
+  pan(unit + (LEFT - x) / chart.scale)
 }
 
 function fitAll() {
@@ -297,9 +302,8 @@ function startTimeline() {
     const finger = fingers.get(pointerId)
     if (finger && from === undefined) {
       finger.x = x
-      const [one, two] = fingers.values()
-      if (two) chart.scale = clamp((two.x - one.x) / (two.unit - one.unit) || 1, 0.01, 40)
-      return pan(one.unit + (LEFT - one.x) / chart.scale)
+      const [one, two = one] = fingers.values()
+      return hold(one.unit, one.x, (two.x - one.x) / (two.unit - one.unit) || chart.scale)
     }
     const i = x > LEFT ? columnAt(x) : -1
     if (finger) chart.range = [from, seekTo(x)].sort((a, b) => a - b)
@@ -322,9 +326,7 @@ function startTimeline() {
   timeline.onwheel = event => { // what is under the pointer stays there
     event.preventDefault()
     const { offsetX, deltaX, deltaY } = event
-    const unit = unitAt(offsetX)
-    chart.scale = clamp(chart.scale * Math.exp(-deltaY / 500), 0.01, 40)
-    pan(unit + (LEFT - offsetX + deltaX) / chart.scale)
+    hold(unitAt(offsetX), offsetX - deltaX, chart.scale * Math.exp(-deltaY / 500))
   }
   timeline.onkeydown = event => {
     const move = { ArrowUp: -1, ArrowDown: 1 }[event.key]
