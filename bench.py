@@ -108,7 +108,7 @@ FLAGS = {  # the help of each argument of a command
 }
 
 # --------------------------------------------------------------------------------------------------
-# The scheduler alone
+# Only the scheduler
 
 
 def bench_scheduler() -> dict:
@@ -141,10 +141,10 @@ SHAPE = MODELS["gpt2-124M"]
 
 def bench_kernels() -> dict:
     """
-    On a GPU: microseconds of one layer of paged attention in bf16, 256 decodes at context 1,024, 12
-    heads of 64, by each backend with 16 tokens a block, and by ours with other block sizes; block
-    tables permuted, each call in a CUDA graph and on another pool than the one before. The floor is
-    to read K and V once.
+    Measure one layer of paged attention on a GPU, in microseconds: bf16, 256 decodes at context
+    1,024, 12 heads of 64. Each backend has 16 tokens a block, ours also other block sizes. Block
+    tables are permuted; each call is in a CUDA graph, and on another pool than the call before. The
+    floor is the time to read K and V once.
     """
     if DEVICE == "cpu":
         raise ValueError("kernels are measured on a GPU, here is none: `generate` is for CPUs")
@@ -226,9 +226,9 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
 
 def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
     """
-    Of each system milliseconds a step, which is a token of each request, and output tokens per
-    second, the prompts' time included: medians of five turns after one of warm-up, each with other
-    prompts. And how many of all answers are the engine's.
+    Measure each system: milliseconds a step, which is a token of each request, and output tokens
+    per second, including the time for the prompts. These are medians of five turns after one of
+    warm-up, each with other prompts. Also count how many of all answers are the engine's.
     """
     rates = defaultdict(list)
     answers = defaultdict(list)
@@ -310,7 +310,10 @@ def start(*command: str) -> tuple[str, Callable]:
 
 
 def read_line(process: subprocess.Popen, log) -> str:
-    """Its next line. Raises ValueError with the end of its log where it ends instead."""
+    """
+    Return the process's next line. Raises ValueError, with the end of its log, if it has ended
+    instead.
+    """
     if line := process.stdout.readline():
         return line
     status = process.wait()
@@ -457,7 +460,7 @@ OBJECTS["a coffee in New York"] = {"item": 30, "price": (0, 100), "currency": ["
 
 
 def schema_of(fields: dict) -> str:
-    """Of a flat object: a row of OBJECTS as a JSON schema."""
+    """Return the JSON schema of a flat object, which is a row of OBJECTS."""
     properties = {}
     for name, values in fields.items():
         match values:
@@ -824,7 +827,7 @@ ESTIMATES = 20  # of the held-out loss, in a run
 def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=1.4655) -> dict:
     """
     Runs of train.py by seeds. Their held-out loss is nanoGPT's estimate, 200 batches of random
-    windows, made 20 times a run. Seconds are those of steps alone, in which the first twentieth,
+    windows, made 20 times a run. Seconds are only those of steps, of which the first twentieth,
     which compiles, counts as much as the second. Before that, train.py itself by the first seed,
     from its start to its end, with nothing compiled before. The recipe has its number of steps.
     """

@@ -37,7 +37,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
-    mode = temporary.stat().st_mode  # by the umask; safetensors leaves files to their owner alone
+    mode = temporary.stat().st_mode  # by the umask; safetensors lets only a file's owner read it
     try:
         write(temporary)
         temporary.chmod(mode)
@@ -168,10 +168,7 @@ def last_words(error: Exception) -> str:
 
 
 def end_with_one_line():
-    """
-    From here on a package that is missing, and Ctrl-C, end the program with one line, not a
-    traceback.
-    """
+    """End the program with one line, not a traceback, if a package is missing, or after Ctrl-C."""
 
     def explain(kind, error, traceback):
         if issubclass(kind, ModuleNotFoundError):
@@ -260,7 +257,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def hint(self, flag: str) -> str:
-        """What a flag that is unknown is called here, "" where nothing is like it."""
+        """Return what an unknown flag is called here, or "" if no flag is like it."""
         flags = {name.replace("_", "-"): name for name in self._option_string_actions}
         name = flag.replace("_", "-")
         for ours, names in FOREIGN:

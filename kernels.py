@@ -89,9 +89,9 @@ class Batch:
     prepared: dict | None = None
     rotations: dict | None = None  # window -> rotary positions, see model.GPT.hidden
     # (shared [B], first [groups], end [groups]) int64: tokens of the prefix that a request has in
-    # common with its group, the group's first request, and the one behind it (ops/prefix.py)
+    # common with its group, the group's first request, and the end, exclusive (ops/prefix.py)
     groups: tuple | None = None
-    dropout: float = 0.0  # training alone drops, see model.WholeTexts
+    dropout: float = 0.0  # only used in training, see model.WholeTexts
 
 
 # --------------------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def jit(function):
 @jit
 def pool_offset(block, offset, head, Hk: constexpr, S: constexpr, D: constexpr):
     """
-    Where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in elements, for
-    slots block * S + offset; V is `k_to_v` further on. int64: offsets pass 2^31.
+    Return where K of a KV head begins in one layer's pool [2, num_blocks + 1, Hk, S, D], in
+    elements, for slots block * S + offset. V is `k_to_v` further on. int64: offsets pass 2^31.
     """
     return ((block.to(tl.int64) * Hk + head) * S + offset) * D
 
@@ -131,7 +131,7 @@ def store_kv_kernel(
 
 
 def store_kv_triton(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
-    """As gather.store_kv_torch."""
+    """Store K and V: the Triton version of gather.store_kv_torch."""
     check_layout(k, kv, batch)
     T, Hk, D = k.shape
     store_kv_kernel[(T,)](
@@ -195,10 +195,10 @@ def merge(state, more):
     """
     Merge a split's state into that of the splits before (online softmax, Milakov and Gimelshein
     2018): both are brought to the higher top, then added. Tops are whole numbers, so the factors
-    are powers of two and the products are exact (but for numbers below 2 ** -126, which are nothing
-    beside the others): only the addition rounds. So the bits depend neither on when a state is
-    brought to a higher top, nor on whether the compiler fuses a product with the addition. And a
-    split of which a row sees nothing changes none of them.
+    are powers of two and the products are exact (except for numbers below 2 ** -126, which do not
+    count beside the others): only the addition rounds. So the bits depend neither on when a state
+    is brought to a higher top, nor on whether the compiler fuses a product with the addition. And a
+    split of which a row sees no key changes none of them.
     """
     acc, total, top = state
     more_acc, more_total, more_top = more
@@ -326,7 +326,7 @@ def attention_kernel(
     q is [T, H, D], q_stride numbers from token to token, and out [T, H, D]; kv is one layer's pool,
     V k_to_v numbers after K. split_acc is [B, H, PLACES, WIDTH]; split_sums [B, H, PLACES, 2] has
     totals and tops. `finished` [B, Hk] counts programs, from zero to zero. For WINDOW see
-    TritonPlan. The grid depends on B and T alone, so the host needs no length to launch it.
+    TritonPlan. The grid depends only on B and T, so the host needs no length to launch it.
     """
     is_chunk: constexpr = tile_start is not None
     is_group: constexpr = group_end is not None
@@ -438,11 +438,11 @@ NO_REQUEST = -1  # of a tile that is padding
 
 class TritonPlan(NamedTuple):
     """
-    What `prepare_triton` leaves in batch.prepared, for a window: how the step's attention is cut
-    into programs, and what attention_kernel is given for it.
+    How a step's attention is cut into programs, and what attention_kernel needs for that.
+    `prepare_triton` leaves one in batch.prepared for each window.
     """
 
-    window: int  # sliding-window attention: so many last tokens are seen, itself included; 0: all
+    window: int  # sliding-window attention: number of last tokens seen, with itself; 0: all
     programs: int  # for each decode and KV head
     num_stages: int  # for decodes: tiles of K and V under way
     order: Tensor | None  # [B] int32, see order_kernel; None: as they are
@@ -512,9 +512,9 @@ def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonP
 
 def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     """
-    [tiles] int32 each: the request that a tile of PREFILL_ROWS tokens belongs to or NO_REQUEST, and
-    where in its chunk the tile begins. The number of tiles depends on the number of tokens and
-    chunks alone, so the host does not wait for the device.
+    Return two of [tiles] int32: the request that a tile of PREFILL_ROWS tokens belongs to, or
+    NO_REQUEST, and where in its chunk the tile begins. The number of tiles depends only on the
+    number of tokens and of chunks, so the host does not wait for the device.
     """
     decodes = batch.num_decodes
     chunks = len(batch.query_start) - 1 - decodes
@@ -554,8 +554,9 @@ def factors(attn: Attention) -> tuple[float, float | None]:
 
 def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch) -> Tensor:
     """
-    As gather.paged_attention_torch, in at most two launches: one for all decodes, one for all
-    chunks; or for the prefixes that decodes share, then for the decodes.
+    Attend: the Triton version of gather.paged_attention_torch, in at most two launches. These are
+    one for all decodes and one for all chunks; or one for the prefixes that decodes share, then one
+    for the decodes.
     """
     check_layout(q, kv, batch)
     plan = batch.prepared[attn.window]
@@ -645,7 +646,7 @@ def stages_that_fit(kv: Tensor) -> int:
 def pdl_wait(PDL: constexpr):
     """
     Programmatic dependent launch (PDL, from Hopper on): this kernel may have been started before
-    its predecessor ended. Let the successor start likewise, then block until the predecessor's
+    its predecessor ended. Let the successor start too, then block until the predecessor's
     writes are visible. This hides the latency of a launch, which is as long as a small kernel.
     """
     if PDL:

@@ -402,7 +402,7 @@ class Plan:
     decodes: list[Request] = field(default_factory=list)  # one token each, and their guesses
     # of decodes: tokens that are guessed to follow the last one, and checked by this step
     guesses: dict[Request, list[int]] = field(default_factory=dict)
-    chunks: list[tuple[Request, int]] = field(default_factory=list)  # so many prefill tokens each
+    chunks: list[tuple[Request, int]] = field(default_factory=list)  # and its prefill tokens
     completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
     # copy-on-write: new block -> the block it is a copy of, made before the step writes
     copies: dict[int, int] = field(default_factory=dict)
@@ -417,7 +417,7 @@ class Plan:
         return self.decodes + self.completed
 
     def num_sampled(self, request: Request) -> int:
-        """The tokens sampled for such a request: one after its last token and after each guess."""
+        """The tokens sampled for one of these: one after its last token and after each guess."""
         return 1 + len(self.guesses.get(request, ()))
 
     @property
@@ -770,7 +770,7 @@ class Scheduler:
         return min(n, len(table) * self.block_size - start)
 
     def shorten(self, request: Request, num_tokens: int):
-        """Give back the blocks at the end of a table that so many tokens do not need."""
+        """Give back the blocks at the end of a table that num_tokens tokens do not need."""
         end = self.blocks_for(num_tokens)
         self.block_allocator.free_blocks_for_request(request.block_table[end:])
         del request.block_table[end:]
@@ -884,7 +884,7 @@ class Scheduler:
             self.after_commit(request)
 
     def promote(self, request: Request):
-        """Its prompt is computed: from now on it decodes."""
+        """Move a request whose prompt is computed: from now on it decodes."""
         self.move(request, "active")
 
     def move(self, request: Request, status: str):

@@ -95,7 +95,7 @@ class SamplingParams:
     # divides positive, multiplies negative logits of tokens in prompt or answer
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
-    min_tokens: int = 0  # no stop token before so many tokens
+    min_tokens: int = 0  # no stop token before this many tokens
     # how many log-probabilities are wanted besides the chosen token's; None: not even that
     logprobs: int | None = None
     grammar: object = None  # what the answer is held to: engine/grammar.py compiles it

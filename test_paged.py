@@ -155,8 +155,8 @@ def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingPa
 
 def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
     """
-    What decides the token at `position`, (1, V): the logits, filtered and with the request's own
-    noise.
+    Return what decides the token at `position`, (1, V): the logits, filtered and with the request's
+    own noise.
     """
     if params.temperature == 0:
         return logits
@@ -175,7 +175,7 @@ def assert_equals_dense(
 ):
     """
     The answer equals the dense model's. If its best two scores lie within 1e-4 of each other,
-    rounding may choose either: such ties are counted, and the comparison goes on from the
+    rounding may choose either: these ties are counted, and the comparison goes on from the
     engine's choice.
     """
     text = list(prompt_tokens)
@@ -220,8 +220,8 @@ def new_engine(model: GPT, **settings) -> Engine:
 
 def reachable_requests(engine: Engine, *beyond) -> list[Request]:
     """
-    Those that the engine's data leads to, in whatever way: not its functions and methods, nor
-    `beyond`.
+    Return the requests that the engine's data leads to, in whatever way. Functions and methods of
+    the engine are not followed, nor is `beyond`.
     """
     code = type | ModuleType | FunctionType | MethodType
     seen = {id(thing): thing for thing in beyond}  # kept, so that their ids stay theirs

@@ -5,10 +5,10 @@ and those of the Hugging Face Hub.
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
     text = tokenizer.decode(ids)              # str
-    stream = tokenizer.stream(ids)            # tokens -> text as they come, behind these ids
+    stream = tokenizer.stream(ids)            # tokens -> text as they come, after these ids
 
 The `tokenizers` library runs all steps that the file names, so ids and texts are those of
-`transformers.AutoTokenizer`; single characters alone have a faster way here. training/corpus.py
+`transformers.AutoTokenizer`; only single characters have a faster way here. training/corpus.py
 makes new tokenizers, of a text or by learning a BPE.
 """
 
@@ -205,7 +205,7 @@ class Tokenizer:
         context: Iterable[int] = (),
         skip_special_tokens: bool = True,
     ) -> "TextStream":
-        """The text of tokens that come behind those of `context`; see TextStream."""
+        """Return the text of tokens that come after those of `context`; see TextStream."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         return TextStream(token_bytes, self.opening_bytes, context)
 
@@ -288,7 +288,7 @@ class TextStream:
     """
 
     def __init__(self, token_bytes: Callable, opening_bytes: Callable, context: list[int] = ()):
-        """The text is behind the tokens of `context`, which are no part of it."""
+        """Start after the tokens of `context`, which are not part of the text."""
         self.token_bytes = token_bytes  # others may take its place, for the tokens to come
         self.opening_bytes = opening_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
@@ -322,7 +322,7 @@ class TextStream:
         return text
 
     def stop_at(self, stop: list[str]):
-        """From here on end the text at these strings."""
+        """End the text at these strings from here on."""
         self.stop = tuple(sorted(stop))
         self.first_characters = frozenset(string[0] for string in stop)
 
@@ -362,7 +362,9 @@ class TextStream:
         return text[:start]
 
     def _begins_stop(self, text: str) -> bool:
-        """Whether a stop string begins with this text: in sorted order it would come next."""
+        """
+        Return whether a stop string begins with this text: in sorted order it would come next.
+        """
         if not text:
             return True
         place = bisect.bisect_left(self.stop, text)
@@ -463,7 +465,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Whether each token is a character, and an unknown one has no token, as in ours."""
+    """Return whether each token is a character, and an unknown one has no token, as in ours."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
@@ -527,7 +529,7 @@ def named_tokens(config: dict) -> dict[str, str | dict]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: dict):
-    """Add the tokens that tokenizer_config.json alone has, or describes otherwise."""
+    """Add the tokens that only tokenizer_config.json has, or that it describes otherwise."""
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
     existing = {token.content for token in backend.get_added_tokens_decoder().values()}

@@ -112,7 +112,7 @@ FINETUNE = "--batch_size 4 --vector_lr 5e-5 --eval_every 50 --out out/finetuned"
 OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
 OF_A_MODEL |= {"matrix_lr", "matrix_decay", "momentum"}  # or of Muon
 LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
-# Losses are read after so many steps: to read one is to wait for the device, which on a CPU is free
+# Losses are read after this many steps. To read one is to wait for the device: free on a CPU
 STRIDES = {"cpu": 1, "cuda": 10}
 # settings that may differ from the interrupted run when --resume continues it
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
@@ -265,7 +265,7 @@ def gated_width(n_embd: int) -> int:
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     """
     Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head). With
-    --init AdamW for all: that is how such models were trained before.
+    --init AdamW for all: that is how these models were trained before.
     """
     # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
     blocks = [] if args.init else model.h
@@ -296,7 +296,7 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
 
 def tokens_and_targets(rows):
     """
-    rows (B, T + 1) int64 of a corpus -> tokens (B, T), and targets (B, T), the token behind each:
+    rows (B, T + 1) int64 of a corpus -> tokens (B, T), and targets (B, T), the token after each:
     -100, no target, where that is stored as ~id.
     """
     tokens = torch.maximum(rows, ~rows)
@@ -536,7 +536,10 @@ def open_out(args: Namespace) -> dict | None:
 
 
 def is_same_run(saved: dict, args: Namespace) -> bool:
-    """Whether the flags are those of the run that was saved, but for what that run filled in."""
+    """
+    Return whether the flags are those of the run that was saved, except those that the run filled
+    in.
+    """
     names = saved.keys() - RESUMABLE - {"dtype", "init"}
     return all(saved[name] == getattr(args, name) for name in names)
 
@@ -597,7 +600,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
     """A whole run: from `state`, or, if None, a new one. Exits where it cannot begin."""
     began = time.perf_counter()
     try:
-        if state:  # the settings of the interrupted run, but for the machine's
+        if state:  # the settings of the interrupted run, except the machine's
             now = {name: getattr(args, name) for name in RESUMABLE}
             args = Namespace(**state["args"] | now | {"resume": True})
             args.init = args.init and args.out  # it has all that is needed

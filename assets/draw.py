@@ -94,7 +94,7 @@ def draw_batching() -> dict:
     gpt = build_model("10M")
     work = offline_workload(96, 8, gpt.config.vocab_size)
     rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
-    ways = {  # at most so many at once, and batches, one after the other
+    ways = {  # at most this many together, and batches, one after the other
         "one by one": (1, [work]),
         "static batches": (16, rectangles),
         "continuous, 16 at once": (16, [work]),
@@ -412,9 +412,9 @@ COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, 
 
 def draw_replay(file: str) -> dict:
     """
-    What happened in a record, in numbers and as a picture. Colours are requests, numbered where
-    they begin, grey is cached and idle, white is free; a block that several requests hold is split.
-    At most 1024 of the blocks and 1000 of the steps are drawn, evenly spaced.
+    Say what happened in a record, in numbers and as a picture. A colour is a request, numbered
+    where it begins; grey is cached and idle, white is free; a block of several requests is split.
+    Draws at most 1024 of the blocks and 1000 of the steps, evenly spaced.
     """
     from matplotlib.colors import to_rgb
 
@@ -422,7 +422,7 @@ def draw_replay(file: str) -> dict:
     counts = Counter()
     columns = []  # [step][block and part]
     begins = {}  # a request's number: its first step, and its last block then
-    every = 1  # of so many steps one is drawn
+    every = 1  # one step of this many is drawn
     for tallies, line in replay(record):
         if line["event"] != "step":
             continue

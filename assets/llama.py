@@ -18,7 +18,7 @@ import numpy as np
 
 
 def compute(context, batch, texts: list[list[int]], of_all=False) -> np.ndarray:
-    """Logits [n, V] behind the last of the next tokens of each text, or behind all of them."""
+    """Logits [n, V] after the last of the next tokens of each text, or after all of them."""
     T = len(texts[0])
     for i, token in enumerate(chain(*texts)):
         batch.token[i] = token

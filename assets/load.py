@@ -143,8 +143,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def summary(rows: list[dict]) -> dict:
     """
-    Of a run: output tokens a second, until the last one came, and the milliseconds that clients
-    waited.
+    Return the figures of a run: output tokens a second, up to the last token, and the milliseconds
+    that clients waited.
     """
     seconds = max(row["end"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)

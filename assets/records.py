@@ -46,7 +46,7 @@ class Tallies:
             self.tables[q["r"]] = []
         evicted = line.get("evicted", ())
         idle = line.get("idle", ())
-        used = [*evicted, *idle]  # one that was idle before is now behind the others
+        used = [*evicted, *idle]  # one that was idle before is now after the others
         for r, start, blocks in line.get("tables", ()):
             self.tables[r][start:] = blocks
             used += blocks

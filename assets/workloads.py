@@ -7,7 +7,7 @@ walkthrough.py.
     seconds, answers = timed(Engine(model), work)
     tokens_in, tokens_out = num_tokens(work)
 
-Weights are random: the figures depend on the shape alone. Seeds are fixed.
+Weights are random: the figures depend only on the shape. Seeds are fixed.
 """
 
 import math
@@ -101,7 +101,7 @@ def num_tokens(work: Work) -> tuple[int, int]:
 
 
 def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
-    """For an answer of exactly n tokens, greedy by default."""
+    """Return the parameters of an answer of exactly n tokens, greedy by default."""
     return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
 
 

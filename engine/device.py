@@ -74,7 +74,7 @@ class Launched:
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
 # Rows of a step that cost little more than one: the smallest tiles of ops/linear.py, and what
-# ops/cpu.c multiplies at once. So many tokens may be guessed, all requests together.
+# ops/cpu.c multiplies at once. The most tokens that may be guessed, all requests together.
 CHEAP_ROWS_ON_GPU = 16
 CHEAP_ROWS = 8
 COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
@@ -114,8 +114,8 @@ class Device:
 
     def __init__(self, model: GPT, settings: Settings):
         """
-        In `settings` the sizes are numbers, not None (sizing.py). Raises ValueError for operators
-        that do not work here.
+        Allocate the pool and the arrays of rows. `settings` has sizes that are numbers, not None
+        (sizing.py). Raises ValueError for operators that do not work here.
         """
         config = model.config
         device = model.wte.weight.device

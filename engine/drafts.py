@@ -38,11 +38,11 @@ class GrowingText:
         self.can_guess = can_guess(request)
         self.tokens: list[int] = []  # as far as they were known at the last guess
         self.place_after: dict[tuple, int] = {}  # n-gram -> the place after it
-        self.num_indexed = MATCHED  # the next such place to enter; never the end of the text
+        self.num_indexed = MATCHED  # the next place to enter; never the end of the text
         # what its guesses were worth
         self.length = 1  # of the next draft
         self.pause = 1  # tokens without a draft, after the next wrong guess
-        self.pause_ends = 0  # once the text has so many tokens
+        self.pause_ends = 0  # when the text has this many tokens
 
     def guess(self, most: int) -> list[int]:
         """

@@ -286,7 +286,7 @@ class Engine:
         return [], step
 
     def _note_delay(self, name: str, since: float) -> float:
-        """For `stats`. Returns the time."""
+        """Note a delay for `stats`. Returns the time."""
         now = time.monotonic()
         self.delays[name].append(now - since)
         return now
@@ -425,9 +425,9 @@ class Engine:
 
     def stats(self) -> dict:
         """
-        For a server's metrics. `waited` has the seconds in the queue of each request that was
-        admitted since the last call, `prefilled` those from there to the first token, of each that
-        got its first.
+        Return the numbers for a server's metrics. `waited` has the seconds that each request
+        admitted since the last call spent in the queue. `prefilled` has the seconds from there to
+        the first token, for each request that got its first token since.
         """
         scheduler = self.scheduler
         delays = {name: list(values) for name, values in self.delays.items()}

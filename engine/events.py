@@ -165,7 +165,9 @@ class Recorder(Stage):
     # -- a line ------------------------------------------------------------------------------------
 
     def _text(self, event: str, fields: dict) -> str:
-        """Its time is later than that of each line before: by it a reader knows what it has."""
+        """
+        Return a line. Times strictly increase, so a reader can tell which lines it already has.
+        """
         now = time.monotonic() - self.engine.started
         self.time = round(max(now, self.time + 1e-5), 5)
         return compact_json({"event": event, "time": self.time} | fields)
@@ -261,7 +263,7 @@ class Recorder(Stage):
 
 
 def identity(r: Request) -> dict:
-    """Its fields in a line. The key, of the prefix cache, names the API key."""
+    """Return a request's fields in a line. The key of the prefix cache names the API key."""
     return {
         "r": r.arrival_number,
         "name": r.name,
@@ -337,7 +339,9 @@ class Publisher:
             self.is_on = self.is_up_to_date = False
 
     def send(self, lines: list[str]):
-        """As one text, so that the HTTP process can hand the lines on without parsing them."""
+        """
+        Send the lines as one text, so that the HTTP process can hand them on without parsing them.
+        """
         self.link.send({"op": "events", "lines": "\n".join(lines)})
 
 

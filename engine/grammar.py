@@ -445,7 +445,10 @@ class Constraints(Stage):
             self.engine.device.fill_rows(*ready)
 
     def _sitting_out(self) -> list[Request]:
-        """Those that go on with the mask of a position whose tokens before are known."""
+        """
+        Return the requests that wait for the mask of a position, where all tokens before it are
+        known.
+        """
         return [r for r in self.engine.scheduler.held if not r.num_to_come]
 
     def planned(self, step: Step):

@@ -86,7 +86,7 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
     """
     The model, which has no weights yet (meta device), with the layers that its engine will compute
     with. Raises ValueError where the device has no memory for their weights and a KV pool for one
-    short text. Such layers are filled one matrix at a time: the largest counts twice.
+    short text. These layers are filled one matrix at a time: the largest counts twice.
     """
     device = torch.device(device)
     config = model.config

@@ -33,7 +33,7 @@ def absent(name: str) -> str:
 
 
 def require(name: str):
-    """Raise ValueError unless there is such a stage."""
+    """Raise ValueError unless there is a stage of this name."""
     if name not in STAGES:
         raise ValueError(absent(name))
 

@@ -37,7 +37,7 @@ def beam_search(
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
     answers = []  # best first
     try:
-        # log-probabilities only fall: a beam behind the worst of enough answers stays behind
+        # log-probabilities only fall: a beam that is worse than enough answers stays worse
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
             plan = engine.scheduler.plan()
             engine.num_steps += 1

@@ -48,7 +48,10 @@ from server.gate import Gate
 
 @serve.ingress()
 class Replica:
-    """What serve.py's HTTP process is, without a port: Ray's proxies hand it the calls."""
+    """
+    Serve calls as serve.py's HTTP process does, but without a port: Ray's proxies pass the calls
+    on.
+    """
 
     async def __init__(self, args: Namespace, keys: list[str]):
         set_environment()
@@ -62,7 +65,7 @@ class Replica:
     def __serve_build_asgi_app__(self):
         gate = Gate(self.service)
 
-        async def respond(scope, receive, send):  # no method: Ray would call it with scope alone
+        async def respond(scope, receive, send):  # no method: Ray would call it with only scope
             if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
                 return await self.service.router(scope, receive, send)
             scope["call"] = Call(request_id(dict(scope["headers"])[b"x-request-id"]))
@@ -76,7 +79,7 @@ class Replica:
 
 
 def app(options: dict[str, str]) -> serve.Application:
-    """What `serve run` runs. Raises ValueError; exits for what is wrong with a flag."""
+    """Return what `serve run` runs. Raises ValueError; exits if a flag is wrong."""
     import torch  # here: a replica needs none in the process that answers
 
     replicas = int(options.pop("replicas", 1))

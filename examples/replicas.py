@@ -68,7 +68,9 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
 
 
 def router_command(args, ports: range) -> list[str]:
-    """Of smg in front of the servers at these ports. Exits where it is not installed."""
+    """
+    Return the command of smg in front of the servers at these ports. Exits if smg is not installed.
+    """
     # beside this Python, though its environment may not be active
     places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     smg = shutil.which("smg", path=places)

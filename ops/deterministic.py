@@ -2,7 +2,7 @@
 `--deterministic` on a GPU: linear layers whose results for a row are the same to the last bit,
 whatever the other rows of a step are. A sum of floats depends on the order of its additions, so
 here that order never depends on the batch. A matrix product is a sum of parts (split-K), first to
-last. Their number depends on the layer alone. A part is summed in the order of its inputs, in tiles
+last. Their number depends only on the layer. A part is summed in the order of its inputs, in tiles
 of any shape, because tensor cores add up alike in all of them. So the tiles, and which program adds
 the parts, may depend on the number of rows.
 
@@ -41,24 +41,24 @@ def tiles_for(R: int, layer, P=1) -> Tiles:
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
-    """As linear.linear; the number of parts follows from the layer alone."""
+    """Compute linear.linear with a number of parts that follows from the layer only."""
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
-        programs = N // 64  # for one part: most tiles have so many columns
+        programs = N // 64  # for one part: most tiles have 64 columns
         P = min(MOST_PARTS, num_parts(K, programs))
     tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
-    """As linear.head."""
+    """Compute linear.head with these tiles."""
     logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
     return model.soft_cap(logits, softcap) if softcap else logits
 
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
-    """As fused.project_qkv."""
+    """Compute fused.project_qkv with these tiles."""
     if batch.rotations or attn.q_norm is not None:
         return fused.project_qkv(y, attn, kv, batch)
     tiles = tiles_for(len(y), attn.c_attn)

@@ -37,7 +37,7 @@ class StepShape(NamedTuple):
 class StepInputs(NamedTuple):
     """
     The inputs of a step, packed in this order into one int64 array. The lengths of the fields
-    (`sizes`) and what each is padded with (in `pack`) are also such tuples.
+    (`sizes`) and what each is padded with (in `pack`) are also StepInputs.
     """
 
     rows: Tensor  # [n] the rows of the requests that decode

@@ -77,8 +77,8 @@ class Bf16Linear(Packed):
 
 class Arena:
     """
-    Memory for the weights of a model, one behind the other, in pages of 2 MB if the system gives
-    such: a step reads them all, and finds the next page sooner. A page is taken when it is written.
+    Memory for the weights of a model, back to back, in pages of 2 MB if the system has them: a step
+    reads them all, and finds the next page sooner. A page is taken when it is written.
     """
 
     def __init__(self):
@@ -104,7 +104,7 @@ def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
 
 
 class PanelLinear(Packed):
-    """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zeros behind the last."""
+    """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zero-padded."""
 
     def make_room(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
@@ -116,7 +116,10 @@ class PanelLinear(Packed):
 
 
 def largest_activation(K: int) -> int:
-    """Of 16 bits, or so large that a sum of K products with 8-bit weights stays below 2^31."""
+    """
+    Return the largest number of 16 bits, or a smaller one: a sum of K products with 8-bit weights
+    must stay below 2^31.
+    """
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
@@ -134,7 +137,7 @@ class Int8Linear(Packed):
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
         self.columns = nn.Parameter(torch.zeros(weight.shape[1]), False)
-        if self.parts == 1:  # cpu.c reads whole panels, but nobody the zeros behind the last output
+        if self.parts == 1:  # cpu.c reads whole panels; the padding's outputs are never read
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 
@@ -171,7 +174,7 @@ class Int8Linear(Packed):
 
 
 class Int8Embedding(Packed):
-    """An embedding with the weights of such a layer."""
+    """An embedding with the weights of an `Int8Linear`."""
 
     def __init__(self, layer: Int8Linear):
         nn.Module.__init__(self)
@@ -186,9 +189,9 @@ class Int8Embedding(Packed):
 
 def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
-    Return a copy of the model with such layers or, quantized, with `Int8Linear` and
-    `Int8Embedding`; all else is fp32. If it has such already, their weights are shared. If neither
-    is wanted: the model itself.
+    Return a copy of the model with `layer` as its linear layers or, quantized, with `Int8Linear`
+    and `Int8Embedding`; all else is fp32. A model that has them already shares their weights. If
+    neither is wanted, return the model itself.
     """
     if quantize not in ("none", "int8"):
         raise ValueError(f"quantize is {quantize!r}: there is none and int8")

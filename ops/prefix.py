@@ -1,6 +1,6 @@
 """
 Shared prefixes (cascade attention): if consecutive decoding requests begin with the same blocks,
-the K and V in these are read once for the group, not once for each request. Such requests are the
+the K and V in these are read once for the group, not once for each request. These are the
 choices of one prompt, and requests with the same system prompt.
 
 kernels.attention_kernel computes both: first a group's rows of queries attend to the tokens that
@@ -22,7 +22,7 @@ import kernels
 from ops.inputs import StepShape
 
 LEAST_REQUESTS = 16  # decodes in a step with groups: with fewer there is no time to save
-LEAST_SPARED = 16384  # tokens whose K and V such a step need not read again, all groups together
+LEAST_SPARED = 16384  # tokens whose K and V are read once less, all groups together
 LEAST_MEMBERS = 8  # of a group, on average, if a step has as many groups as it has room for
 
 

@@ -49,7 +49,7 @@ class Floats(NamedTuple):
 
 
 class Ints(NamedTuple):
-    """Likewise those that it has in int64."""
+    """The same for those that it has in int64."""
 
     top_k: int  # 0: all tokens
     seed: int

@@ -1,7 +1,7 @@
 """
-The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend on the
-shapes alone, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row
-did not ask for is skipped on the device.
+The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend only
+on shapes, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row did
+not ask for is skipped on the device.
 
     threshold_kernel     the least score that a row's top_k, top_p and min_p keep
     gumbel_max_kernel    argmax of the kept scores over temperature, plus Gumbel noise
@@ -52,8 +52,8 @@ def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
 @jit
 def load_adjusted(view, t):
     """
-    As `sampling.adjust`: logits of tokens t, fp32, after bias, ban of stop tokens and penalties;
-    -inf beyond the last token.
+    Load logits of tokens t as `sampling.adjust` changes them: fp32, after bias, ban of stop tokens
+    and penalties; -inf beyond the last token.
     """
     logits, floats, _, bias, marks, V, biased, banned, penalised = view
     score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
@@ -330,7 +330,7 @@ def gumbel_max_kernel(
 def sample_triton(
     logits, rows, positions, per_row: SamplingRows, asked=None, allowed=None
 ) -> Tensor:
-    """As `sampling.sample_torch`, on CUDA; `asked` changes nothing here."""
+    """Pick tokens as `sampling.sample_torch` does, on CUDA; `asked` changes nothing here."""
     logits = masked(logits, allowed)
     R, V = logits.shape
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"

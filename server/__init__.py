@@ -1,1 +1,1 @@
-"""The modules behind serve.py: from a request's socket to the kernels and back."""
+"""What serve.py is made of: from a request's socket to the kernels and back."""

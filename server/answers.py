@@ -141,7 +141,9 @@ class Choice:
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:
-        """Whether there is something to send: text, the end, or tokens if they were asked for."""
+        """
+        Return whether there is something to send: text, the end, or tokens if they were asked for.
+        """
         if self.finish_reason:
             return not self.is_end_sent
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
@@ -164,7 +166,7 @@ class Choice:
     def chunk(self, content, tokens, finish_reason) -> dict:
         """
         One event, as a dictionary: `content` is what differs between the paths, `tokens` are what
-        is new. An answer that is no stream is made of one such chunk for each choice.
+        is new. An answer that is no stream is made of one chunk for each choice.
         """
         logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
         choice = {
@@ -248,15 +250,18 @@ class ChatChoice(Choice):
 
     @property
     def shown_reason(self) -> str | None:
-        """As OpenAI has it, a call of the function that tool_choice names is a "stop"."""
+        """
+        Return the reason as OpenAI has it: a call of the function that tool_choice names is a
+        "stop".
+        """
         called = self.reader and self.reader.calls and not self.body.is_named
         return "tool_calls" if called and self.finish_reason == "stop" else self.finish_reason
 
     def chunks(self) -> list[dict]:
         """
-        All that is new. In a stream the first event has the role alone, the last the finish_reason
-        alone, those between have the text. Fields about the prompt stand beside `choices`, as a
-        chat is one prompt. An answer that is no stream has one chunk with the whole message.
+        Return all that is new. In a stream the first event has only the role, the last only the
+        finish_reason, those between have the text. Fields about the prompt stand beside `choices`,
+        as a chat is one prompt. An answer that is no stream has one chunk with the whole message.
         """
         if not self.body.stream:
             said = self.reader.message() if self.reader else {"content": self.text}

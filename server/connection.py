@@ -61,7 +61,7 @@ def request_id(name: bytes) -> str:
 
 @dataclass
 class Call:
-    """What is known of a call, from its head to its answer: scope["call"]."""
+    """Facts about a call, from its head to its answer, in scope["call"]."""
 
     id: str  # its X-Request-Id
     logged: dict = field(default_factory=dict)  # the fields of its line in the log
@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
     def ignore_upgrade(self, rest: bytes):
         """
         Answer in HTTP/1.1 a client that offers to go on in HTTP/2 (h2c) or as a WebSocket, as if it
-        had not. The parser takes such a request to end with its head, so a new parser gets the
+        had not. The parser takes that request to end with its head, so a new parser gets the
         request again, without the offer.
         """
         method = self.parser.get_method()

@@ -44,7 +44,7 @@ def log(event: str, **fields):
 
 
 def short(event: str, fields: dict) -> str:
-    """For a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
+    """Shorten an event for a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
     if event == "access":
         words = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
         if "ms" in fields:
@@ -132,8 +132,9 @@ class Gate:
 
     def is_allowed(self, origin) -> bool:
         """
-        Whether --allowed-origins has the origin of the page that calls. "null", that of files and
-        of sandboxed frames, is one like any other; None, of programs that are no browser, is not.
+        Return whether --allowed-origins has the origin of the page that calls. "null", the origin
+        of files and of sandboxed frames, is an origin like any other. None, from a program that is
+        no browser, is not.
         """
         return origin is not None and self.cors.is_allowed_origin(origin.decode("latin-1"))
 

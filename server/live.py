@@ -85,7 +85,10 @@ class Listeners:
             listener.changed.set()
 
     def engine_ended(self):
-        """Its process is gone. Its lines are kept, and followed by those of the next one."""
+        """
+        Note that the engine's process has ended. Its lines are kept; those of the next engine
+        follow.
+        """
         if self.lines:
             self.publish([ENDED])
 
@@ -205,7 +208,7 @@ def content_policy(html: str) -> str:
 
 
 def page_headers(html: str) -> dict[str, str]:
-    """With its policy; and no other page frames it (clickjacking)."""
+    """Return the page's headers: its policy, and that no other page may frame it (clickjacking)."""
     return {
         "Content-Security-Policy": f"{content_policy(html)}; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",

@@ -89,7 +89,10 @@ class Metrics:
         return partial(made.labels, self.model_name)
 
     def count_tokens(self, choice, num_tokens):
-        """A step, or several at once, brought so many tokens of a choice (answers.Choice)."""
+        """
+        Count the tokens of a choice (answers.Choice) that a step brought, or several steps
+        together.
+        """
         now = time.monotonic()
         of = self.of_choices
         of["generation"].inc(num_tokens)

@@ -5,7 +5,7 @@ The bodies of calls: their fields, kinds and limits, and the words of refusals.
     body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
 Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
-the defaults and ranges of sampling are those of `SamplingParams` (params.py), but for defaults that
+the defaults and ranges of sampling are those of `SamplingParams` (params.py), except defaults that
 the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
 (a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
 input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
@@ -54,7 +54,7 @@ IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_
 IGNORED |= {"include_obfuscation"}
 
 # Fields that would change the answer and are not served, each with its neutral value, which clients
-# send although it asks for nothing (None: null alone is neutral).
+# send although it asks for nothing (None: only null is neutral).
 NOT_SERVED = {
     "best_of": 1,
     "suffix": "",
@@ -115,8 +115,8 @@ class ApiError(Exception):
     @property
     def reason(self) -> str:
         """
-        For the log, where no client's text may be: the code, else `logged`, else the message
-        without the value that it quotes.
+        Return the reason for the log, where no client's text may stand: the code, else `logged`,
+        else the message without the value that it quotes.
         """
         return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
@@ -200,7 +200,7 @@ def check_encoding(content_encoding: str, data: bytes):
 
 
 def is_list_of(kind: type, items) -> bool:
-    """Whether it is a list of this very type; isinstance would take True for an int."""
+    """Return whether it is a list of this very type; isinstance would take True for an int."""
     return isinstance(items, list) and set(map(type, items)) <= {kind}
 
 
@@ -547,7 +547,7 @@ class SamplingRequest(Body):
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
     def _check_constraints(self, eos_token_ids):
-        """An answer is held to one grammar, behind which an end of text must come."""
+        """An answer is constrained by one grammar, after which an end of text must come."""
         names = self.constraints + ["ignore_eos"] * self.ignore_eos
         names += ["max_tokens 0"] * (self.max_tokens == 0)
         names += ["a model without end-of-text token"] * (not eos_token_ids)
@@ -562,8 +562,8 @@ class SamplingRequest(Body):
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
-        The most log-probabilities that an answer to such a prompt can have; each choice repeats
-        those of an echoed prompt.
+        The most log-probabilities that an answer to a prompt of this length can have; each choice
+        repeats those of an echoed prompt.
         """
         if self.num_logprobs is None:
             return 0
@@ -709,18 +709,18 @@ class ChatRequest(SamplingRequest):
 
     @property
     def is_named(self) -> bool:
-        """Whether tool_choice names the one function to call."""
+        """Return whether tool_choice names the one function to call."""
         return isinstance(self.tool_choice, dict)
 
     @property
     def functions(self) -> list[Function]:
-        """Those that may be called."""
+        """Return the functions that may be called."""
         name = self.tool_choice["name"] if self.is_named else None
         return [tool.function for tool in self.tools if name in (None, tool.function.name)]
 
     @property
     def num_logprobs(self) -> int | None:
-        """As in completions."""
+        """Return the number of log-probabilities, in the form of completions."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 

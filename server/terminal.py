@@ -60,7 +60,7 @@ def stream_answer(
     engine.add_request(id, prompt, params)
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
-    pieces = []  # of the text, one for each token, but for the one that ended it
+    pieces = []  # of the text, one for each token, except the one that ended it
     reason = "interrupted"
     show(opening)
     try:

@@ -265,9 +265,10 @@ class Chat:
         **options,
     ) -> list[int]:
         """
-        Token ids of a conversation. Options, such as add_generation_prompt, are variables of the
-        template. The template writes its own control tokens, BOS included; add_special_tokens would
-        add a second BOS. Raises TokenizerError, and TooLong as Encoder.encode does.
+        Return the token ids of a conversation. Options, such as add_generation_prompt, are
+        variables of the template. The template writes its own control tokens, BOS included;
+        add_special_tokens would add a second BOS. Raises TokenizerError, and TooLong as
+        Encoder.encode does.
 
         Against prompt injection: the name of a control token becomes that token only in the
         template's own text and in roles. In all else, options too, it stays text, so that a user

@@ -25,7 +25,7 @@ from copy import copy, deepcopy
 from engine.schemas import drop_neutral
 
 MAX_CALLS = 16  # in one answer
-# Written as json.dumps writes it, as in the templates. So a newline stands behind a call alone. The
+# Written as json.dumps writes it, as in the templates. So a newline stands only after a call. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # </think>, </thinking>, </seed:think>, [/THINK], ..
@@ -128,7 +128,7 @@ class Reader:
         self.calls = []
 
     def is_text(self, text: str, token: str) -> bool:
-        """Whether this token after this text may be text, which stop strings end."""
+        """Return whether this token after this text may be text, which stop strings end."""
         if self.calls:
             return False
         ahead = copy(self)  # a deep copy would take 18 us for each token

@@ -42,8 +42,9 @@ ORDER = """
     server.answers server.app server.terminal flags serve
     training.fast training.report training.machine train
     assets.records assets.workloads assets.commands assets.load assets.llama assets.vllm_offline
-    assets.draw bench walkthrough examples.beam_search examples.flex_attention
-    examples.from_nanogpt examples.from_nanochat examples.post examples.ray_serve examples.replicas
+    assets.draw bench walkthrough assets.symptoms exercises
+    examples.beam_search examples.flex_attention examples.from_nanogpt examples.from_nanochat
+    examples.post examples.ray_serve examples.replicas
 """
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "
 WITHOUT_TORCH += "engine.matcher, training.corpus"

@@ -1,1 +1,1 @@
-"""The modules behind train.py and the recipes in data/."""
+"""What train.py and the recipes in data/ are made of."""

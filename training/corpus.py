@@ -12,10 +12,10 @@ train.py reads it, calls the recipe first if need be, and cuts its batches:
     rows = batch_rows(corpus.train, B=16, T=128, seed=1, step=0)    # (B, T + 1) int64
 
 A token that is read but not predicted, such as a user's in a dialogue, is stored as ~id, which is
-negative. Documents are packed: they stand one behind another, windows cut across them, and
+negative. Documents are packed: they stand back to back, windows cut across them, and
 attention sees what stands before a document in its window.
 
-`gpt2_tokenizer` alone needs tiktoken, which has GPT-2's vocabulary.
+Only `gpt2_tokenizer` needs tiktoken, which has GPT-2's vocabulary.
 """
 
 import json
@@ -136,11 +136,11 @@ def encode_documents(documents: Iterable, tokenizer: Tokenizer) -> list[int]:
 def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
     """
     Write a corpus of documents: token ids, ~id where one is not predicted, or texts, which get the
-    tokenizer's BOS in front and its end-of-text token behind, if it has them. Without a tokenizer,
-    a byte-level BPE is learnt from the texts to train on. The tokenizer is written, train.bin and
-    val.bin (token ids alone), and last meta.json, which says how they are stored: a folder without
-    it counts as not prepared. Exits where there is nothing to predict, where a file cannot be
-    written, and in a model's directory.
+    tokenizer's BOS before it and its end-of-text token after it, if it has them. Without a
+    tokenizer, a byte-level BPE is learnt from the texts to train on. The tokenizer is written,
+    train.bin and val.bin (only token ids), and last meta.json, which says how they are stored: a
+    folder without it counts as not prepared. Exits where there is nothing to predict, where a file
+    cannot be written, and in a model's directory.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which keeps its tokenizer: name another --out")
@@ -168,7 +168,10 @@ def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokeniz
 
 
 def hold_out(documents: list) -> tuple[list, list]:
-    """What to train on and what to hold out: every tenth document, or the last tenth of one."""
+    """
+    Divide the documents into those to train on and those to hold out: every tenth, or the last
+    tenth of one.
+    """
     if len(documents) == 1:
         [document] = documents
         cut = int(len(document) * 0.9)
@@ -225,8 +228,8 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
 
 def read_about(name: str | Path) -> dict:
     """
-    What meta.json says of the corpus data/NAME, {} where it is missing or damaged: `sources`, and
-    `init`, the checkpoint whose tokens it has.
+    Return what meta.json says of the corpus data/NAME: `sources`, and `init`, the checkpoint whose
+    tokens it has. {} if the file is missing or damaged.
     """
     try:
         return dict(read_json(ROOT / "data" / name / "meta.json"))
@@ -295,8 +298,8 @@ def count_windows(tokens: np.ndarray, T: int) -> int:
 @lru_cache(maxsize=4)
 def epoch_starts(windows: int, T: int, seed: int, epoch: int) -> np.ndarray:
     """
-    Where the windows of an epoch begin, shuffled. They cut the corpus from a random offset and do
-    not overlap, so an epoch has every token once.
+    Return where the windows of an epoch begin, shuffled. They cut the corpus from a random offset
+    and do not overlap, so an epoch has every token once.
     """
     random = np.random.default_rng((seed, epoch))
     return random.permutation(windows) * T + random.integers(T)

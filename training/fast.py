@@ -31,7 +31,7 @@ from model import (
     soft_cap,
 )
 
-SHORT = 512  # up to so many tokens T, scores (T, T) fit into a CPU's cache
+SHORT = 512  # up to this many tokens T, scores (T, T) fit into a CPU's cache
 
 
 def training_ops(device: torch.device | str, compiled=False) -> Ops:
@@ -55,7 +55,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
     """
-    As `model.embed`, in the dtype of matrix products: the residual stream keeps it, and passes
+    Compute `model.embed` in the dtype of matrix products: the residual stream keeps it, and passes
     through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
     """
     x = TORCH.embed(tokens, positions, wte, wpe, scale)
@@ -83,9 +83,9 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    As `fused_attention`; in bfloat16, for texts that are not long, by two batched matrix products
-    where the model is one that train.py makes. Forward and backward then take half the time of
-    flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    Compute `fused_attention` on a CPU. In bfloat16, for texts that are not long, two batched matrix
+    products do it, if the model is one that train.py makes. Forward and backward then take half the
+    time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
     is_plain = q.dtype == torch.bfloat16 and attn.Hk == H
@@ -131,7 +131,7 @@ class Chunks(NamedTuple):
     """How a device takes the logits."""
 
     rows: int  # at a time
-    multiple: int  # words are filled up to a multiple of so many
+    multiple: int  # words are padded to a multiple of this
     derive: Callable = to_gradients  # or what torch compiles it to
 
 
@@ -145,8 +145,8 @@ def chunked_loss(
     x, layer: torch.nn.Linear, targets, softcap: float = 0.0, *, chunks: Chunks
 ) -> Tensor:
     """
-    As `model.loss`: x (B, T, C), a layer with weight (V, C), targets (B, T) int64, -100 where there
-    is none.
+    Compute `model.loss` in chunks: x (B, T, C), a layer with weight (V, C), targets (B, T) int64,
+    -100 where there is none.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -204,11 +204,11 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators of Llama alone: autograd would pass over memory for each small operation
+# Operators that only Llama has: autograd would pass over memory for each small operation
 
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):
-    """As `model.add_norm`."""
+    """Compute `model.add_norm` in one operation of autograd."""
     # in lower precision x is what a matrix product made (Gemma's post-norms)
     if not isinstance(norm, RMSNorm) or x.dtype != torch.float32:
         return add_norm(x, delta, norm)
@@ -244,7 +244,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def rotate(q, k, rotation):
-    """As `model.rotate`."""
+    """Compute `model.rotate` in one operation of autograd for each of q and k."""
     cos, sin = (x.to(q.dtype) for x in rotation)
     return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
 
@@ -275,7 +275,7 @@ def turn(x, cos, sin):
 
 
 def gated_linear(x, layer, activation=None, gated=False, partial_sums=False):
-    """As `model.linear`."""
+    """Compute `model.linear`, a SwiGLU in one operation of autograd."""
     if gated and activation == "silu":
         return SwiGLU.apply(layer(x))
     return linear(x, layer, activation, gated)

@@ -56,7 +56,7 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that prints and writes."""
+        """Return whether this is the one process that prints and writes."""
         return self.rank == 0
 
     @cached_property
@@ -97,7 +97,7 @@ class Process:
         if self.world == 1:
             return x
         every = torch.cat([x] * self.world)  # to be written over
-        # torch 2.13 warns of the old name, which older ones have alone
+        # torch 2.13 warns of the old name, the only one that older versions have
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(every, x.contiguous())
         return every
@@ -119,7 +119,7 @@ class Process:
             print(text, flush=True)
 
     def __str__(self) -> str:
-        """As train.py prints it: "1 x CPU, 2 threads, bfloat16"."""
+        """Describe the processes as train.py prints them: "1 x CPU, 2 threads, bfloat16"."""
         if self.device.type == "cpu":
             name = f"CPU, {plural(torch.get_num_threads(), 'thread')}"
         else:
@@ -138,7 +138,9 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow."""
+    """
+    Return whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow.
+    """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities()
@@ -148,7 +150,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_compiled(args: Namespace) -> bool:
-    """Whether a run compiles its blocks: by default, on a GPU."""
+    """Return whether a run compiles its blocks: by default, on a GPU."""
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
@@ -214,7 +216,7 @@ def read(path: str) -> str:
 def init_process(args: Namespace) -> Process:
     """
     Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
-    where there is no such GPU.
+    if this process has no GPU.
     """
     device = pick_device(args.device)
     if device.type == "cpu":
@@ -256,8 +258,8 @@ def init_process(args: Namespace) -> Process:
 
 def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> str:
     """
-    What memory it takes to train a model, which need not have its weights yet. Raises ValueError,
-    with the remedy, where less is free.
+    Say what memory it takes to train a model, which need not have its weights yet. Raises
+    ValueError, with the remedy, if less is free.
     """
     # float32: weights, gradients, and AdamW's means of gradients and of their squares, or Muon's
     # momentum and updates; the gradients of several processes are copied into one message
@@ -321,8 +323,8 @@ STOPPING = b"\nfinishing and saving what is under way; a second signal ends the 
 
 def catch_signals() -> list[int]:
     """
-    From now on Ctrl-C and SIGTERM are noted in the list returned, for the run to end after its
-    step, and the first one is answered with a line; a second one kills.
+    Have Ctrl-C and SIGTERM noted in the list returned, so that the run ends after its step. The
+    first one is answered with a line; a second one kills.
     """
     caught = []
 
@@ -343,7 +345,7 @@ def catch_signals() -> list[int]:
 CLOSING_SECONDS = 5
 LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
 LEAST_FINETUNING = 20  # with --init: a rate that rises over 10 steps has hardly been high
-TIMED = 5  # so many timed steps show how many will fit
+TIMED = 5  # this many timed steps show how many will fit
 
 
 class Clock:
@@ -382,7 +384,7 @@ class Clock:
 
     def warn_of_few_steps(self, steps: float):
         """
-        Print a warning if so many steps, of the whole run, teach a model little; with the minutes
+        Print a warning if a run of this many steps teaches a model little; with the minutes
         that would do. With --steps there are as many as were asked for.
         """
         args = self.run.args
@@ -400,7 +402,7 @@ class Clock:
         )
 
     def minutes_for(self, steps: int) -> int:
-        """The minutes in which so many steps fit at the speed so far, with a tenth to spare."""
+        """The minutes in which this many steps fit at the speed so far, with a tenth to spare."""
         step = self.run.step
         # with the evaluations between steps; or of late, where the machine has become busy
         mean = (self.counted - self.first_time) / (step - self.first_step)

@@ -57,9 +57,9 @@ def introduce(run) -> str:
 
 def print_progress(run, loss: float, step_seconds: float):
     """
-    On a terminal: a line that the next one overwrites. MFU is the share of the machine's arithmetic
-    as PaLM's appendix B counts it: 6 operations a step for each weight and token, and 12 L H D T a
-    token for attention, as if each saw its whole window.
+    Print a line that, on a terminal, the next one overwrites. MFU is the share of the machine's
+    arithmetic as PaLM's appendix B counts it: 6 operations a step for each weight and token, and 12
+    L H D T a token for attention, as if each saw its whole window.
     """
     process = run.process
     if not (process.is_main and sys.stderr.isatty()):

@@ -1,12 +1,12 @@
 """
 A corpus of dialogues for a chat model that exists: in its own chat template, with a loss on the
-assistant's tokens alone. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
+assistant's tokens only. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
 perhaps with "tools", which the template shows as those of a request to serve.py.
 
     python data/chat/prepare.py data/chat/dialogues.jsonl --val data/chat/held_out.jsonl --init DIR
     python train.py --init DIR --data chat
 
-An answer is what the template puts behind the prompt that serve.py would make of the messages
+An answer is what the template puts after the prompt that serve.py would make of the messages
 before, up to the token that ends the turn. Dialogues are packed: training/corpus.py.
 """
 
@@ -45,7 +45,7 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
                     "the chat template cannot mark the assistant's answers, as it does not write "
                     "one behind its generation prompt and leave it there"
                 )
-            # a model never says what is behind the token that ends the turn, mostly a newline
+            # a model never says what follows the token that ends the turn, mostly a newline
             while control.keys() & answer and answer[-1] not in control:
                 answer.pop()
             tokens[start : start + len(answer)] = answer

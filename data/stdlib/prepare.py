@@ -34,8 +34,8 @@ HELD_OUT = 1 / 20  # of the files
 
 def is_held_out(name: str) -> bool:
     """
-    By a hash of the name, so that a file is on the same side on every machine and in every version
-    of Python.
+    Decide by a hash of the name, so that a file is on the same side on every machine and in every
+    version of Python.
     """
     digest = hashlib.sha256(name.encode()).hexdigest()
     return int(digest[:8], 16) < HELD_OUT * 16**8
