@@ -87,6 +87,8 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
     for name, weight in ours.items():
         if isinstance(model.get_submodule(name.rpartition(".")[0]), RMSNorm):
             weight = weight - family.norm_offset
+        if name == "ln_f.weight":
+            weight = weight * model.config.logit_scale
         for hub_name, part in hub_parts(model.config, name, weight.cpu(), family).items():
             prefix = "" if hub_name == HEAD else family_prefix
             weights[prefix + hub_name] = part.contiguous()
@@ -222,6 +224,8 @@ def load_checkpoint(
             part.copy_(weights[hub_name][...])
         if isinstance(module, RMSNorm):
             weight.add_(family.norm_offset)
+        if name == "ln_f.weight":  # before the head, in fp32: exact for any dtype
+            weight.div_(config.logit_scale)
         give(module, kind, weight)
     if model.lm_head.weight.is_meta:  # tied, and the same weights
         give(model.lm_head, "weight", model.wte.weight)

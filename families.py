@@ -1,7 +1,7 @@
 """
-The families of models that are served: GPT-2, Llama, Mistral, Qwen, Gemma. All are the one decoder
-of model.py; a family is a row of the table `FAMILIES`: how config.json spells the fields of
-GPTConfig, what it leaves unsaid because the family's class knows it, and the names of the weights.
+The families of models that are served. All are the one decoder of model.py; a family is a row of
+the table `FAMILIES`: how config.json spells the fields of GPTConfig, what it leaves unsaid because
+the family's class knows it, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
     saved = hub_config(config)                    # and back, for what train.py makes
@@ -11,19 +11,25 @@ family, take the nearest one and say what differs. For example Phi-3, a Mistral 
 k and v, and the halves of its MLP, as our model does:
 
     here                  its weights' names where they differ, and `"phi3": PHI3` in FAMILIES
-                              PHI3_WEIGHTS = WEIGHT_NAMES | {
-                                  "h.{}.attn.c_attn": "layers.{}.self_attn.qkv_proj",
-                                  "h.{}.mlp.c_fc": "layers.{}.mlp.gate_up_proj",
-                              }
+                              PHI3_WEIGHTS = WEIGHT_NAMES | pairs('''
+                                  h.{}.attn.c_attn  layers.{}.self_attn.qkv_proj
+                                  h.{}.mlp.c_fc     layers.{}.mlp.gate_up_proj
+                              ''')
                               PHI3 = MISTRAL._replace(weights=PHI3_WEIGHTS)
                           It is refused for `original_max_position_embeddings`: a key that changes
-                          nothing goes into NOTES, one with a default into the family's `defaults`;
+                          nothing goes into NOTES, one with a default into the family's `defaults`,
+                          one of which a single value is computed into FIXED_OPTIONS;
                           a value that must be converted needs a line in `read_fields`
     model.py              for what no family has yet (Phi-3: nothing): a field of GPTConfig, off by
-                          default, used in Attention, MLP or Block, and in ops/cpu.c and linear.py
+                          default, used in one place. First ask what it is equal to: a layer without
+                          positions turns by 0, multipliers are other scales and epsilons. Only what
+                          is equal to nothing (the order and width of norms) goes into ops/, too:
+                          cpu.c and cpu.py, fused.py (heads), linear.py (norms)
     tests/tiny_models.py  a row of FAMILIES, and one of WITHOUT for each difference;
-                          test_families.py compares them with transformers
-    tests/test_checkpoint.py   keys in OWN, files in SERVED
+                          test_families.py compares them with transformers, training/test_init.py
+                          trains and saves each again
+    tests/engine/test_bits.py   its name in MODELS, if ops/ was changed
+    tests/test_checkpoint.py    keys in OWN, files in SERVED, what it does not compute in REFUSED
     REFERENCE.md          a line in "Families of models"; README's table of what is included
 """
 
@@ -45,42 +51,61 @@ DEFAULT_EOS = 50256
 # --------------------------------------------------------------------------------------------------
 # Families
 
+
+def pairs(table: str) -> dict[str, str]:
+    """Of each line its first word, and what follows."""
+    return dict(line.split(maxsplit=1) for line in table.strip().splitlines())
+
+
 # A module of ours -> the hub's; several are stacked in this order. Modules that are not here have
 # our names: all of GPT-2's.
-WEIGHT_NAMES = {
-    "wte": "embed_tokens",
-    "h.{}.ln_1": "layers.{}.input_layernorm",
-    "h.{}.attn.c_attn": "layers.{0}.self_attn.q_proj layers.{0}.self_attn.k_proj "
-    "layers.{0}.self_attn.v_proj",
-    "h.{}.attn.q_norm": "layers.{}.self_attn.q_norm",
-    "h.{}.attn.k_norm": "layers.{}.self_attn.k_norm",
-    "h.{}.attn.c_proj": "layers.{}.self_attn.o_proj",
-    "h.{}.ln_2": "layers.{}.post_attention_layernorm",
-    "h.{}.mlp.c_fc": "layers.{0}.mlp.gate_proj layers.{0}.mlp.up_proj",
-    "h.{}.mlp.c_proj": "layers.{}.mlp.down_proj",
-    "ln_f": "norm",
-}
-GEMMA_WEIGHTS = WEIGHT_NAMES | {
-    # not Llama's norm of that name, which stands before the MLP
-    "h.{}.attn.post_norm": "layers.{}.post_attention_layernorm",
-    "h.{}.ln_2": "layers.{}.pre_feedforward_layernorm",
-    "h.{}.mlp.post_norm": "layers.{}.post_feedforward_layernorm",
-}
+WEIGHT_NAMES = pairs("""
+    wte               embed_tokens
+    h.{}.ln_1         layers.{}.input_layernorm
+    h.{}.attn.c_attn  layers.{0}.self_attn.q_proj layers.{0}.self_attn.k_proj \
+        layers.{0}.self_attn.v_proj
+    h.{}.attn.q_norm  layers.{}.self_attn.q_norm
+    h.{}.attn.k_norm  layers.{}.self_attn.k_norm
+    h.{}.attn.c_proj  layers.{}.self_attn.o_proj
+    h.{}.ln_2         layers.{}.post_attention_layernorm
+    h.{}.mlp.c_fc     layers.{0}.mlp.gate_proj layers.{0}.mlp.up_proj
+    h.{}.mlp.c_proj   layers.{}.mlp.down_proj
+    ln_f              norm
+""")
+# not Llama's norm of that name, which stands before the MLP
+GEMMA_WEIGHTS = WEIGHT_NAMES | pairs("""
+    h.{}.attn.post_norm  layers.{}.post_attention_layernorm
+    h.{}.ln_2            layers.{}.pre_feedforward_layernorm
+    h.{}.mlp.post_norm   layers.{}.post_feedforward_layernorm
+""")
+
+NANOCHAT_WEIGHTS = WEIGHT_NAMES | pairs("""
+    h.{}.mlp.c_fc    layers.{}.mlp.fc1
+    h.{}.mlp.c_proj  layers.{}.mlp.fc2
+""")
+GRANITE4_WEIGHTS = WEIGHT_NAMES | pairs("""
+    h.{}.mlp.c_fc    layers.{}.shared_mlp.input_linear
+    h.{}.mlp.c_proj  layers.{}.shared_mlp.output_linear
+""")
+HUNYUAN_WEIGHTS = WEIGHT_NAMES | pairs("""
+    h.{}.attn.q_norm  layers.{}.self_attn.query_layernorm
+    h.{}.attn.k_norm  layers.{}.self_attn.key_layernorm
+""")
 
 # our field -> its name in config.json
-FIELD_NAMES = {
-    "vocab_size": "vocab_size",
-    "context_length": "max_position_embeddings",
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_kv_head": "num_key_value_heads",
-    "head_size": "head_dim",
-    "n_embd": "hidden_size",
-    "n_inner": "intermediate_size",
-    "norm_epsilon": "rms_norm_eps",
-    "activation": "hidden_act",
-    "tied": "tie_word_embeddings",
-}
+FIELD_NAMES = pairs("""
+    vocab_size      vocab_size
+    context_length  max_position_embeddings
+    n_layer         num_hidden_layers
+    n_head          num_attention_heads
+    n_kv_head       num_key_value_heads
+    head_size       head_dim
+    n_embd          hidden_size
+    n_inner         intermediate_size
+    norm_epsilon    rms_norm_eps
+    activation      hidden_act
+    tied            tie_word_embeddings
+""")
 # n_kv_head and bias are ours: transformers' GPT-2 has neither
 SAME_NAMES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "bias")
 GPT2_NAMES = {name: name for name in SAME_NAMES}
@@ -99,6 +124,13 @@ GEMMA_NAMES["activation"] = "hidden_activation"
 GEMMA_NAMES["attention_scale"] = "query_pre_attn_scalar"  # to the power of -0.5
 GEMMA_NAMES["logit_softcap"] = "final_logit_softcapping"
 
+MULTIPLIERS = pairs("""
+    embedding_scale  embedding_multiplier
+    attention_scale  attention_multiplier
+    residual_scale   residual_multiplier
+    logit_scale      logits_scaling
+""")
+
 # Keys that published files leave out, with the defaults of transformers' classes: a file that lacks
 # another key is refused.
 DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None}
@@ -110,6 +142,10 @@ QWEN_DEFAULTS["max_window_layers"] = None
 GEMMA_DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": True, "layer_types": None}
 GEMMA3_DEFAULTS = GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
 GEMMA3_DEFAULTS["sliding_window_pattern"] = 6
+SMOLLM3_DEFAULTS = QWEN_DEFAULTS | {"tie_word_embeddings": True, "rope_theta": 2e6}
+SMOLLM3_DEFAULTS |= {"no_rope_layers": None, "no_rope_layer_interval": 4}
+LAYERS_DEFAULTS = ROPE_DEFAULTS | {"layer_types": None}
+OLMO3_DEFAULTS = LAYERS_DEFAULTS | {"rope_theta": 5e5, "rope_local_base_freq": None}
 
 
 class Family(NamedTuple):
@@ -152,6 +188,27 @@ GEMMA3 = Family(
     slides=lambda saved, i: (i + 1) % window_period(saved) != 0,
     norm_offset=1.0,
 )
+SMOLLM3 = LLAMA._replace(defaults=SMOLLM3_DEFAULTS)
+OLMO_FIELDS = ROPED | {"pre_norm": False}
+OLMO_FIELDS |= dict.fromkeys(["post_norm", "qk_norm", "qk_norm_wide"], True)
+OLMO2 = LLAMA._replace(weights=GEMMA_WEIGHTS, fields=OLMO_FIELDS)
+OLMO3 = OLMO2._replace(
+    names=WINDOW_NAMES | BIASES,
+    defaults=OLMO3_DEFAULTS,
+    slides=lambda saved, i: (i + 1) % 4 != 0,
+)
+GRANITE = LLAMA._replace(names=LLAMA_NAMES | MULTIPLIERS)
+GRANITE4 = GRANITE._replace(
+    weights=GRANITE4_WEIGHTS,
+    names=GRANITE.names | {"n_inner": "shared_intermediate_size"},
+    defaults=LAYERS_DEFAULTS | {"intermediate_size": None},  # of experts
+)
+HUNYUAN_FIELDS = ROPED | {"qk_norm": True, "qk_norm_late": True}
+HUNYUAN = LLAMA._replace(weights=HUNYUAN_WEIGHTS, fields=HUNYUAN_FIELDS)
+NANOCHAT_FIELDS = ROPED | {"gated": False, "norm_weights": False}
+NANOCHAT_FIELDS |= dict.fromkeys(["qk_norm", "embedding_norm", "rope_backwards"], True)
+NANOCHAT_NAMES = LLAMA_NAMES | {"logit_softcap": "final_logit_softcapping"}
+NANOCHAT = LLAMA._replace(weights=NANOCHAT_WEIGHTS, names=NANOCHAT_NAMES, fields=NANOCHAT_FIELDS)
 FAMILIES = {  # config.json's model_type -> its family
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -160,6 +217,13 @@ FAMILIES = {  # config.json's model_type -> its family
     "qwen3": QWEN3,
     "gemma2": GEMMA2,
     "gemma3_text": GEMMA3,
+    "smollm3": SMOLLM3,
+    "olmo2": OLMO2,
+    "olmo3": OLMO3,
+    "granite": GRANITE,
+    "granitemoehybrid": GRANITE4,
+    "hunyuan_v1_dense": HUNYUAN,
+    "nanochat": NANOCHAT,
 }
 
 
@@ -179,11 +243,15 @@ ACTIVATION_NAMES = {
 # nor read is an error if it says something: not if it is false, null, 0 or empty.
 NOTES = re.compile(
     r"""
-    _.* | output_.* | summary_.* | transformers.* | unsloth_.* | .*_id | .*_pdrop | .*_token_index
-    | architectures | attention_dropout | auto_map | cache_implementation | dtype | hidden_act
+    _.* | output_.* | mamba_.* | summary_.* | transformers.* | unsloth_.* | .*_id | .*_pdrop
+    | .*_token_index | architectures | attention_dropout | auto_map | cache_implementation | dtype
+    | hidden_act
     | id2label | initializer_range | is_llama_config | label2id | max_length | mm_tokens_per_image
     | model_type | n_ctx | pretraining_tp | reorder_and_upcast_attn | return_dict
-    | task_specific_params | text_config | tokenizer_class | torch_dtype | use_cache
+    | num_experts_per_tok | router_aux_loss_coef | time_step_limit
+    | attention_head_dim | cla_share_factor | dense_list | enable_lm_head_fp32 | org_vocab_size
+    | pool_type | init_method | task_specific_params | text_config | tokenizer_class | torch_dtype
+    | use_cache
     """,
     re.VERBOSE,
 )
@@ -191,8 +259,13 @@ NOTES = re.compile(
 ROPE_TYPES = {"default": ["rope_theta"], "linear": ["rope_theta", "factor"]}
 ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_factor"]
 ROPE_TYPES["llama3"] += ["original_max_position_embeddings"]
+ROPE_TYPES["yarn"] = [*ROPE_TYPES["linear"], "beta_fast", "beta_slow"]
+ROPE_TYPES["yarn"] += ["original_max_position_embeddings", "attention_factor"]
 # keys whose "no" would change the computation, and the only value that is computed
 FIXED_OPTIONS = {"scale_attn_weights": True, "is_causal": True, "partial_rotary_factor": 1.0}
+# Granite, Hunyuan
+FIXED_OPTIONS |= {"normalization_function": "rmsnorm", "position_embedding_type": "rope"}
+FIXED_OPTIONS |= {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True}
 
 
 def hub_names(name: str, family: Family) -> list[str]:
@@ -284,11 +357,16 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
     check_value(int, "num_hidden_layers", fields["n_layer"])
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
-    if "attention_scale" in fields:  # Gemma
+    for rope in fields["rope"].values():
+        if rope.yarn:  # Qwen's files keep the shorter length
+            longest = int(rope.factor * rope.yarn[-1])
+            fields["context_length"] = max(fields["context_length"], longest)
+    fields["no_rope"] = layers_without_rope(saved, fields["n_layer"])
+    if "query_pre_attn_scalar" in saved:  # Gemma
         fields["attention_scale"] **= -0.5
         fields["embedding_scale"] = fields["n_embd"] ** 0.5
-        for field in ("attention_softcap", "logit_softcap"):
-            fields[field] = fields.get(field) or 0.0
+    for field in ("attention_softcap", "logit_softcap"):
+        fields[field] = fields.get(field) or 0.0
     return GPTConfig(**fields | family.fields)
 
 
@@ -312,36 +390,51 @@ def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
     kinds = saved.get("layer_types")
     if kinds is None:
         return tuple(window if window and family.slides(saved, i) else 0 for i in range(n_layer))
-    sizes = {"full_attention": 0, "sliding_attention": window}
+    sizes = {"full_attention": 0, "attention": 0, "sliding_attention": window}
     for kind in kinds:
         if kind not in sizes:
             raise unknown("layer_types", kind, ", ".join(sizes))
     return tuple(sizes[kind] for kind in kinds)
 
 
+def layers_without_rope(saved: dict, n_layer: int) -> tuple[int, ...]:
+    """SmolLM3: those with 0 in a list or, without one, every fourth."""
+    if "no_rope_layers" not in saved:
+        return ()
+    period = saved["no_rope_layer_interval"]
+    rotated = saved["no_rope_layers"] or [(i + 1) % period for i in range(n_layer)]
+    return tuple(i for i in range(n_layer) if not rotated[i])
+
+
 def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     """
     The rotary positions of the layers of each window. transformers 5 has `rope_parameters`, Gemma 3
-    one for each type of layers; version 4 has `rope_theta`, `rope_scaling` and, for Gemma 3's
-    layers that slide, `rope_local_base_freq`. In a file with both, `rope_scaling` counts and
-    `rope_parameters` is ignored, as in transformers 5.
+    and OLMo 3 one for each type of layers; version 4 has `rope_theta`, `rope_scaling`, which is not
+    for layers that slide, and, for Gemma 3's of these, `rope_local_base_freq`. In a file with both,
+    `rope_scaling` counts and `rope_parameters` is ignored, as in transformers 5.
     """
     base = {"rope_theta": saved["rope_theta"]}
     base["original_max_position_embeddings"] = saved["max_position_embeddings"]
     new = saved["rope_parameters"]
     whole = sliding = base | (saved["rope_scaling"] or new or {})
     if "rope_local_base_freq" in saved:
-        sliding = base | {"rope_theta": saved["rope_local_base_freq"]}
+        sliding = base | {"rope_theta": saved["rope_local_base_freq"] or saved["rope_theta"]}
         if new:
-            whole = new["full_attention"]
-            sliding = new["sliding_attention"]
-    return {window: read_rope(sliding if window else whole) for window in set(windows)}
+            whole = base | new["full_attention"]
+            sliding = base | new["sliding_attention"]
+    return {window: read_rope(sliding if window else whole, saved) for window in set(windows)}
 
 
-def read_rope(parameters: dict) -> Rope:
+def read_rope(parameters: dict, saved: dict) -> Rope:
     """One kind of rotary positions. Raises CheckpointError for scalings that are not computed."""
     old_name = parameters.get("type", "default")
     kind = parameters.get("rope_type", old_name)
+    if kind == "yarn":
+        parameters = with_yarn_defaults(parameters)
+    if kind == "dynamic" and saved["model_type"] == "hunyuan_v1_dense":  # only another base
+        D = saved["head_dim"]
+        theta = parameters["rope_theta"] * parameters["alpha"] ** (D / (D - 2))
+        kind, parameters = "default", {"rope_theta": theta}
     if kind not in ROPE_TYPES:
         raise unknown("rope_type", kind, ", ".join(ROPE_TYPES))
     names = ROPE_TYPES[kind]
@@ -359,7 +452,20 @@ def read_rope(parameters: dict) -> Rope:
         if not scaling[1] < scaling[2]:
             raise ValueError("low_freq_factor is not below high_freq_factor")
         return Rope(theta, scaling[0], tuple(scaling[1:]))
+    if kind == "yarn":
+        factor, *yarn, attention_factor = scaling
+        return Rope(theta, factor, yarn=tuple(yarn), attention_factor=attention_factor)
     return Rope(theta, *scaling)
+
+
+def with_yarn_defaults(parameters: dict) -> dict:
+    """With what a file may leave out."""
+    attention_factor = 1.0
+    cancels = parameters.get("mscale") and parameters.get("mscale_all_dim")  # both are 1
+    if parameters["factor"] > 1 and not cancels:
+        attention_factor += 0.1 * math.log(parameters["factor"])
+    defaults = {"beta_fast": 32, "beta_slow": 1, "attention_factor": attention_factor}
+    return defaults | {key: value for key, value in parameters.items() if value is not None}
 
 
 def read_eos(saved: dict, *others: dict) -> tuple[int, ...]:

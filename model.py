@@ -1,5 +1,5 @@
 """
-The decoder of GPT-2, Llama, Mistral, Qwen and Gemma, written once. Training, the uncached reference
+The decoder of GPT-2, Llama, Qwen, Gemma and others, written once. Training, the uncached reference
 and serving run the same forward.
 
     logits, loss = model(tokens, targets)     # whole texts (B, T): training, evaluation, generate
@@ -57,6 +57,8 @@ class Ops(NamedTuple):
     # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
     # is returned); and norm(x + delta)
     add_norm: Callable
+    # (x, norm) -> norm(x), which may be x itself, changed in place
+    norm: Callable
     # (y, an `Attention`, kv, batch) -> q (..., T, H, D), normalised and rotated where the model
     # does so, and what `store_kv` returns
     project_qkv: Callable
@@ -131,6 +133,17 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, 
     return x, norm(x)
 
 
+def normalise(x: Tensor, norm: nn.Module) -> Tensor:
+    return norm(x)
+
+
+def norm_heads(q: Tensor, k: Tensor, attn: "Attention") -> list[Tensor]:
+    """Heads q (..., T, H, D) and k, each normalised, or all of q together, and all of k."""
+    norms = ((q, attn.q_norm), (k, attn.k_norm))
+    rows = [x.flatten(-2).unflatten(-1, (-1, len(norm.weight))) for x, norm in norms]
+    return [norm(x).view_as(heads) for x, (heads, norm) in zip(rows, norms, strict=True)]
+
+
 def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
     """
     Queries (..., T, H, D) of y (..., T, C), and what `store_kv` makes of keys and values: all three
@@ -140,11 +153,13 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
     qkv = batch.ops.linear(y, attn.c_attn)  # (..., T, (H + 2 Hk) D)
     heads = qkv.view(*qkv.shape[:-1], sum(sizes), attn.D)  # (..., T, H + 2 Hk, D)
     q, k, v = heads.split_with_sizes(sizes, -2)
-    if attn.q_norm is not None:
-        q = attn.q_norm(q)
-        k = attn.k_norm(k)
+    has_norms = attn.q_norm is not None
+    if has_norms and not attn.norms_late:
+        q, k = norm_heads(q, k, attn)
     if batch.rotations:
-        q, k = batch.ops.rotate(q, k, batch.rotations[attn.window])
+        q, k = batch.ops.rotate(q, k, batch.rotations[attn.rope])
+    if has_norms and attn.norms_late:
+        q, k = norm_heads(q, k, attn)
     return q, batch.ops.store_kv(k, v, kv, batch)
 
 
@@ -262,6 +277,7 @@ TORCH = Ops(
     rotation,
     rotate,
     add_norm,
+    normalise,
     project_qkv,
     store_kv,
     attend,
@@ -273,24 +289,31 @@ TORCH = Ops(
 # --------------------------------------------------------------------------------------------------
 # The architecture
 
+NO_ROPE = -1  # in place of a window: layers whose heads are not turned
+
 
 class Rope(NamedTuple):
     """
     Rotary positions: `theta` is the base of the frequencies, `factor` stretches positions, so that
-    longer texts fit. For `llama3` see `frequencies`.
+    longer texts fit. For `llama3` and `yarn` see `frequencies`. yarn's cosines and sines count
+    `attention_factor` times: here the scale of scores does, by its square.
     """
 
     theta: float
     factor: float = 1.0
     # (low_freq_factor, high_freq_factor, original context length)
     llama3: tuple[float, float, float] | None = None
+    # (beta_fast, beta_slow, original context length)
+    yarn: tuple[float, float, float] | None = None
+    attention_factor: float = 1.0
 
     def frequencies(self, D: int) -> Tensor:
         """
         (D / 2,) fp32: radians a position, for each pair of numbers of a head. Llama 3.1's scaling
         divides by `factor` only the frequencies that turn less than low_freq_factor times in the
         original context length, not those that turn more than high_freq_factor times; those
-        between in part.
+        between in part. yarn (Peng et al. 2023) does so from the pair that turns beta_fast times to
+        the one that turns beta_slow times.
         """
         pairs = torch.arange(0, D, 2, device="cpu").float() / D
         # theta^pairs is (e^x)^1024. torch's own powers differ from CPU to CPU in the last digit.
@@ -301,12 +324,21 @@ class Rope(NamedTuple):
         for _ in range(10):
             power = power * power
         frequencies = 1.0 / power.float()
-        if self.llama3 is None:
-            return frequencies / self.factor
-        low, high, length = self.llama3
-        # in transformers' order: after 2,000 positions the last digit of a frequency matters
-        turns = length / (2 * math.pi / frequencies)
-        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        if self.llama3:
+            low, high, length = self.llama3
+            # in transformers' order: after 2,000 positions the last digit of a frequency matters
+            turns = length / (2 * math.pi / frequencies)
+            kept = ((turns - low) / (high - low)).clamp(0, 1)
+        elif self.yarn:
+            *turns, length = self.yarn
+            first, last = (
+                D * math.log(length / (2 * math.pi * n)) / (2 * math.log(self.theta)) for n in turns
+            )
+            first = max(math.floor(first), 0)
+            last = max(min(math.ceil(last), D - 1), first + 0.001)
+            kept = 1 - ((torch.arange(D // 2, device="cpu") - first) / (last - first)).clamp(0, 1)
+        else:
+            kept = 0.0
         return (1 - kept) * frequencies / self.factor + kept * frequencies
 
 
@@ -325,8 +357,13 @@ class GPTConfig:
     n_inner: int | None = None  # width inside the MLP; None: 4 * n_embd
     norm: str = "layer"  # or "rms"
     norm_epsilon: float = 1e-5
-    post_norm: bool = False  # Gemma: what attention and MLP add is normalised, too
+    norm_weights: bool = True  # nanochat's norms have none
+    pre_norm: bool = True  # OLMo: attention and MLP read x as it is
+    post_norm: bool = False  # Gemma, OLMo: what attention and MLP add is normalised, too
+    embedding_norm: bool = False  # nanochat
     qk_norm: bool = False  # Qwen 3, Gemma 3: each head of q and k is normalised
+    qk_norm_wide: bool = False  # OLMo: all heads of q together, and those of k
+    qk_norm_late: bool = False  # Hunyuan: after they are rotated
     bias: bool = True  # in linear layers and layer norms
     # in these linear layers: None: as `bias`
     qkv_bias: bool | None = None
@@ -338,10 +375,14 @@ class GPTConfig:
     windows: tuple[int, ...] = ()  # (): all layers see all
     # window -> the rotary positions of its layers; {}: learned positions
     rope: dict[int, Rope] = field(default_factory=dict)
+    no_rope: tuple[int, ...] = ()  # SmolLM3: these layers have rope[NO_ROPE] instead
+    rope_backwards: bool = False  # nanochat
     attention_scale: float | None = None  # None: head_size ** -0.5
     attention_softcap: float = 0.0  # Gemma 2, see `attention`; 0: none
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # Granite: of what attention and MLP add
+    logit_scale: float = 1.0  # logits are divided by it: families' files, see `checkpoint.py`
     tied: bool = True  # the head has the weights of the embedding
     dropout: float = 0.0
     eos_token_ids: tuple[int, ...] = ()  # the tokens that end a text
@@ -385,6 +426,8 @@ class GPTConfig:
                 check_value(int, "sliding_window", window)
         if len(self.windows) != self.n_layer:
             raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
+        if self.no_rope:
+            self.rope = self.rope | {NO_ROPE: Rope(1.0, math.inf)}  # turns by 0
         if self.rope and not self.rope.keys() >= set(self.windows):
             windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
             raise ValueError(f"{windows}: give each its positions")
@@ -431,9 +474,12 @@ class RMSNorm(nn.Module):
 
     bias = None
 
-    def __init__(self, n: int, eps: float):
+    def __init__(self, n: int, eps: float, has_weights: bool = True):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(n))
+        if has_weights:
+            self.weight = nn.Parameter(torch.ones(n))
+        else:
+            self.register_buffer("weight", torch.ones(n, device="cpu"), persistent=False)
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
@@ -442,11 +488,14 @@ class RMSNorm(nn.Module):
 
 
 def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
-    """A norm of n numbers, n_embd where not given."""
-    n = n or config.n_embd
+    """A norm of n numbers or, where not given, of the residual stream's (see `GPT.hidden`)."""
+    epsilon = config.norm_epsilon
+    if n is None:
+        n = config.n_embd
+        epsilon /= config.residual_scale**2
     if config.norm == "rms":
-        return RMSNorm(n, config.norm_epsilon)
-    return nn.LayerNorm(n, eps=config.norm_epsilon, bias=config.bias)
+        return RMSNorm(n, epsilon, config.norm_weights)
+    return nn.LayerNorm(n, eps=epsilon, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -455,19 +504,24 @@ class Attention(nn.Module):
     -> (..., T, C).
     """
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config: GPTConfig, window: int, rope: int | None = None):
         super().__init__()
         self.H = config.n_head
         self.Hk = config.n_kv_head
         self.D = config.head_size
         self.window = window
+        self.rope = window if rope is None else rope  # key of config.rope
         self.scale = config.attention_scale
+        if config.rope and not config.qk_norm_late:
+            self.scale *= config.rope[self.rope].attention_factor ** 2
         self.softcap = config.attention_softcap
         heads = self.H + 2 * self.Hk
         self.c_attn = nn.Linear(config.n_embd, heads * self.D, bias=config.qkv_bias)
         self.c_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.proj_bias)
-        self.q_norm = norm(config, self.D) if config.qk_norm else None
-        self.k_norm = norm(config, self.D) if config.qk_norm else None
+        q, k = (self.H, self.Hk) if config.qk_norm_wide else (1, 1)  # heads that a norm takes
+        self.q_norm = norm(config, q * self.D) if config.qk_norm else None
+        self.k_norm = norm(config, k * self.D) if config.qk_norm else None
+        self.norms_late = config.qk_norm_late
         self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
@@ -503,9 +557,7 @@ class MLP(nn.Module):
 def project_back(x: Tensor, part: Attention | MLP, ops: Ops) -> Tensor:
     """What a part of a block adds to it: x (..., T, in) -> (..., T, C)."""
     delta = ops.linear(x, part.c_proj, partial_sums=part.post_norm is None)
-    if part.post_norm is not None:
-        _, delta = ops.add_norm(delta, None, part.post_norm)
-    return delta
+    return delta if part.post_norm is None else ops.norm(delta, part.post_norm)
 
 
 class Block(nn.Module):
@@ -515,11 +567,11 @@ class Block(nn.Module):
     MLP adds.
     """
 
-    def __init__(self, config: GPTConfig, window: int):
+    def __init__(self, config: GPTConfig, window: int, rope: int):
         super().__init__()
-        self.ln_1 = norm(config)
-        self.attn = Attention(config, window)
-        self.ln_2 = norm(config)
+        self.ln_1 = norm(config) if config.pre_norm else nn.Identity()
+        self.attn = Attention(config, window, rope)
+        self.ln_2 = norm(config) if config.pre_norm else nn.Identity()
         self.mlp = MLP(config)
 
     def forward(self, x: Tensor, delta: Tensor | None, kv, batch):
@@ -545,8 +597,14 @@ class GPT(nn.Module):
         self.wpe = None if config.rope else nn.Embedding(config.context_length, C)
         for window, rope in config.rope.items():
             frequencies = rope.frequencies(config.head_size)
+            if config.rope_backwards:
+                frequencies = -frequencies
             self.register_buffer(f"frequencies_{window}", frequencies, persistent=False)
-        self.h = nn.ModuleList(Block(config, window) for window in config.windows)
+        self.ln_0 = norm(config) if config.embedding_norm else None
+        self.h = nn.ModuleList(
+            Block(config, window, NO_ROPE if i in config.no_rope else window)
+            for i, window in enumerate(config.windows)
+        )
         self.ln_f = norm(config)
         # tied weights: the head compares with the embeddings, and has no weights of its own
         device = "meta" if config.tied else None
@@ -585,7 +643,12 @@ class GPT(nn.Module):
         scale = self.config.embedding_scale
         if self.wte.weight.element_size() == 2:  # rounded as Gemma's reference rounds it
             scale = torch.tensor(scale, dtype=self.wte.weight.dtype).item()
+        # the residual stream is kept divided by residual_scale, which then is in no sum, and norms
+        # give the same
+        scale /= self.config.residual_scale
         x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe, scale)
+        if self.ln_0 is not None:
+            x = batch.ops.norm(x, self.ln_0)
         x = drop(x, batch.dropout)  # (..., T, C)
         delta = None
         for block, kv_of_layer in zip(self.h, kv, strict=True):

@@ -47,6 +47,7 @@ def triton_tables() -> tuple[Ops, Ops]:
         embed=fused.embed,
         rotation=fused.rotation,
         add_norm=linear.add_norm,
+        norm=linear.normalise,
         project_qkv=fused.project_qkv,
         store_kv=kernels.store_kv_triton,
         attend=kernels.paged_attention_triton,

@@ -53,7 +53,7 @@ typedef struct {
     const float *delta;       // add_norm: [R, K] or NULL
     const float *temperature; // choose: [R] or NULL
     const float *lowest;      // choose: [R] or NULL
-    const float *k_norm;      // heads: [D] or NULL; `weight` is that of q
+    const float *k_norm;      // heads: [D], [Hk D] or NULL; `weight` is that of q
     const float *rotation;    // heads: [R, D] or NULL, what `rotation` wrote
     float *kv;                // a layer's pool: K [blocks, Hk, D, S], then V [blocks, Hk, S, D]
     const int64_t *tokens;    // [R]; choose: seeds
@@ -62,6 +62,7 @@ typedef struct {
     const int64_t *requests;  // [R] whose block table; a request's rows follow each other
     const int32_t *tables;    // [B, M] block tables; choose: [R, M] which tokens may be, or NULL
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
+    int64_t wide, late; // heads: norms of all heads together; norms after the rotation
     float factor; // scale of the embedding or of scores, epsilon of norms, largest integer
     float cap;    // soft cap of scores or logits; 0: none
 } Op;
@@ -260,7 +261,7 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
         y[k] = x[k] * shrink * weight[k];
 }
 
-// x += delta, and y = norm(x); y may be delta itself.
+// x += delta, and y = norm(x), if there is one; y may be delta itself, or x without a delta.
 static void add_norm(const Op *op, int64_t r)
 {
     int64_t K = op->K;
@@ -268,6 +269,8 @@ static void add_norm(const Op *op, int64_t r)
     if (op->delta)
         for (int64_t k = 0; k < K; k++)
             x[k] += op->delta[r * K + k];
+    if (!op->weight)
+        return;
     double sum = 0;
     if (!op->rms)
         for (int64_t k = 0; k < K; k++)
@@ -419,12 +422,18 @@ static void heads(const Op *op, int64_t r)
 {
     int64_t D = op->D, H = op->H, Hk = op->Hk, S = op->S, slot = op->slots[r];
     float *x = op->x + r * (H + 2 * Hk) * D, *block = op->kv + slot / S * Hk * S * D;
+    if (op->wide) {
+        rms_norm(x, x, op->weight, H * D, op->factor);
+        rms_norm(x + H * D, x + H * D, op->k_norm, Hk * D, op->factor);
+    }
     for (int64_t h = 0; h < H + Hk; h++, x += D) {
-        const float *weight = h < H ? op->weight : op->k_norm;
-        if (weight)
+        const float *weight = op->wide ? NULL : h < H ? op->weight : op->k_norm;
+        if (weight && !op->late)
             rms_norm(x, x, weight, D, op->factor);
         if (op->rotation)
             rotate(x, op->rotation + r * D, D / 2);
+        if (weight && op->late)
+            rms_norm(x, x, weight, D, op->factor);
     }
     x -= Hk * D;
     for (int64_t h = 0; h < Hk; h++, block += S * D)

@@ -110,7 +110,7 @@ POINTERS = (
     "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
     "positions slots requests tables"
 )
-NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms"
+NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms wide late"
 
 
 class Op(ctypes.Structure):
@@ -144,6 +144,12 @@ class Op(ctypes.Structure):
         self.scale = getattr(layer, "scale", None)
         self.columns = getattr(layer, "columns", None)
         self.panel = PANEL if layer.weight.ndim == 3 else 1
+
+    def set_norm(self, norm: nn.Module):
+        self.weight = norm.weight
+        self.bias = norm.bias
+        self.factor = norm.eps
+        self.rms = isinstance(norm, RMSNorm)
 
     def set_pool(self, attn: Attention, kv: Tensor):
         """Heads, and a layer's pool [2, num_blocks + 1, Hk, S, D], K in it as [.., D, S]."""
@@ -183,6 +189,7 @@ class CpuKernels:
             embed=self.embed,
             rotation=self.rotation,
             add_norm=self.add_norm,
+            norm=self.norm,
             project_qkv=self.project_qkv,
             attend=self.attend,
             linear=self.linear,
@@ -240,12 +247,16 @@ class CpuKernels:
     def add_norm(self, x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
         op = Op("add_norm", x)
         op.delta = delta
-        op.weight = norm.weight
-        op.bias = norm.bias
-        op.factor = norm.eps
-        op.rms = isinstance(norm, RMSNorm)
-        y = self.room("norm", *x.shape)
+        y = x
+        if not isinstance(norm, nn.Identity):
+            op.set_norm(norm)
+            y = self.room("norm", *x.shape)
         return x, self.compute(op, y)
+
+    def norm(self, x: Tensor, norm: nn.Module) -> Tensor:
+        op = Op("add_norm", x)
+        op.set_norm(norm)
+        return self.compute(op, x)
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
         """Queries, keys and values [T, (H + 2 Hk) D], which `attend` takes; and the pool."""
@@ -253,8 +264,10 @@ class CpuKernels:
         op = Op("heads", qkv)
         op.set_pool(attn, kv)
         op.slots = batch.slot_mapping
-        op.rotation = batch.rotations.get(attn.window)
+        op.rotation = batch.rotations.get(attn.rope)
         if attn.q_norm is not None:
+            op.wide = len(attn.q_norm.weight) > attn.D
+            op.late = attn.norms_late
             op.weight = attn.q_norm.weight
             op.k_norm = attn.k_norm.weight
             op.factor = attn.q_norm.eps

@@ -119,11 +119,20 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def weights_of(q_weight, k_weight, i, HALF: tl.constexpr, is_q):
-    """Half of the weights of a norm: q's where is_q, else k's."""
-    of_q = tl.load(q_weight + i, mask=i < HALF)[None, :]
-    of_k = tl.load(k_weight + i, mask=i < HALF)[None, :]
-    return tl.where(is_q, of_q, of_k)
+def weights_of(
+    q_weight, k_weight, h, i, H: tl.constexpr, Hk: tl.constexpr, HALF: tl.constexpr,
+    APART: tl.constexpr,
+):  # fmt: skip
+    """
+    Half of the weights of a norm, for heads h: q's of the first H, then k's. Those of each head are
+    APART from the next one's, 0: the same.
+    """
+    q = (h < H)[:, None]
+    k = (h >= H)[:, None] & (h < H + Hk)[:, None]
+    real = (i < HALF)[None, :]
+    of_q = tl.load(q_weight + h[:, None] * APART + i[None, :], mask=real & q, other=0.0)
+    of_k = tl.load(k_weight + (h - H)[:, None] * APART + i[None, :], mask=real & k, other=0.0)
+    return of_q + of_k
 
 
 @jit
@@ -131,12 +140,14 @@ def norm_rope_store_kernel(
     parts, positions, frequencies, q_weight, k_weight, q, kv, slot_mapping, k_to_v, eps, R,
     P: tl.constexpr, H: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    WIDE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token from parts [P, R, (H + 2
     Hk) D], adds up the P parts, normalises the heads of q and k with q_weight and k_weight (None:
-    does not), rotates them as model.rotate does, and stores q to [R, H, D], k and v to their slots
-    in the layer's pool.
+    does not; WIDE: all heads of q together, and those of k, which are all here; LATE: only after
+    that), rotates them as model.rotate does, and stores q to [R, H, D], k and v to their slots in
+    the layer's pool.
     """
     ALL: tl.constexpr = H + 2 * Hk
     HALF: tl.constexpr = D // 2
@@ -163,12 +174,26 @@ def norm_rope_store_kernel(
     x = first
     y = second
     if q_weight is not None:
-        scale = tl.rsqrt(tl.sum(x * x + y * y, axis=1) / D + eps)[:, None]
-        x *= scale * weights_of(q_weight, k_weight, i, HALF, is_q)
-        y *= scale * weights_of(q_weight + HALF, k_weight + HALF, i, HALF, is_q)
+        square = tl.sum(x * x + y * y, axis=1) / D
+        if WIDE:
+            of_q = tl.sum(tl.where(h < H, square, 0.0), axis=0) / H
+            of_k = tl.sum(tl.where((h >= H) & (h < H + Hk), square, 0.0), axis=0) / Hk
+            square = tl.where(h < H, of_q, of_k)
+        scale = tl.rsqrt(square + eps)[:, None]
+        APART: tl.constexpr = D if WIDE else 0
+        of_x = scale * weights_of(q_weight, k_weight, h, i, H, Hk, HALF, APART)
+        of_y = scale * weights_of(q_weight + HALF, k_weight + HALF, h, i, H, Hk, HALF, APART)
+        if not LATE:
+            x *= of_x
+            y *= of_y
     turned = x * cos - y * sin
-    y = tl.where(is_v, second, y * cos + x * sin)
-    x = tl.where(is_v, first, turned)
+    y = y * cos + x * sin
+    x = turned
+    if LATE:
+        x *= of_x
+        y *= of_y
+    x = tl.where(is_v, first, x)
+    y = tl.where(is_v, second, y)
     to_q = q + (r * H + h)[:, None] * D + i[None, :]
     tl.store(to_q, x.to(q.dtype.element_ty), mask=real & is_q)
     tl.store(to_q + HALF, y.to(q.dtype.element_ty), mask=real & is_q)
@@ -189,18 +214,23 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
     assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
     norms = (None, None)
     eps = 0.0
+    order = {"WIDE": False, "LATE": False}
     if attn.q_norm is not None:
         norms = (attn.q_norm.weight, attn.k_norm.weight)
         eps = attn.q_norm.eps
+        order["LATE"] = attn.norms_late
+        if len(attn.q_norm.weight) > attn.D:
+            order["WIDE"] = True
+            heads = triton.next_power_of_2(all_heads)
     q = attn.c_attn.weight.new_empty(R, attn.H, attn.D)
-    operands = (parts, *batch.rotations[attn.window], *norms)
+    operands = (parts, *batch.rotations[attn.rope], *norms)
     pool = (kv, batch.slot_mapping, kv.stride(0))
     shape = {"H": attn.H, "Hk": attn.Hk, "S": kv.shape[3], "D": attn.D}
     width = triton.next_power_of_2(attn.D // 2)
-    cut = {"HEADS": heads, "WIDTH": width, "num_warps": heads}
+    cut = {"HEADS": heads, "WIDTH": width, "num_warps": min(heads, 8)}
     P = parts.numel() // (R * N)
     grid = (R, triton.cdiv(all_heads, heads))
-    options = shape | cut | pdl_options(q)
+    options = shape | cut | order | pdl_options(q)
     norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, **options)
     return q
 

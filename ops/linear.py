@@ -105,7 +105,8 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
     Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum, which may be x, changed in
     place, and norm(sum): for one row `LazyNorm`, which `linear`, `head` and `project_qkv` take.
     """
-    if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW:
+    is_norm = not isinstance(norm, nn.Identity)
+    if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW or not is_norm:
         return norm_now(x, delta, norm)
     total = torch.empty_like(x)
     return total, LazyNorm(x, delta, norm, total)
@@ -115,6 +116,9 @@ def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
     """As add_norm, in place and at once."""
     contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
     assert contiguous, "x and delta must be contiguous"
+    if isinstance(norm, nn.Identity):
+        x = x if delta is None else x + delta
+        return x, x
     R, K = x.shape
     P = 0 if delta is None else delta.numel() // x.numel()
     y = torch.empty_like(x)
@@ -123,6 +127,10 @@ def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
     shape = {"P": P, "K": K, "RMS": isinstance(norm, model.RMSNorm), "WIDTH": width}
     add_norm_kernel[(R,)](*operands, y, norm.eps, R, **shape, **pdl_options(x))
     return x, y
+
+
+def normalise(x: Tensor, norm: nn.Module) -> Tensor:
+    return norm_now(x, None, norm)[1]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_directories_in_16_bits(family, dtype, tmp_path):
     assert_same(load_checkpoint(tmp_path), opened(tmp_path))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo3", "hunyuan"])
 def test_computed_in_bf16(family, tmp_path):
     """
     At most twice transformers' own error; norms keep their digits, and Gemma's embeddings are

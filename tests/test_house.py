@@ -43,8 +43,8 @@ ORDER = """
     training.fast training.report training.machine train
     assets.records assets.workloads assets.commands assets.load assets.llama assets.vllm_offline
     assets.draw bench walkthrough assets.symptoms exercises
-    examples.beam_search examples.flex_attention examples.from_nanogpt examples.post
-    examples.ray_serve examples.replicas
+    examples.beam_search examples.flex_attention examples.from_nanogpt examples.from_nanochat
+    examples.post examples.ray_serve examples.replicas
 """
 WITHOUT_TORCH = "paged, tokenizer, serve, params, flags, engine.events, server.app, server.text, "
 WITHOUT_TORCH += "engine.matcher, training.corpus"

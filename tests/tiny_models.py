@@ -29,6 +29,7 @@ ROPED = {
     "intermediate_size": 96,
     "rms_norm_eps": 1e-2,
     "pad_token_id": 0,
+    "eos_token_id": 7,
 }
 
 
@@ -99,6 +100,48 @@ FAMILIES = {
         "full_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}""",
     ),
+    "qwen3-yarn": (
+        "Qwen3",
+        """{"head_dim": 32, "rope_parameters": {"rope_type": "yarn", "rope_theta": 9000.0,
+        "factor": 4.0, "beta_fast": 8, "original_max_position_embeddings": 600}}""",
+    ),
+    "smollm3": (
+        "SmolLM3",
+        """{"no_rope_layers": [1, 0, 1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "olmo2": ("Olmo2", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
+    "olmo3": (
+        "Olmo3",
+        """{"sliding_window": 19, "num_hidden_layers": 4, "rope_parameters": {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 8.0,
+        "attention_factor": 1.3, "original_max_position_embeddings": 40},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}""",
+    ),
+    "granite": (
+        "Granite",
+        """{"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3,
+        "logits_scaling": 3.0, "tie_word_embeddings": true,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "granite4": (
+        "GraniteMoeHybrid",
+        """{"embedding_multiplier": 6.0, "attention_multiplier": 0.4, "residual_multiplier": 0.3,
+        "logits_scaling": 2.0, "num_local_experts": 0, "num_experts_per_tok": 0,
+        "shared_intermediate_size": 80, "position_embedding_type": "rope", "mamba_n_heads": 2,
+        "layer_types": ["full_attention", "full_attention", "full_attention"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+    ),
+    "hunyuan": (
+        "HunYuanDenseV1",
+        """{"head_dim": 32, "rope_parameters": {"rope_type": "dynamic", "rope_theta": 50.0,
+        "alpha": 9.0, "factor": 1.0}}""",
+    ),
+    "nanochat": (
+        "NanoChat",
+        """{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0},
+        "final_logit_softcapping": 5.0}""",
+    ),
 }
 
 # Features that engines forgot: with these changes the same weights must say something else. Gemma
@@ -149,6 +192,23 @@ gemma3 {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_thet
 gemma3 {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 500.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
 gemma3 {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 90000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 500.0}}}
 gemma3 {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 90000.0, "factor": 4.0}, "sliding_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}}
+qwen3-yarn {"rope_parameters": {"rope_type": "linear", "rope_theta": 9000.0, "factor": 4.0}}
+qwen3-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "beta_fast": 8, "original_max_position_embeddings": 600, "attention_factor": 1.0}}
+qwen3-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "original_max_position_embeddings": 600}}
+qwen3-yarn {"rope_parameters": {"rope_type": "yarn", "rope_theta": 9000.0, "factor": 4.0, "beta_fast": 8, "beta_slow": 4, "original_max_position_embeddings": 600}}
+smollm3 {"no_rope_layers": [1, 1, 1]}
+olmo2 {"rms_norm_eps": 1e-6}
+olmo3 {"sliding_window": 20}
+olmo3 {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5000.0}, "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0}}}
+granite {"embedding_multiplier": 5.9}
+granite {"attention_multiplier": 0.25}
+granite {"residual_multiplier": 0.29}
+granite {"logits_scaling": 2.9}
+granite {"rms_norm_eps": 1e-3}
+granite4 {"residual_multiplier": 0.29}
+hunyuan {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}
+nanochat {"final_logit_softcapping": null}
+nanochat {"rms_norm_eps": 1e-6}
 """  # noqa: E501
 
 

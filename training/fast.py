@@ -41,6 +41,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
         return TORCH._replace(
             rotate=rotate,
             add_norm=add_rms_norm,
+            norm=lambda x, norm: add_rms_norm(x, None, norm)[1],
             attend=attention_on_cpu,
             linear=gated_linear,
             loss=partial(chunked_loss, chunks=CPU_CHUNKS),

@@ -88,7 +88,7 @@ def model_of(name: str) -> GPT:
 # "gpu" and the dtype of the weights: the operators of --deterministic
 GPU_DTYPES = {"gpu-bf16": torch.bfloat16, "gpu-fp32": torch.float32}
 MODELS = "trained twins gpt2-untied llama-one-kv-head mistral qwen2-windows qwen3-windows gemma2"
-MODELS = [*MODELS.split(), "gemma3"]
+MODELS = [*MODELS.split(), "gemma3", "olmo3", "hunyuan", "nanochat"]
 
 # --------------------------------------------------------------------------------------------------
 # Requests

@@ -1,0 +1,163 @@
+"""
+A checkpoint of nanochat's, up to its commit 2c4473d of January 2026, becomes a directory that
+serve.py opens:
+
+    python examples/from_nanochat.py ~/.cache/nanochat/chatsft_checkpoints/d20/model_000650.pt DIR
+    python serve.py --model DIR
+
+Beside it lies meta_000650.json, and two folders above tokenizer/tokenizer.pkl. No code that may be
+in a file is run. Later models have more than this decoder computes, and are refused.
+"""
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common import end_with_one_line
+
+if __name__ == "__main__":
+    end_with_one_line()
+
+import torch
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+
+from checkpoint import empty_model, save_checkpoint
+from common import read_json
+from examples.from_nanogpt import PlainUnpickler
+from families import read_fields
+from tokenizer import ALPHABET, Tokenizer
+
+BOS = "<|bos|>"
+END = "<|assistant_end|>"
+TEMPLATE = """{{ "<|bos|>" }}
+{%- set said = namespace(first="") -%}
+{%- for message in messages -%}
+    {%- if message.role == "system" and loop.first -%}
+        {%- set said.first = message.content + "\\n\\n" -%}
+    {%- elif message.role == "user" -%}
+        {{ "<|user_start|>" + said.first + message.content + "<|user_end|>" }}
+        {%- set said.first = "" -%}
+    {%- elif message.role == "assistant" -%}
+        {{ "<|assistant_start|>" + message.content + "<|assistant_end|>" }}
+    {%- else -%}
+        {{ raise_exception("nanochat knows no message of role " + message.role) }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ "<|assistant_start|>" }}{%- endif -%}
+"""
+
+
+class Encoding:
+    """In place of tiktoken's: it only has what the pickle says, such as `mergeable_ranks`."""
+
+
+class EncodingUnpickler(PlainUnpickler):
+    def find_class(self, module: str, name: str):
+        if (module, name) == ("tiktoken.core", "Encoding"):
+            return Encoding
+        return super().find_class(module, name)
+
+
+def convert(path: Path, directory: Path):
+    """Raises ValueError, OSError, and others for a broken file."""
+    if directory.exists():
+        raise ValueError(f"{directory} exists: name a new directory")
+    meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
+    sizes = read_json(meta)["model_config"]
+    tokenizer = read_tokenizer(path.parents[2] / "tokenizer" / "tokenizer.pkl")
+    ends = [tokenizer.control[END], tokenizer.control[BOS]]
+    saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    weights = {name.removeprefix("_orig_mod."): weight for name, weight in saved.items()}
+    config_json = {
+        "architectures": ["NanoChatForCausalLM"],
+        "model_type": "nanochat",
+        "vocab_size": sizes["vocab_size"],
+        "max_position_embeddings": sizes["sequence_len"],
+        "num_hidden_layers": sizes["n_layer"],
+        "num_attention_heads": sizes["n_head"],
+        "num_key_value_heads": sizes["n_kv_head"],
+        "hidden_size": sizes["n_embd"],
+        "intermediate_size": 4 * sizes["n_embd"],
+        "hidden_act": "relu2",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "final_logit_softcapping": 15.0,
+        "eos_token_id": ends,
+        "bos_token_id": ends[1],
+    }
+    model = empty_model(read_fields(config_json))
+    model.config_json = config_json
+    model.load_state_dict(renamed(weights, model), assign=True)
+    tokenizer.save(directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    save_checkpoint(model, directory)
+
+
+def renamed(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The weights by our names, fp32. Raises ValueError for those that the model does not have."""
+    ours = {}
+    for name in model.state_dict():
+        theirs = [name if name.startswith("lm_head") else f"transformer.{name}"]
+        if "c_attn" in name:
+            theirs = [theirs[0].replace("c_attn", f"c_{x}") for x in "qkv"]
+        # beyond the vocabulary are rows of padding
+        parts = [weights.pop(other)[: model.config.vocab_size] for other in theirs]
+        ours[name] = torch.cat(parts).float()
+    if weights:
+        kinds = sorted({re.sub(r"\.\d+|\.weight", "", name) for name in weights})
+        raise ValueError(f"it has {', '.join(kinds)}: models up to nanochat's 2c4473d have none")
+    return ours
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    """What tiktoken's pickle says, in the steps of the `tokenizers` library."""
+    with path.open("rb") as file:
+        encoding = EncodingUnpickler(file).load()
+    ranks = encoding.mergeable_ranks
+    pieces = {token: "".join(ALPHABET[byte] for byte in token) for token in ranks}
+    merges = []
+    for token in sorted(ranks, key=ranks.get):
+        if len(token) > 1:
+            merges.append(tuple(pieces[half] for half in halves(token, ranks)))
+    backend = Backend(models.BPE({pieces[token]: ranks[token] for token in ranks}, merges))
+    split = pre_tokenizers.Split(Regex(encoding.pat_str), "isolated")
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    specials = encoding.special_tokens
+    backend.add_special_tokens(sorted(specials, key=specials.get))
+    if backend.get_vocab() != {pieces[token]: i for token, i in ranks.items()} | specials:
+        raise ValueError(f"{path} numbers its tokens in no order that is understood")
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", special_tokens=[(BOS, specials[BOS])]
+    )
+    return Tokenizer(backend, END)
+
+
+def halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
+    """The two tokens that were merged to this one: what earlier merges make of its bytes."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        i = pairs.index(min(pairs))
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+    return parts
+
+
+def main(*paths: str):
+    if len(paths) != 2:
+        sys.exit(f"{len(paths)} arguments, wanted 2: nanochat's model_STEP.pt, and a new directory")
+    checkpoint, directory = paths
+    try:
+        convert(Path(checkpoint), Path(directory))
+    except Exception as error:  # of torch.load, many kinds
+        sys.exit(f"{checkpoint} is not converted: {error}")
+    print(f"python serve.py --model {directory}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
