@@ -14,7 +14,7 @@ hunt bugs, planted into a copy of this repo.
     python exercises.py check hunt-3 # has it gone? start, hint and solution know hunts, too
 
 The texts are in exercises.toml. `make .venv/tests-ready` installs what the tests need; a check
-takes up to ten seconds.
+takes some seconds. The copies to hunt in have all functions, also those of exercises.
 """
 
 import ast
@@ -147,7 +147,6 @@ def judge(repo: Path, tests: dict[str, str], number: str):
         "-oaddopts=",
         "-xq",
         "-pno:cacheprovider",
-        "--tb=short",
     ]
     run = {"cwd": repo, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
@@ -156,11 +155,14 @@ def judge(repo: Path, tests: dict[str, str], number: str):
         sys.exit(f"not yet: the tests have not ended after {SECONDS} s. Is a loop endless?")
     if done.returncode:
         failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.M)
-        error = re.search(r"^E +(.+)", done.stdout, re.M)
+        last = done.stdout.rpartition("During handling of the above exception")[2]
+        error = re.search(r"^E +(.+)", last, re.M)
+        line = re.findall(r"^> +(.+)", last, re.M)[-1:]
         if not failed or not error:
             sys.exit(f"the tests could not run:\n{done.stdout}")
         meaning = next((tests[test] for test in tests if failed[1].startswith(test)), "")
-        print(f"not yet: {error[1]}\n{meaning}\nall of it: python -m pytest -x '{failed[1]}'")
+        print("not yet:", *line, error[1], meaning, sep="\n")
+        print(f"all of it: python -m pytest -x '{failed[1]}'")
         sys.exit(1)
     if " passed" not in done.stdout:
         sys.exit(f"the tests are skipped here:\n{done.stdout}")
@@ -252,6 +254,7 @@ def show_list():
         state = "begun" if has_begun(number) else ""
         state = "solved" if (OUT / number / "solved").exists() else state
         print(f"{number:>7}  {state:8}{text.get('title') or text['level']}")
+    print("\npython exercises.py start 1 begins; --help has the rest")
 
 
 def main():

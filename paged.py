@@ -141,7 +141,10 @@ class BlockAllocator:
         return blocks
 
     def _evict(self) -> int:
-        """Take the least recently used idle block out of the prefix cache, for another use."""
+        """
+        Take the least recently used idle block out of the prefix cache, for another use, and note
+        it in `evicted`.
+        """
         block, _ = self.idle.popitem(last=False)
         self.block_cache.forget(block)
         self.evicted.append(block)
@@ -735,8 +738,9 @@ class Scheduler:
         """
         Split what is left of the budget among the prompts (chunked prefill): the first
         `max_num_partial_prefills` get even shares, the others what those leave over. Long prompts
-        but the first `max_long_partial_prefills` come last. The prompt admitted first always has a
-        share, so none waits for ever.
+        but the first `max_long_partial_prefills` come last, among the others. Shares are rounded
+        up: 9 tokens for two prompts are 5 and 4. The prompt admitted first always has a share, so
+        none waits for ever.
         """
         limits = self.settings
         threshold = limits.long_prefill_threshold

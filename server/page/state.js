@@ -280,6 +280,7 @@ async function replay(text, name) {
     const lines = readLines(await text)
     const title = lines[0]?.event === "title" ? lines.shift() : {}
     if (lines[0]?.version !== 2) throw new Error("it begins with no snapshot of version 2")
+    leaveTour()
     listening.abort()
     begin(lines, false)
     tape.name = name

@@ -398,7 +398,7 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
     assert prompt(live) == "too much"
 
 
-@pytest.mark.parametrize("name, value", [("top_k", "1.5"), ("max_tokens", "")])
+@pytest.mark.parametrize("name, value", [("top_k", "1.5"), ("max_tokens", ""), ("n", "129")])
 def test_an_invalid_setting_is_said_where_one_looks(live, name, value):
     """Settings were folded, and nothing happened; no number meant the API's 16."""
     set_knob(live, name, "1")
@@ -651,3 +651,6 @@ def test_a_tour_leads_back_to_a_record(open_page):
     page.keyboard.press("Escape")
     assert page("[tape.at, tape.name, player.isLive]") == [place, "a record", False]
     assert page("listening.signal.aborted")
+    page.click("#take-tour")
+    page("replay($('tour-lines').textContent, 'another')")
+    wait_for(page, "tape.name === 'another' && $('tour').hidden")
