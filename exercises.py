@@ -64,7 +64,8 @@ def find(path: Path, name: str) -> Function:
         place = f"{path.name}, line {error.lineno}"
         raise ValueError(f"{place}: {error.msg}: mend that first") from None
     for part in name.split("."):
-        inside = [child for child in ast.walk(node) if getattr(child, "name", None) == part]
+        kinds = ast.FunctionDef | ast.ClassDef
+        inside = [x for x in ast.walk(node) if isinstance(x, kinds) and x.name == part]
         if not inside:
             raise ValueError(f"{path.name} has no {name} any more: write it under this name")
         node = inside[0]
@@ -140,14 +141,7 @@ def judge(repo: Path, tests: dict[str, str], number: str):
     missing = [name for name in ("pytest", "hypothesis") if not find_spec(name)]
     if missing:
         sys.exit(f"the tests need {' and '.join(missing)}: pip install -r requirements-test.txt")
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-oaddopts=",
-        "-xq",
-        "-pno:cacheprovider",
-    ]
+    pytest = [sys.executable, "-m", "pytest", "-oaddopts=", "-xq", "-pno:cacheprovider"]
     run = {"cwd": repo, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
         done = subprocess.run([*pytest, *tests], timeout=SECONDS, **run)

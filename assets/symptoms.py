@@ -32,6 +32,7 @@ from params import SamplingParams, Settings
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path("out/symptoms")  # in ROOT
+TEXT = "def lend(blocks): return blocks.pop()  # the last one freed is the first one lent\n"
 
 
 def random_model(vocab_size: int) -> GPT:
@@ -84,7 +85,7 @@ def call(calls: list, flags=(), files=None):
     from checkpoint import save_checkpoint
     from training.corpus import train_bpe
 
-    tokenizer = train_bpe([(ROOT / "paged.py").read_text()], 400)
+    tokenizer = train_bpe([TEXT], 300)  # no file of the repo: a hunt must not change with its words
     tokenizer.save(FOLDER)
     save_checkpoint(random_model(tokenizer.vocab_size), FOLDER)
     for name, text in (files or {}).items():

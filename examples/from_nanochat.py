@@ -11,6 +11,7 @@ in a file is run. Later models have more than this decoder computes, and are ref
 
 import re
 import sys
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from tokenizers import Tokenizer as Backend
 
 from checkpoint import empty_model, save_checkpoint
 from common import read_json
-from examples.from_nanogpt import PlainUnpickler
+from examples import from_nanogpt
 from families import read_fields
 from tokenizer import ALPHABET, Tokenizer
 
@@ -55,7 +56,7 @@ class Encoding:
     """In place of tiktoken's: it only has what the pickle says, such as `mergeable_ranks`."""
 
 
-class EncodingUnpickler(PlainUnpickler):
+class EncodingUnpickler(from_nanogpt.PlainUnpickler):
     def find_class(self, module: str, name: str):
         if (module, name) == ("tiktoken.core", "Encoding"):
             return Encoding
@@ -148,16 +149,7 @@ def halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     return parts
 
 
-def main(*paths: str):
-    if len(paths) != 2:
-        sys.exit(f"{len(paths)} arguments, wanted 2: nanochat's model_STEP.pt, and a new directory")
-    checkpoint, directory = paths
-    try:
-        convert(Path(checkpoint), Path(directory))
-    except Exception as error:  # of torch.load, many kinds
-        sys.exit(f"{checkpoint} is not converted: {error}")
-    print(f"python serve.py --model {directory}")
-
+main = partial(from_nanogpt.main, convert=convert, checkpoint="nanochat's model_STEP.pt")
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -74,14 +74,15 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def main(*paths: str):
+def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
+    """Convert as the command line says, or exit with one line. For nanochat's, too."""
     if len(paths) != 2:
-        sys.exit(f"{len(paths)} arguments, wanted 2: nanoGPT's ckpt.pt, and a new directory")
-    checkpoint, directory = paths
+        sys.exit(f"{len(paths)} arguments, wanted 2: {checkpoint}, and a new directory")
+    path, directory = paths
     try:
-        convert(Path(checkpoint), Path(directory))
+        convert(Path(path), Path(directory))
     except Exception as error:  # of torch.load, many kinds
-        sys.exit(f"{checkpoint} is not converted: {error}")
+        sys.exit(f"{path} is not converted: {error}")
     print(f"python serve.py --model {directory}")
 
 
