@@ -124,18 +124,19 @@ def read_tokenizer(path: Path) -> Tokenizer:
     for token in sorted(ranks, key=ranks.get):
         if len(token) > 1:
             merges.append(tuple(pieces[half] for half in halves(token, ranks)))
-    backend = Backend(models.BPE({pieces[token]: ranks[token] for token in ranks}, merges))
+    vocabulary = {pieces[token]: rank for token, rank in ranks.items()}
+    backend = Backend(models.BPE(vocabulary, merges))
     split = pre_tokenizers.Split(Regex(encoding.pat_str), "isolated")
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     backend.decoder = decoders.ByteLevel()
     specials = encoding.special_tokens
     backend.add_special_tokens(sorted(specials, key=specials.get))
-    if backend.get_vocab() != {pieces[token]: i for token, i in ranks.items()} | specials:
+    if backend.get_vocab() != vocabulary | specials:
         raise ValueError(f"{path} numbers its tokens in no order that is understood")
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", special_tokens=[(BOS, specials[BOS])]
-    )
+    bos = (BOS, specials[BOS])
+    template = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[bos])
+    backend.post_processor = template
     return Tokenizer(backend, END)
 
 
