@@ -354,7 +354,7 @@ class Engine:
         for stage in self.stages.values():
             stage.failed()
         if not isinstance(error, Exception):
-            self.device.follow_turn()
+            self.device.sync_ring()
             raise error
         return failed
 

@@ -535,10 +535,10 @@ class Constraints(Stage):
         """Sample from the step's logits, with masks, one token after those that each keeps."""
         kept = {r: len(step.tokens[r]) for r in requests}
         self._sample_masked(step, kept)
-        place_of = step.launched.place_of()
+        index_of = step.launched.token_indices()
         sampled = step.launched.tokens.tolist()
         for r, n in kept.items():
-            token = sampled[place_of[r] + n]
+            token = sampled[index_of[r] + n]
             if token == NO_TOKEN or not self.grammars[r].accept(token):
                 step.failed[r] = self.grammars[r].failure
             step.tokens[r].append(token)

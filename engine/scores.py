@@ -60,10 +60,10 @@ class Scores(Stage):
         scored = [r for r in scored if r.params.logprobs is not None]
         tensors = []
         if scored:
-            place_of = step.launched.place_of()
-            places = [place_of[r] for r in scored]
+            index_of = step.launched.token_indices()
+            indices = [index_of[r] for r in scored]
             most = max(r.params.logprobs for r in scored)
-            tensors = self.engine.device.sampled_logprobs(step.launched, places, most)
+            tensors = self.engine.device.sampled_logprobs(step.launched, indices, most)
         return scored, tensors
 
     def settled(self, step: Step):

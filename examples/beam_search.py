@@ -45,8 +45,8 @@ def beam_search(
             if not plan.sampled:  # a long prompt takes several steps
                 engine.scheduler.update(plan, [])
                 continue
-            places = list(launched.place_of().values())
-            scores = rows_of(engine.device.sampled_logprobs(launched, places, candidates))
+            indices = list(launched.token_indices().values())
+            scores = rows_of(engine.device.sampled_logprobs(launched, indices, candidates))
             beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:
