@@ -55,8 +55,8 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
         text = -(-context_length // S)
         useful = settings.max_num_seqs * text
         if device.type == "cpu":
-            # Few texts have full length. Also, memory does not limit the pool of a small model: if it
-            # fitted all texts, it would never overflow, and readers would never see a preemption.
+            # Few texts reach full length. Also, the pool of a small model is not limited by memory.
+            # If it fitted all texts, it would never overflow, and no reader would see a preemption.
             useful = max(text, useful * 3 // 4)
         possible = int(POOL_SHARE[device.type] * free // size)
         num_blocks = max(1, min(useful, possible))
