@@ -80,11 +80,11 @@ class Service:
         waiting = len(self.client.choices)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
-            message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
+            message = f"{count} prompts x n in one call, at most {capacity} are accepted: split it"
             raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
             choices = plural(count, "choice")
-            message = f"{choices} beside {waiting} in work: at most {capacity} are taken"
+            message = f"{choices} beside {waiting} in work: at most {capacity} are accepted"
             raise ApiError(429, f"{message}, try again later", code="queue_full")
 
     async def parse_body(self, http, kind):

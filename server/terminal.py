@@ -51,7 +51,7 @@ def stream_answer(
     Returns the text. Raises ValueError for a request that can never be served, and RuntimeError for
     a step that failed.
     """
-    # at least 1, so that the engine refuses a prompt that is too long, in a message with the numbers
+    # at least 1, so that a prompt that is too long is refused by the engine, with the numbers
     longest = max(1, engine.max_model_len - len(prompt))
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
     seed = secrets.randbits(32) if args.seed is None else args.seed
