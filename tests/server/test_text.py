@@ -382,7 +382,7 @@ def test_the_places_of_a_template(tokenizer, tmp_path, saved, files):
             text = reference.apply_chat_template(say("hello"), tools=tools, tokenize=False)
         except ValueError:
             if chat:
-                with pytest.raises(TokenizerError, match="for tools alone: send some"):
+                with pytest.raises(TokenizerError, match="only for tools: send some"):
                     chat.render(say("hello"), tools=tools)
         else:
             assert chat.render(say("hello"), tools=tools) == text
