@@ -315,7 +315,7 @@ def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "^the chat template refuses"),
         ("{{ messages.append(1) }}", "^the chat template refuses"),
         ("{{ raise_exception('no system message') }}", "^no system message$"),
-        ("{# nothing #}", "makes no text"),
+        ("{# nothing #}", "produces no text"),
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_and_can_say_no(make, template, problem):
