@@ -52,10 +52,10 @@ class ScriptedDevice(SimulatedDevice):
         done = SimpleNamespace(synchronize=lambda: self.fail("collect", packed.plan))
         tokens = HostTokens([0] * (packed.shape.n + packed.shape.C))
         launched = Launched(packed, tokens, [b""] * len(tokens), None, done=done)
-        for request, place in launched.place_of().items():
+        for request, index in launched.token_indices().items():
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             is_broken = self.fails("logits", [request])
-            tokens[place] = NO_TOKEN if is_broken else said[len(request.generated_tokens)]
+            tokens[index] = NO_TOKEN if is_broken else said[len(request.generated_tokens)]
         return launched
 
     def fail(self, where: str, plan):

@@ -174,7 +174,7 @@ class SimulatedDevice:
     def send(self, launched: Launched):
         launched.on_host = launched.tokens
 
-    def follow_turn(self):
+    def sync_ring(self):
         pass
 
     def sample(self, packed: PackedPlan, ends: list, hidden: list, prefixes: dict[int, bytes]):
@@ -190,9 +190,9 @@ class SimulatedDevice:
             texts.append(text)
             tokens.append(token)
         launched = Launched(packed, tokens, texts, hidden)
-        for request, place in launched.place_of().items():
+        for request, index in launched.token_indices().items():
             if request in self.broken_logits:
-                tokens[place] = NO_TOKEN
+                tokens[index] = NO_TOKEN
                 self.last_token[request.row] = 0
                 self.broken_logits.discard(request)
                 self.breaks(request)
@@ -206,14 +206,14 @@ class SimulatedDevice:
 
     def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
         """The next token that is allowed, from the one that is not on: after the last the first."""
-        place_of = launched.place_of()
+        index_of = launched.token_indices()
         for (r, n), mask in zip(requests.items(), masks, strict=True):
             [bits] = mask.tolist()
-            place = place_of[r] + n
-            token = crc32(launched.logits[place], self.key[r.row]) % self.V
+            index = index_of[r] + n
+            token = crc32(launched.logits[index], self.key[r.row]) % self.V
             while not bits >> token & 1:
                 token = (token + 1) % self.V
-            launched.tokens[place] = self.last_token[r.row] = token
+            launched.tokens[index] = self.last_token[r.row] = token
 
     def write_decodes(self, step: StepInputs) -> list[tuple[int, int]]:
         """
@@ -264,8 +264,8 @@ class SimulatedDevice:
                 prefixes[step.rows[i]] = self.read(step.rows[first], step.shared[first])
         return prefixes
 
-    def sampled_logprobs(self, launched: Launched, places: list[int], most: int):
-        return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in places], most)
+    def sampled_logprobs(self, launched: Launched, indices: list[int], most: int):
+        return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in indices], most)
 
     def prompt_logprobs(self, launched: Launched, rows: slice, targets: list[int], most: int):
         texts = [self.read(row, end) for row, end in launched.hidden[rows]]

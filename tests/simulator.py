@@ -642,7 +642,7 @@ class World:
         assert engine.requests.keys() == self.live.keys(), (
             f"{[*engine.requests]} are in work, not {[*self.live]}"
         )
-        scored = {r.id for r in engine.stages["scores"].of_prompts}
+        scored = {r.id for r in engine.stages["scores"].prompt_scores}
         assert scored <= self.live.keys(), f"scores of {scored} are kept"
         self.check_stats(stats)
         if self.window:

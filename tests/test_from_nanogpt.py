@@ -75,7 +75,7 @@ class Evil:
 BROKEN = [
     ({"config": Evil()}, "Weights only load failed"),
     ({"meta": {"itos": Evil()}}, "it names .*open, which could run any code"),
-    ({"meta": {"itos": LETTERS["itos"] | {3: "ab"}}}, "other than single characters"),
+    ({"meta": {"itos": LETTERS["itos"] | {3: "ab"}}}, "single characters in sorted order"),
     ({"meta": {"itos": dict(enumerate(CHARACTERS + "~"))}}, "has 30 tokens, the model 29"),
     ({"meta": None}, "tokenizer.json is missing"),
     ({"model": {}}, "Missing key"),

@@ -232,7 +232,7 @@ def test_after_ctrl_c_tokens_are_read_from_the_row_that_comes_next():
     engine = new_engine(trained_model())
     device = engine.device
     device.ring = torch.arange(4).view(4, 1)
-    device.turn = torch.tensor([6])
+    device.num_sent = torch.tensor([6])
     engine.runner.launch = Mock(side_effect=KeyboardInterrupt)
     engine.add_request("a", prompt(0, 4), GREEDY)
     with pytest.raises(KeyboardInterrupt):

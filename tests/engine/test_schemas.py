@@ -52,19 +52,19 @@ REFUSED = r"""
 {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": false} -> minProperties is 2
 {"properties": {"a": {"type": "integer", "required": true}}} -> required is true, wanted a list of names
 {"$defs": {"a": {"required": "b"}}} -> required is "b"
-{"type": "integer", "divisibleBy": 5} -> divisibleBy is draft 3's
+{"type": "integer", "divisibleBy": 5} -> divisibleBy is of draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
-{"$ref": "#/$defs/a"} -> nothing in it is #/$defs/a: a $ref must be
-{"$ref": "#a"} -> nothing in it is #a
-{"$ref": "#None"} -> nothing in it is #None
-{"$ref": "http://a.example/b"} -> nothing in it is http://a.example/b
+{"$ref": "#/$defs/a"} -> no schema in it is at #/$defs/a: a $ref must be
+{"$ref": "#a"} -> no schema in it is at #a
+{"$ref": "#None"} -> no schema in it is at #None
+{"$ref": "http://a.example/b"} -> no schema in it is at http://a.example/b
 {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a.example/b", "items": {"$ref": "#/$defs/c"}}}} -> an $id around a $ref
 true -> the schema is true, wanted an object: {} for any JSON
 3 -> the schema is 3
 [] -> the schema is []
-{"type": -> the schema is no JSON
+{"type": -> the schema is not JSON
 regex ( -> invalid regex: unclosed group
 regex (?=a)b -> invalid regex: look-around
 {"type": "string", "pattern": "(?=a)b"} -> invalid regex: look-around
@@ -72,8 +72,8 @@ regex (?=a)b -> invalid regex: look-around
 {"type": "array", "uniqueItems": true} -> Unimplemented keys: ["uniqueItems"]
 {"type": "string", "format": "foo"} -> Unknown format: foo
 {"allOf": [{"type": "string", "format": "email"}, {"type": "string", "format": "uri"}]} -> Regex is empty
-{"$ref": "#"} -> no value of # has an end
-{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: say anyOf
+{"$ref": "#"} -> no value of # is finite
+{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: use anyOf
 {"type": "foo"} -> Invalid type: foo
 {"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}} -> ["not"]
 {"allOf": [{"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}}]} -> ["not"]
@@ -82,24 +82,24 @@ grammar start: a b⏎a[lazy]: /x*/⏎b: "y" -> the grammar library fails at it
 grammar start: %json {"x-guidance": {"lenient": true}} -> the grammar has x-guidance, whose options are not a client's
 grammar start: %json {"\u0078\u002Dguidance": {"lenient": true}} -> x-guidance
 grammar start: %json {"\u0078-guidance": {"lenient": true}, "uniqueItems": true} -> x-guidance
-{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]} -> its patternProperties name only properties that are declared, too: leave them out
-{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}} -> its patternProperties name only properties that are declared, too: leave them out
-{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> no value of # has an end: allow null there, or require less
-{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> no value of # has an end
-{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> no value of # has an end
-{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> no value of # has an end
-{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> no value of # has an end
-{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> no value of # has an end
-{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> no value of #, #/$defs/a~1b, #/$defs/d has an end
-{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> no value of #/properties/a has an end
-{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> no value of #/anyOf/1 has an end
-{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> no value of #/items has an end
-{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> no value of #, #a has an end
-{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> no value of #, #/$defs/a%20b has an end
-{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> no value of #, http://a.example/b has an end
+{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]} -> its patternProperties match only properties that are also declared: leave them out
+{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}} -> its patternProperties match only properties that are also declared: leave them out
+{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> no value of # is finite: allow null there, or require less
+{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> no value of # is finite
+{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> no value of # is finite
+{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> no value of # is finite
+{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
+{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
+{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> no value of #, #/$defs/a~1b, #/$defs/d is finite
+{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> no value of #/properties/a is finite
+{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> no value of #/anyOf/1 is finite
+{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> no value of #/items is finite
+{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> no value of #, #a is finite
+{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> no value of #, #/$defs/a%20b is finite
+{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> no value of #, http://a.example/b is finite
 """  # noqa: E501
 # and a text that fits, one that does not
 SERVED = r"""
@@ -158,7 +158,7 @@ def test_what_cannot_be_obeyed_is_refused(library, grammar, reason):
     if kind == "json":
         tools = json.dumps(["", ['{"type": "object"}', text]])
         assert library.refusal("", "tools", tools) == (said, [1])
-        if text.startswith("{") and "no JSON" not in reason and "x-guidance" not in text:
+        if text.startswith("{") and "not JSON" not in reason and "x-guidance" not in text:
             assert reason in library.try_to_compile("grammar", f'start: "a" %json {text}')[1]
 
 

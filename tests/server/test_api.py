@@ -67,7 +67,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
         assert not house.choices
         house.clock.do(release.set)
         refusals = [caller.refusal for caller in callers if caller.said]
-        words = "in work: at most 5 are taken, try again later"
+        words = "in work: at most 5 are accepted, try again later"
         assert refusals == [
             (429, "queue_full", f"2 choices beside 4 {words}"),
             (429, "queue_full", f"1 choice beside 5 {words}"),

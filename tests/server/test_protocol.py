@@ -181,20 +181,20 @@ text {"stop_token_ids": [true]} -> stop_token_ids.0: Input should be a valid int
 text {"max_tokens": 0} -> max_tokens is 0, wanted at least 1; 0 is only for echo
 text {"min_tokens": 17} -> min_tokens is 17, above max_tokens, 16
 text {"stream_options": {}} -> stream_options is for streams: send stream true or leave it out
-text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is no field here: leave it out
-text {"xyzzy": null, "plugh": 0} -> plugh is no field here: leave it out
+text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is not a field here: leave it out
+text {"xyzzy": null, "plugh": 0} -> plugh is not a field here: leave it out
 text {"best_of": 2} -> best_of is not served here: leave it out or send 1
 text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token ids
-text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a name that is no token id, got ''
-text {"logit_bias": {" 1": 1}} -> logit_bias has a name that is no token id, got ' 1'
-text {"logit_bias": {"+1": 1}} -> logit_bias has a name that is no token id, got '+1'
-text {"logit_bias": {"-1": 1}} -> logit_bias has a name that is no token id, got '-1'
-text {"logit_bias": {"1.0": 1}} -> logit_bias has a name that is no token id, got '1.0'
-text {"logit_bias": {"1_0": 1}} -> logit_bias has a name that is no token id, got '1_0'
-text {"logit_bias": {"0x1": 1}} -> logit_bias has a name that is no token id, got '0x1'
-text {"logit_bias": {"\u0663": 1}} -> logit_bias has a name that is no token id, got '\u0663'
-text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a name that is no token id, got '\u00b2'
-text {"logit_bias": {"111111111111": 1}} -> logit_bias has a name that is no token id, got '111111111111'
+text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a name that is not a token id, got ''
+text {"logit_bias": {" 1": 1}} -> logit_bias has a name that is not a token id, got ' 1'
+text {"logit_bias": {"+1": 1}} -> logit_bias has a name that is not a token id, got '+1'
+text {"logit_bias": {"-1": 1}} -> logit_bias has a name that is not a token id, got '-1'
+text {"logit_bias": {"1.0": 1}} -> logit_bias has a name that is not a token id, got '1.0'
+text {"logit_bias": {"1_0": 1}} -> logit_bias has a name that is not a token id, got '1_0'
+text {"logit_bias": {"0x1": 1}} -> logit_bias has a name that is not a token id, got '0x1'
+text {"logit_bias": {"\u0663": 1}} -> logit_bias has a name that is not a token id, got '\u0663'
+text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a name that is not a token id, got '\u00b2'
+text {"logit_bias": {"111111111111": 1}} -> logit_bias has a name that is not a token id, got '111111111111'
 text {"logit_bias": {"1": -100.1}} -> logit_bias.1 must be a number from -100 to 100, got -100.1
 text {"logit_bias": {"1": 100.1}} -> logit_bias.1 must be a number from -100 to 100, got 100.1
 text {"logit_bias": {"1": NaN}} -> logit_bias.1 must be a number from -100 to 100, got nan
@@ -203,7 +203,7 @@ text {"logit_bias": {"1": null}} -> logit_bias.1 must be a number from -100 to 1
 text {"logit_bias": {"1": [1]}} -> logit_bias.1 must be a number from -100 to 100, got [1]
 text {"logit_bias": {"1": true}} -> logit_bias.1 must be a number from -100 to 100, got True
 text {"cache_salt": ""} -> cache_salt: String should have at least 1 character, got ''
-chat {"prompt": "x"} -> prompt is no field here: leave it out
+chat {"prompt": "x"} -> prompt is not a field here: leave it out
 chat {"messages": []} -> messages: List should have at least 1 item after validation, not 0, got []
 chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: Input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
@@ -212,14 +212,14 @@ chat {"messages": [{"role": "tool", "tool_call_id": "a", "output": "x"}]} -> mes
 chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
 chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
-chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
+chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are only for the role assistant: leave them out
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{} {}"}}]}]} -> messages.0.tool_calls.0.function.arguments trailing characters at ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]} -> messages.0.tool_calls.0.function.arguments: Field required, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
-chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of the type text, with a text, are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
-chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of the type text, with a text, are served, got {'text': 1, 'type': 'text'}
+chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of type text are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
+chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of type text are served, got {'text': 1, 'type': 'text'}
 chat {"messages": [{"content": [3]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 1} -> top_logprobs needs logprobs: send logprobs true or leave it out
@@ -227,7 +227,7 @@ text {"tools": [{}]} -> tools is not served here: leave it out or send []
 chat {"tools": [{}]} -> tools.0.type: Field required, ...
 chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: String should match pattern '^[a-zA-Z0-9_-]{1,64}$', got ''
 chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions of the same name
-chat {"tool_choice": "auto"} -> tool_choice needs tools, and names one of them if any
+chat {"tool_choice": "auto"} -> tool_choice needs tools, and may only name one of these
 chat {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice needs tools, ...
 chat {"tool_choice": "f", "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice must be "none", "auto", "required", or {"type": "function", "function": {"name": ..}}
 chat {"tool_choice": {"type": "allowed_tools"}} -> tool_choice must be ...
@@ -236,24 +236,24 @@ text {"response_format": "json"} -> response_format must be of the type text, js
 text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
 text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
 text {"response_format": {"type": "json_object", "schema": "{}"}} -> response_format must be ...
-text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
-chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is no field here: leave it out
-text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is no field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is no field here: did you mean schema?
-text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is no field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is no field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is no field here: leave it out
-chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is no field here: did you mean parameters?
-chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is no field here: leave it out
-chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is no field here: leave it out
-chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is no field here: leave it out
-text {"temprature": 1} -> temprature is no field here: did you mean temperature?
-text {"maxTokens": 1} -> maxTokens is no field here: did you mean max_tokens?
-chat {"guided_regex": "a"} -> guided_regex is no field here: did you mean structured_outputs.regex?
-tokenize {"json_schema": {}} -> json_schema is no field here: leave it out
+text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
+chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is not a field here: leave it out
+text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is not a field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is not a field here: did you mean schema?
+text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is not a field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is not a field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is not a field here: leave it out
+chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is not a field here: did you mean parameters?
+chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is not a field here: leave it out
+chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is not a field here: leave it out
+chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is not a field here: leave it out
+text {"temprature": 1} -> temprature is not a field here: did you mean temperature?
+text {"maxTokens": 1} -> maxTokens is not a field here: did you mean max_tokens?
+chat {"guided_regex": "a"} -> guided_regex is not a field here: did you mean structured_outputs.regex?
+tokenize {"json_schema": {}} -> json_schema is not a field here: leave it out
 text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
-text {"structured_outputs": {}} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
+text {"structured_outputs": {}} -> structured_outputs must have one of json (an object, or JSON in a string), regex, choice (a list of strings), grammar; structural_tag and others are not served
 text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": {}, "regex": "a"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": [1]}} -> structured_outputs must have ...
@@ -262,11 +262,11 @@ text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": ["a", {}]}} -> structured_outputs must have ...
 chat {"chat_template_kwargs": []} -> chat_template_kwargs: Input should be a valid dictionary, got []
 chat {"chat_template_kwargs": {"chat_template": "x"}} -> chat_template_kwargs has a name which is not a caller's to set: leave it out, got 'chat_template'
-chat {"chat_template": "x"} -> chat_template is no field here: leave it out
+chat {"chat_template": "x"} -> chat_template is not a field here: leave it out
 text {"n": 129} -> n: Input should be less than or equal to 128, got 129
 text {"logprobs": -1} -> logprobs: Input should be greater than or equal to 0, got -1
 text {"logprobs": 21} -> logprobs: Input should be less than or equal to 20, got 21
-text {"logprob_token_ids": [1]} -> logprob_token_ids is no field here: leave it out
+text {"logprob_token_ids": [1]} -> logprob_token_ids is not a field here: leave it out
 chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has a name which ...
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has a name ...
 tokenize {"prompt": null} -> prompt or messages must be sent, and not both
@@ -361,7 +361,7 @@ def test_the_first_problem_is_the_only_one():
     started = time.process_time()
     for fields in (many, {"stream_options": many}, {"stop": [1] * 10**6}, {"stop": {long: 1}}):
         assert refusal(**fields)
-    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is no field here")
+    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is not a field here")
     assert refusal(ChatRequest, messages=[{"role": "user", "content": [{"type": long}]}])
     assert time.process_time() - started < 1
 

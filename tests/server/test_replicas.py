@@ -158,7 +158,7 @@ def test_each_server_has_its_share(monkeypatch):
     assert shares_of_the_machine(2, None) == [f"{gpu}0", f"{gpu}1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     assert shares_of_the_machine(2, None) == [f"{gpu}3", f"{gpu}GPU-7"]
-    with pytest.raises(SystemExit, match="3: each wants a GPU of its own, and there are 2"):
+    with pytest.raises(SystemExit, match="3: each needs a GPU of its own, and there are 2"):
         shares_of_the_machine(3, None)
 
 

@@ -315,7 +315,7 @@ def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "^the chat template refuses"),
         ("{{ messages.append(1) }}", "^the chat template refuses"),
         ("{{ raise_exception('no system message') }}", "^no system message$"),
-        ("{# nothing #}", "makes no text"),
+        ("{# nothing #}", "produces no text"),
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_and_can_say_no(make, template, problem):
@@ -382,7 +382,7 @@ def test_the_places_of_a_template(tokenizer, tmp_path, saved, files):
             text = reference.apply_chat_template(say("hello"), tools=tools, tokenize=False)
         except ValueError:
             if chat:
-                with pytest.raises(TokenizerError, match="for tools alone: send some"):
+                with pytest.raises(TokenizerError, match="only for tools: send some"):
                     chat.render(say("hello"), tools=tools)
         else:
             assert chat.render(say("hello"), tools=tools) == text
