@@ -474,11 +474,11 @@ def schema_of(fields: dict) -> str:
     return json.dumps(schema | {"additionalProperties": False})
 
 
-def token_times(engine: Engine, asked: list[tuple]) -> list[list[float]]:
+def token_times(engine: Engine, requests: list[tuple]) -> list[list[float]]:
     """When the tokens of each request, a prompt and its SamplingParams, came, in ms."""
-    for i, (prompt, params) in enumerate(asked):
+    for i, (prompt, params) in enumerate(requests):
         engine.add_request(i, prompt, params)
-    times = [[] for _ in asked]
+    times = [[] for _ in requests]
     started = perf_counter()
     while engine.has_work:
         outputs = engine.step()
@@ -521,14 +521,14 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 
     def serve(seed: int, lengths: list[int], num_free: int) -> list[list[float]]:
         """The first `num_free` requests are free."""
-        asked = []
+        requests = []
         for i, length in enumerate(lengths):
             params = SamplingParams(0.7, max_tokens=length, seed=seed + i, ignore_eos=True)
             if i >= num_free:
                 grammar = grammars.compile("json", schemas[i % 5])
                 params = replace(params, grammar=grammar, ignore_eos=False)
-            asked.append((prompts[i % 5], params))
-        return token_times(engine, asked)
+            requests.append((prompts[i % 5], params))
+        return token_times(engine, requests)
 
     rows = defaultdict(list)
     longest = [min(200, engine.max_model_len // 2)] * 128
@@ -536,19 +536,19 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     for seed in range(1000, 1000 * (repeats + 1), 1000):
         stage.num_checked = 0
         stage.num_refused = 0
-        held = serve(seed, longest, 0)
+        constrained = serve(seed, longest, 0)
         refused = stage.num_refused / stage.num_checked
         rows["refused"].append(refused)
-        lengths = list(map(len, held))
+        lengths = list(map(len, constrained))
         free = serve(seed, lengths, 128)
         mixed = serve(seed, lengths, 1)
-        for name, times in ("held", held), ("free", free):
+        for name, times in ("constrained", constrained), ("free", free):
             seconds = max(chain(*times)) / 1e3
             rate = sum(lengths) / seconds
             rows[f"{name}, tok/s"].append(rate)
             rows[f"{name}, p99 gap"].append(p99_gap(times))
         rows["free among free, ms"].append(free[0][-1])
-        rows["free among held, ms"].append(mixed[0][-1])
+        rows["free among constrained, ms"].append(mixed[0][-1])
     return {name: round(median(values), 3) for name, values in rows.items()}
 
 
@@ -808,11 +808,11 @@ def server(model: str) -> Iterator[list[str]]:
 def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
     """Send all requests at once or, with a rate, at the times of a Poisson process."""
     rng = Random(0)
-    at = 0.0
+    delay = 0.0
     requests = []
     for prompt, answer in work:
-        at += rng.expovariate(rate) if rate else 0
-        requests.append(load.completion(prompt, answer, at))
+        delay += rng.expovariate(rate) if rate else 0
+        requests.append(load.completion(prompt, answer, delay))
     processes = max(1, 3 * os.cpu_count() // 4)
     rows = load.run_clients(*address, requests, processes)
     return load.summary(rows)

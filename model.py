@@ -80,7 +80,7 @@ class Ops(NamedTuple):
     # To serve:
     # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
     prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`,
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.pack_weights`,
     # `fused.send`
     decode_inputs: Callable | None = None
     sample: Callable | None = None

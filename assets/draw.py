@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import torch
 
 from assets.commands import main
-from assets.records import RecordError, Tallies, open_record, replay
+from assets.records import PoolState, RecordError, open_record, replay
 from assets.workloads import (
     DEVICE,
     Work,
@@ -169,14 +169,14 @@ def draw_memory() -> dict:
     return pools | save(figure, "memory.png")
 
 
-def fill_pool(S: int, room: int) -> dict:
+def fill_pool(S: int, capacity: int) -> dict:
     """
-    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and
+    Serve the offline workload from a pool of `capacity` tokens in blocks of S, by the scheduler and
     without a model. Returns means over the steps in which a request waits.
     """
     budget = 2**20  # tokens a step: any prompt is computed in one
     settings = SchedulerSettings(prefix_cache=False)
-    scheduler = Scheduler("fcfs", budget, room, S, settings=settings)
+    scheduler = Scheduler("fcfs", budget, capacity, S, settings=settings)
     for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
     allocator = scheduler.block_allocator
@@ -190,8 +190,8 @@ def fill_pool(S: int, room: int) -> dict:
         scheduler.update(plan, [0] * len(plan.sampled))
     at_once, taken, filled = map(mean, zip(*crowded, strict=True))
     row = {"at once": round(at_once, 1)}
-    for name, tokens in zip(SHARES, (filled, taken - filled, room - taken), strict=True):
-        row[name] = round(100 * tokens / room, 1)
+    for name, tokens in zip(SHARES, (filled, taken - filled, capacity - taken), strict=True):
+        row[name] = round(100 * tokens / capacity, 1)
     return row
 
 
@@ -272,9 +272,9 @@ def draw_tables() -> dict:
             shapes.append(box(x, y, 130, name, block))
             label = y - 8 if direction > 0 else y + 62
             shapes.append(words(x, label, f"tokens {S * logical} to {last}"))
-            to = 140 + 56 * block
+            middle = 140 + 56 * block
             start, end = (y + 44, 148) if direction > 0 else (y, 196)
-            shapes.append(f'<path d="M{x + 65} {start}L{to} {end}"/>')
+            shapes.append(f'<path d="M{x + 65} {start}L{middle} {end}"/>')
             owners = [other for other in TABLES if block in TABLES[other]]
             height = 44 / len(owners)
             top = 150 + height * owners.index(name)
@@ -355,12 +355,12 @@ def recorded(settings: Settings, table: str) -> list[str]:
     beginning = random_tokens(rng, 40, 64)
     requests = [[int(number) for number in row.split()] for row in table.splitlines()]
     last, *_ = requests[-1]
-    for turn in count():
+    for step in count():
         for id, (arrival, common, own, answer, n) in enumerate(requests):
-            if arrival == turn:
+            if arrival == step:
                 prompt = beginning[:common] + random_tokens(rng, own, 64)
                 engine.add_request(id, prompt, fixed_length(answer, 0.8, seed=id), n=n)
-        if turn > last and not engine.has_work:
+        if step > last and not engine.has_work:
             return lines
         engine.step()
 
@@ -423,7 +423,7 @@ def draw_replay(file: str) -> dict:
     columns = []  # [step][block and part]
     begins = {}  # a request's number: its first step, and its last block then
     every = 1  # one step of this many is drawn
-    for tallies, line in replay(record):
+    for state, line in replay(record):
         if line["event"] != "step":
             continue
         for name, field in COUNTED.items():
@@ -432,11 +432,11 @@ def draw_replay(file: str) -> dict:
         counts["tokens out"] += line.get("sampled", 0)
         counts["hit tokens"] += sum(hits for _, hits, _ in line.get("admitted", ()))
         counts["steps"] += "step" in line
-        for r, table in tallies.tables.items():
+        for r, table in state.tables.items():
             if table:
                 begins.setdefault(r, (counts["steps"], table[-1]))
         if counts["steps"] == every * (len(columns) + 1):
-            columns.append([to_rgb(colour) for colour in column_of(tallies)])
+            columns.append([to_rgb(colour) for colour in column_of(state)])
         if len(columns) > MAX_COLUMNS:
             columns = columns[1::2]
             every *= 2
@@ -444,7 +444,7 @@ def draw_replay(file: str) -> dict:
         raise RecordError("no step to draw in this record: its engine has computed none")
     figure, axes = new_figure()
     image = list(zip(*columns, strict=True))  # [block and part][step]
-    size = (0, counts["steps"], 0, tallies.num_blocks)
+    size = (0, counts["steps"], 0, state.num_blocks)
     axes.imshow(image, extent=size, aspect="auto", interpolation="nearest", origin="lower")
     if len(begins) <= MOST_NUMBERED:
         for r, (step, block) in begins.items():
@@ -453,20 +453,20 @@ def draw_replay(file: str) -> dict:
     return counts | save(figure, "replay.png")
 
 
-def column_of(tallies: Tallies) -> list[str]:
+def column_of(state: PoolState) -> list[str]:
     """
     The colours of each block's parts: of those that hold it, or whether it is idle or free. Of a
     large pool some blocks, evenly spaced.
     """
-    blocks = range(0, tallies.num_blocks, math.ceil(tallies.num_blocks / MAX_ROWS))
+    blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
     owners = {block: [] for block in blocks}
-    for r, table in sorted(tallies.tables.items()):
+    for r, table in sorted(state.tables.items()):
         for block in owners.keys() & table:
             owners[block].append(COLOURS[r % len(COLOURS)])
     parts = max(1, PARTS // len(owners))  # of a block
     column = []
     for block, colours in owners.items():
-        colours = colours or ["lightgrey" if block in tallies.idle else "white"]
+        colours = colours or ["lightgrey" if block in state.idle else "white"]
         column += [colours[part * len(colours) // parts] for part in range(parts)]
     return column
 

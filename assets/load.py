@@ -27,11 +27,11 @@ READ_SIZE = 2**16  # bytes read at a time
 START_SECONDS = 0.3  # until every client process has its share
 
 
-def completion(prompt: list[int], tokens: int, at: float = 0.0) -> dict:
-    """A streamed request for an answer of that length, to be sent `at` seconds after the start."""
+def completion(prompt: list[int], tokens: int, delay: float = 0.0) -> dict:
+    """Return a streamed request for that many tokens, to be sent `delay` seconds after the start."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return {"body": body, "at": at}
+    return {"body": body, "delay": delay}
 
 
 class Stream:
@@ -40,7 +40,7 @@ class Stream:
     def __init__(self, address: tuple[str, int], request: dict, start: float):
         self.address = address
         self.request = request
-        self.due = start + request["at"]
+        self.due = start + request["delay"]
         self.arrivals: list[float] = []  # of text, on the clock
         self.tail = b""  # the end of what has arrived
 
@@ -77,7 +77,7 @@ class Stream:
             raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
         times = [moment - self.due for moment in self.arrivals]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        end = self.request["at"] + times[-1]
+        end = self.request["delay"] + times[-1]
         return {"first": times[0], "gaps": gaps, "end": end, "tokens": tokens}
 
 

@@ -2,8 +2,8 @@
 Reads a record in Python: each line, and the state that the lines so far describe.
 
     with open_record("FILE.jsonl") as file:     # a file of `serve.py --record`, or one of assets/
-        for tallies, line in replay(file):      # raises RecordError for a bad one
-            print(line["event"], tallies and tallies.tables)
+        for state, line in replay(file):      # raises RecordError for a bad one
+            print(line["event"], state and state.tables)
 
 engine/events.py writes them. Used by assets/draw.py and the tests; the page has its own reader, in
 state.js. A file may come from anybody: nothing grows faster than what was read of it. Imports no
@@ -25,7 +25,7 @@ class RecordError(ValueError):
     """The mistake, and the line of the file that has it."""
 
 
-class Tallies:
+class PoolState:
     """
     The state after a snapshot and the lines that followed it: which blocks each request holds, and
     which blocks are committed, in the order in which they became idle.
@@ -59,33 +59,33 @@ class Tallies:
         self.idle |= dict.fromkeys(idle)
 
 
-def replay(file: BinaryIO) -> Iterator[tuple[Tallies | None, dict]]:
+def replay(file: BinaryIO) -> Iterator[tuple[PoolState | None, dict]]:
     """
-    Each line, and the tallies after it: one object that changes, until a snapshot brings another;
+    Each line, and the state after it: one object that changes, until a snapshot brings another;
     None before the first. A last line that was cut off, when the server was killed, is left out.
     Raises RecordError.
     """
-    tallies = None
+    state = None
     for number in count(1):
         data = file.readline(MAX_LINE)
         try:
             line = dict(json.loads(data))
             if line["event"] == "snapshot":
-                tallies = Tallies(line)
+                state = PoolState(line)
             elif line["event"] == "step":
-                tallies.apply(line)
+                state.apply(line)
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             if number > 1 and len(data) < MAX_LINE and not data.endswith(b"\n"):
                 return  # or there is none
             raise RecordError(f"no record: line {number} is {data[:60]!r}: {error}") from None
-        yield tallies, line
+        yield state, line
 
 
 def open_record(path: str | Path) -> BinaryIO:
     """Open a file that begins as a record does. Raises RecordError."""
     try:
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
-        if not any(tallies for tallies, _ in islice(replay(file), 2)):
+        if not any(state for state, _ in islice(replay(file), 2)):
             raise RecordError("no record: it does not begin with a snapshot")
         file.seek(0)
         return file

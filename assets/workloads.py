@@ -114,10 +114,10 @@ def let_decode(engine: Engine, n: int, context: int, choices=1):
         engine.abort(id)
     while engine.has_work:
         engine.step()
-    room = engine.config.context_length - context
-    work = even_workload(n // choices, context, room, engine.config.vocab_size)
+    length = engine.config.context_length - context
+    work = even_workload(n // choices, context, length, engine.config.vocab_size)
     for i, (prompt, _) in enumerate(work):
-        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i), n=choices)
+        engine.add_request(i, prompt, fixed_length(length, 0.6, seed=i), n=choices)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
 

@@ -220,7 +220,7 @@ class Device:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
         if packed.inputs != self.last_inputs:  # else the same requests decode on in their blocks
-            upload(packed.inputs, self.device, to=self.static_inputs)
+            upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs
         graph.replay()
         return Launched(packed, *outputs, on_host=next(self.sent))
@@ -338,7 +338,7 @@ class Device:
         started = time.perf_counter()
         largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
-            packed = upload(self.padding(shape), self.device, to=self.static_inputs)
+            packed = upload(self.padding(shape), self.device, out=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)

@@ -26,9 +26,10 @@ TORCH = gather.TORCH._replace(
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     logprobs=sampling.logprobs,
-    pack_weights=packed.converted,
+    pack_weights=packed.pack_weights,
 )
-BF16 = TORCH._replace(name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear))
+pack_bf16 = partial(packed.pack_weights, layer=packed.Bf16Linear)
+BF16 = TORCH._replace(name="bf16", pack_weights=pack_bf16)
 
 
 @cache
@@ -132,8 +133,8 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         names = ["auto", *tables]
         if compiler:
             names.append("cpu")
-        there = ", ".join(names)
-        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
+        available = ", ".join(names)
+        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {available}")
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")

@@ -220,13 +220,13 @@ static void activate(int64_t activation, float *y)
 static void embed(const Op *op, int64_t r)
 {
     int64_t K = op->K, token = op->tokens[r], panel = op->panel;
-    int64_t at = token / panel * panel * K + token % panel;
+    int64_t first = token / panel * panel * K + token % panel;
     float *y = op->y + r * K, factor = op->factor;
     for (int64_t k = 0; k < K; k++) {
         if (op->scale)
-            y[k] = op->weight8[at + k] * op->scale[token] * op->columns[k];
+            y[k] = op->weight8[first + k] * op->scale[token] * op->columns[k];
         else
-            y[k] = op->weight[at + k * panel];
+            y[k] = op->weight[first + k * panel];
         y[k] *= factor;
         if (op->bias)
             y[k] += op->bias[op->positions[r] * K + k];
@@ -473,10 +473,10 @@ INLINE void multiply(
             sum[r][v] = (Vector){0};
     for (int64_t k = 0; k < K; k++)
         for (int v = 0; v < count; v++) {
-            const float *at = w + k * W + v * LANES;
-            __builtin_prefetch(at + ahead, 0, 2); // to the second cache
+            const float *vector = w + k * W + v * LANES;
+            __builtin_prefetch(vector + ahead, 0, 2); // to the second cache
             for (int r = 0; r < rows; r++)
-                sum[r][v] = multiply_add(*(const Vector *)at, x[r * X + k], sum[r][v]);
+                sum[r][v] = multiply_add(*(const Vector *)vector, x[r * X + k], sum[r][v]);
         }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < count; v++)
@@ -505,10 +505,11 @@ enum { TILE = 16 }; // keys at once, of one block
 // Softmax is online (Milakov and Gimelshein 2018): of a query at `position`, the scores of n keys
 // from position `at` on become weights. Returns what earlier sums shrink by.
 INLINE float online_softmax(
-    const Op *op, int64_t position, int64_t at, int64_t n, float *score, float *top, float *total)
+    const Op *op, int64_t position, int64_t start, int64_t n, float *score, float *top,
+    float *total)
 {
-    int64_t first = op->window ? position + 1 - op->window - at : 0;
-    int64_t end = least(n, position + 1 - at);
+    int64_t first = op->window ? position + 1 - op->window - start : 0;
+    int64_t end = least(n, position + 1 - start);
     float before = *top;
     for (int j = 0; j < TILE; j++) {
         if (op->cap)
@@ -547,20 +548,21 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
         for (int64_t d = 0; d < D; d++)
             q[c * D + d] = x[d] * op->factor;
     }
-    int64_t at = op->window ? op->positions[i / G] + 1 - op->window : 0;
-    at = at < 0 ? 0 : at - at % S % TILE;
-    for (; at <= last; at += n) {
-        n = least(least(S - at % S, TILE), last + 1 - at); // up to the block's end
-        int64_t block = table[at / S], ahead = table[least(at + n, last) / S] - block;
-        const float *k = op->kv + (block * Hk + head) * S * D + at % S;
-        const float *v = k + op->k_to_v + at % S * (D - 1); // a row of [S, D], k a column of [D, S]
+    int64_t start = op->window ? op->positions[i / G] + 1 - op->window : 0;
+    start = start < 0 ? 0 : start - start % S % TILE;
+    for (; start <= last; start += n) {
+        n = least(least(S - start % S, TILE), last + 1 - start); // up to the block's end
+        int64_t block = table[start / S], ahead = table[least(start + n, last) / S] - block;
+        const float *k = op->kv + (block * Hk + head) * S * D + start % S;
+        // k is a column of [D, S], v a row of [S, D]
+        const float *v = k + op->k_to_v + start % S * (D - 1);
         float score[ROWS * TILE] = {0}; // of these, and of y, nobody takes what is beyond n and D
         ahead *= Hk * S * D;
         multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
         for (int c = 0; c < count; c++) {
             int64_t position = op->positions[(i + c) / G];
             float shrink = online_softmax(
-                op, position, at, n, score + c * TILE, top + c, total + c);
+                op, position, start, n, score + c * TILE, top + c, total + c);
             for (int64_t d = 0; d < wide; d++)
                 y[c * wide + d] *= shrink;
         }

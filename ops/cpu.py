@@ -33,7 +33,7 @@ from torch import Tensor
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
 from ops.inputs import KnownRows, flat_inputs
-from ops.packed import PANEL, PanelLinear, converted, largest_activation
+from ops.packed import PANEL, PanelLinear, largest_activation, pack_weights
 from ops.sampling import logprobs, sample_torch
 from paged import Plan
 
@@ -197,12 +197,12 @@ class CpuKernels:
             prepare=self.prepare,
             sample=partial(sample_torch, choose=self.choose, exp=exp),
             logprobs=partial(logprobs, log_softmax=log_softmax),
-            pack_weights=partial(converted, layer=PanelLinear),
+            pack_weights=partial(pack_weights, layer=PanelLinear),
             program=self.program,
             is_deterministic=True,
         )
 
-    def room(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
+    def result(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """
         For a result [R, width]. In a listed step all results of one role and width share theirs:
         none is read again once the next is written.
@@ -234,7 +234,7 @@ class CpuKernels:
         if wpe is not None:
             op.positions = positions
             op.bias = wpe.weight
-        return self.compute(op, self.room("x", len(tokens), op.K))
+        return self.compute(op, self.result("x", len(tokens), op.K))
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> Tensor:
         """[T, D]: D / 2 cosines, then as many sines."""
@@ -250,7 +250,7 @@ class CpuKernels:
         y = x
         if not isinstance(norm, nn.Identity):
             op.set_norm(norm)
-            y = self.room("norm", *x.shape)
+            y = self.result("norm", *x.shape)
         return x, self.compute(op, y)
 
     def norm(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -284,7 +284,7 @@ class CpuKernels:
         op.window = attn.window
         op.factor = attn.scale
         op.cap = attn.softcap
-        y = self.compute(op, self.room("attend", len(qkv), attn.H * attn.D))
+        y = self.compute(op, self.result("attend", len(qkv), attn.H * attn.D))
         return y.unflatten(1, (attn.H, attn.D))
 
     def linear(
@@ -301,17 +301,17 @@ class CpuKernels:
         if op.scale:
             op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
-        y = self.room(role, len(x), op.N)
+        y = self.result(role, len(x), op.N)
         return self.compute(op, y)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
         """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
         op = Op("quantize", x)
         op.columns = columns
-        step = self.room("step", len(x), 1)
+        step = self.result("step", len(x), 1)
         op.x_scale = step
         op.factor = largest_activation(op.K)
-        y = self.room("integers", *x.shape, torch.int16)
+        y = self.result("integers", *x.shape, torch.int16)
         return self.compute(op, y), step
 
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def weights_of(
+def norm_weights(
     q_weight, k_weight, h, i, H: tl.constexpr, Hk: tl.constexpr, HALF: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
@@ -161,11 +161,11 @@ def norm_rope_store_kernel(
     cos = tl.cos(angle)[None, :]
     sin = tl.sin(angle)[None, :]
     wait(PDL, True)
-    at = parts + (r * ALL + h)[:, None] * D + i[None, :]
+    start = parts + (r * ALL + h)[:, None] * D + i[None, :]
     first = tl.zeros([HEADS, WIDTH], tl.float32)
     second = tl.zeros([HEADS, WIDTH], tl.float32)
     for part in tl.static_range(P):
-        of_part = at + part * R * ALL * D
+        of_part = start + part * R * ALL * D
         first += tl.load(of_part, mask=real, other=0.0).to(tl.float32)
         second += tl.load(of_part + HALF, mask=real, other=0.0).to(tl.float32)
     let_attention_start(PDL, True)
@@ -181,8 +181,8 @@ def norm_rope_store_kernel(
             square = tl.where(h < H, of_q, of_k)
         scale = tl.rsqrt(square + eps)[:, None]
         APART: tl.constexpr = D if WIDE else 0
-        of_x = scale * weights_of(q_weight, k_weight, h, i, H, Hk, HALF, APART)
-        of_y = scale * weights_of(q_weight + HALF, k_weight + HALF, h, i, H, Hk, HALF, APART)
+        of_x = scale * norm_weights(q_weight, k_weight, h, i, H, Hk, HALF, APART)
+        of_y = scale * norm_weights(q_weight + HALF, k_weight + HALF, h, i, H, Hk, HALF, APART)
         if not LATE:
             x *= of_x
             y *= of_y
@@ -255,24 +255,24 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 
 @jit
 def send_kernel(
-    tokens, ring, turn, R,
+    tokens, ring, num_sent, R,
     ROUNDS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (1,), one warp: see `send`."""
     pdl_wait(PDL)
     r = tl.arange(0, WIDTH)
-    t = tl.load(turn)
+    t = tl.load(num_sent)
     tl.store(ring + t % ROUNDS * MOST + r, tl.load(tokens + r, mask=r < R), mask=r < R)
-    tl.store(turn, t + 1)
+    tl.store(num_sent, t + 1)
 
 
-def send(tokens: Tensor, ring: Tensor, turn: Tensor):
+def send(tokens: Tensor, ring: Tensor, num_sent: Tensor):
     """
-    Copy tokens [R] int64 to a row of `ring` [rounds, R or more] int64 in pinned memory of the host:
-    each time to the next, turn [1] int64 counts. As the end of a CUDA graph this takes less time
-    than torch's copy between it and the next one.
+    Copy tokens [R] int64 to the next row of `ring` [rounds, R or more] int64, which is in pinned
+    memory of the host. num_sent [1] int64 counts the calls, so it chooses the row. As the last
+    kernel of a CUDA graph this takes less time than a copy by torch between two graphs.
     """
     rounds, most = ring.shape
     shape = {"ROUNDS": rounds, "MOST": most, "WIDTH": triton.next_power_of_2(most)}
-    operands = (tokens, ring, turn, len(tokens))
+    operands = (tokens, ring, num_sent, len(tokens))
     send_kernel[(1,)](*operands, **shape, num_warps=1, **pdl_options(tokens))

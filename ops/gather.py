@@ -89,10 +89,10 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
         requests = [decodes[i] for i in group]
         longest = max(seen[i] for i in group)
         # a decode has one token, so its place on the token axis is its number
-        places = slice(0, len(requests))
+        indices = slice(0, len(requests))
         if len(requests) < num_decodes:
-            places = torch.tensor(requests, device=batch.tokens.device)
-        calls.append(gather(batch, places, places, longest, H, kv, window))
+            indices = torch.tensor(requests, device=batch.tokens.device)
+        calls.append(gather(batch, indices, indices, longest, H, kv, window))
     start = num_decodes
     for i in range(num_decodes, len(lens)):
         end = start + batch.query_lens_host[i]

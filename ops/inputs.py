@@ -146,17 +146,17 @@ def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[in
     return inputs, last
 
 
-def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tensor:
+def upload(values, device, dtype=torch.int64, out: Tensor | None = None) -> Tensor:
     """
     Copy numbers of the host (a list, a tensor, or an array of that dtype) to a device: into a new
-    tensor, or to the beginning of `to`. From pinned memory, so the host does not wait for the copy.
+    tensor, or to the beginning of `out`. The copy is from pinned memory, so the host does not wait.
     """
     host = torch.asarray(values, dtype=dtype)
     if torch.device(device).type == "cuda":
         host = host.pin_memory()
-    if to is None:
+    if out is None:
         return host.to(device, non_blocking=True)
-    return to[: len(host)].copy_(host, non_blocking=True)
+    return out[: len(host)].copy_(host, non_blocking=True)
 
 
 class ModelInputs(NamedTuple):

@@ -188,11 +188,11 @@ def epilogue(
         wide = N - 2 * Hk * D  # columns of q
         i, slot = n[None, :] - wide, slots[:, None]
         of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
-        to = kv + i // (Hk * D) * k_to_v + of_k
-        tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
+        target = kv + i // (Hk * D) * k_to_v + of_k
+        tl.store(target, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
         real &= i < 0
-    at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+    index = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
+    tl.store(out + index, acc.to(out.dtype.element_ty), mask=real)
 
 
 @jit
@@ -541,8 +541,8 @@ def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles
     blocks = triton.cdiv(shape["K"], tiles.apart * tiles.together * PART_BLOCK)  # of a part
     weight_tiles = 2 * tiles.cols if shape["GATED"] else tiles.cols
     stage_bytes = (tiles.rows + weight_tiles) * tiles.block * x.element_size()
-    room = min(TILES_MEMORY, shared_memory(x.device))
-    stages = max(1, min(tiles.stages, room // stage_bytes))
+    available = min(TILES_MEMORY, shared_memory(x.device))
+    stages = max(1, min(tiles.stages, available // stage_bytes))
     matrix_kernel[(column_tiles, row_tiles, tiles.apart)](
         x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
         ROWS=tiles.rows, LENGTH=blocks * PART_BLOCK, PARTS=tiles.together, SWAPPED=tiles.swapped,

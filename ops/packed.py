@@ -2,9 +2,9 @@
 Linear layers that a CPU computes with: fp32 in panels for cpu.c, 8-bit integers for cpu.c or torch,
 and bf16, packed by oneDNN for torch.
 
-    model = converted(model, "int8")       # a copy with weights of 8-bit integers
-    model = converted(model, layer=Bf16Linear)  # a copy with matrices in bf16, all else in fp32
-    model = converted(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
+    model = pack_weights(model, "int8")       # a copy with weights of 8-bit integers
+    model = pack_weights(model, layer=Bf16Linear)  # a copy with matrices in bf16, all else in fp32
+    model = pack_weights(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
 
 Of a model without weights (meta device) the copy has none either: `fill` gets them, one by one, as
 they are loaded (checkpoint.py).
@@ -30,7 +30,7 @@ ARENA = 2**26  # bytes that are asked for at once
 
 class Packed(nn.Module):
     """
-    A linear layer that keeps its weights in a layout of its own: `make_room` allocates them by the
+    A linear layer that keeps its weights in a layout of its own: `allocate` allocates them by the
     shape of the weights [out, in], and `fill(weight)` copies these into it. `parts`: 2 for a gated
     layer, whose halves have N outputs each.
     """
@@ -40,7 +40,7 @@ class Packed(nn.Module):
         self.parts = parts
         self.N = len(weight) // parts
         self.bias = None if bias is None else nn.Parameter(bias.detach(), False)
-        self.make_room(weight.detach(), arena)
+        self.allocate(weight.detach(), arena)
 
 
 def can_pack() -> bool:
@@ -54,7 +54,7 @@ class Bf16Linear(Packed):
     multiplies fastest, if it can. No compiler is needed, and there are no gradients.
     """
 
-    def make_room(self, weight: Tensor, arena=None):
+    def allocate(self, weight: Tensor, arena=None):
         self.weight = nn.Parameter(weight, False)
 
     def fill(self, weight: Tensor):
@@ -62,7 +62,7 @@ class Bf16Linear(Packed):
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
         else:
             weight = weight.clone()  # the caller's memory is used again
-        self.make_room(weight)
+        self.allocate(weight)
 
     def _apply(self, *_):
         """Stay in bf16 when the rest of the model becomes fp32."""
@@ -106,7 +106,7 @@ def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
 class PanelLinear(Packed):
     """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zero-padded."""
 
-    def make_room(self, weight: Tensor, arena: Arena):
+    def allocate(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
         self.weight = arena.zeros(panels, weight.shape[1], PANEL)
 
@@ -132,7 +132,7 @@ class Int8Linear(Packed):
     `forward`, which needs no compiler and is slow.
     """
 
-    def make_room(self, weight: Tensor, arena: Arena):
+    def allocate(self, weight: Tensor, arena: Arena):
         rows = PANEL * len(panels_of(weight, self.parts))
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
@@ -148,17 +148,17 @@ class Int8Linear(Packed):
             first = PANEL * len(panels)
             panels.append((slice(first, first + len(rows)), rows))
         self.columns.fill_(1e-12)
-        for at, rows in panels:
+        for outputs, rows in panels:
             shares = rows.float().abs()
             largest = shares.amax(1).clamp(min=1e-12)
-            self.scale[at] = largest / LARGEST
+            self.scale[outputs] = largest / LARGEST
             shares /= largest[:, None]
             shares.nan_to_num_()  # a broken output breaks no other
             torch.maximum(self.columns, shares.amax(0), out=self.columns)
-        for at, rows in panels:
-            steps = rows.float() / self.scale[at, None]
+        for outputs, rows in panels:
+            steps = rows.float() / self.scale[outputs, None]
             steps /= self.columns
-            self.weight[at] = steps.round_()
+            self.weight[outputs] = steps.round_()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.columns
@@ -187,7 +187,7 @@ class Int8Embedding(Packed):
         return self.weight[tokens] * self.scale[tokens, None] * self.columns
 
 
-def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
+def pack_weights(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
     Return a copy of the model with `layer` as its linear layers or, quantized, with `Int8Linear`
     and `Int8Embedding`; all else is fp32. A model that has them already shares their weights. If

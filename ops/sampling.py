@@ -111,14 +111,15 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
     return bias
 
 
-def token_marks(request: SamplingRow, V: int) -> Tensor:
-    """A request's row of SamplingRows.marks: [V] int64."""
+def token_flags(request: SamplingRow, V: int) -> Tensor:
+    """A request's row of SamplingRows.token_flags: [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
-    marks = 4 * generated.bincount(minlength=V)
+    token_flags = 4 * generated.bincount(minlength=V)
     stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
-    marks[stops] += 2
-    marks[list(request.prompt_tokens)] += 1  # once, also for a token that is there several times
-    return marks
+    token_flags[stops] += 2
+    # += counts a repeated index only once
+    token_flags[list(request.prompt_tokens)] += 1
+    return token_flags
 
 
 class SamplingRows:
@@ -137,13 +138,13 @@ class SamplingRows:
         self.ints = Ints(*self.packed_ints.unbind(1))
         self.bias = zeros(num_rows, vocab_size)
         # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
-        self.marks = zeros(num_rows, vocab_size, dtype=torch.int32)
+        self.token_flags = zeros(num_rows, vocab_size, dtype=torch.int32)
         self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
 
     def fill(self, *requests: SamplingRow):
         """
         Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
-        each for the bias and the marks of those that need them. The host does not wait.
+        each for the bias and the token_flags of those that need them. The host does not wait.
         """
         device = self.bias.device
         V = self.bias.shape[1]
@@ -153,7 +154,7 @@ class SamplingRows:
             if params.biases:
                 self.bias[row] = upload(bias_vector(params, V), device, torch.float32)
             if params.penalises or params.min_tokens:
-                self.marks[row] = upload(token_marks(request, V), device, torch.int32)
+                self.token_flags[row] = upload(token_flags(request, V), device, torch.int32)
         ints = upload([[r.row, *r.ints()] for r in requests], device)
         floats = upload([r.floats() for r in requests], device, torch.float32)
         rows = ints[:, 0]
@@ -163,7 +164,7 @@ class SamplingRows:
     def uncount(self, rows: Tensor, tokens: Tensor):
         """Take back that `sample` has counted these tokens [R], which are refused."""
         counted = 4 * self.ints.penalised[rows].int()
-        self.marks.index_put_((rows, tokens), -counted, accumulate=True)
+        self.token_flags.index_put_((rows, tokens), -counted, accumulate=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -178,8 +179,8 @@ def masked(scores: Tensor, allowed: Tensor | None) -> Tensor:
     if allowed is None:
         return scores
     _, V = scores.shape
-    places = torch.arange(32, device=scores.device)
-    bits = allowed[:, :, None] >> places
+    shifts = torch.arange(32, device=scores.device)
+    bits = allowed[:, :, None] >> shifts
     bits = bits.flatten(1)[:, :V] & 1
     return scores.masked_fill(bits == 0, -torch.inf)
 
@@ -216,21 +217,21 @@ def sample_torch(
     rows: Tensor,
     positions: Tensor,
     per_row: SamplingRows,
-    asked: Sequence[SamplingParams] | None = None,
+    row_params: Sequence[SamplingParams] | None = None,
     allowed: Tensor | None = None,
     choose: Callable = choose,
     exp: Callable = torch.exp,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
-    requests' rows in `per_row`, positions [R] the places of the new tokens in their texts; `asked`,
-    the SamplingParams of the rows, spares work that no row wants; `allowed`: see `masked`. Returns
-    [R] int64, perhaps NO_TOKEN. In place: per_row.last_token gets the tokens (0 for NO_TOKEN), and
-    per_row.marks counts them in rows with penalties.
+    requests' rows in `per_row`, and positions [R] are those of the new tokens. `row_params`, the
+    SamplingParams of the rows, lets it skip work that no row needs. `allowed`: see `masked`.
+    Returns [R] int64; NO_TOKEN where a row has no valid maximum. In place: per_row.last_token is
+    set to the tokens (0 for NO_TOKEN), and per_row.token_flags counts them in rows with penalties.
     """
     # what any row asks for, by the attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
-    used = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
+    used = {name for name in names if row_params is None or any(map(attrgetter(name), row_params))}
     floats = per_row.floats
     ints = per_row.ints
     scores = logits.float()
@@ -251,7 +252,7 @@ def sample_torch(
         is_valid = tokens != NO_TOKEN
         counted = is_valid * ints.penalised[rows]
         new = 4 * counted.int()
-        per_row.marks.index_put_((rows, last), new, accumulate=True)
+        per_row.token_flags.index_put_((rows, last), new, accumulate=True)
     per_row.last_token[rows] = last
     return tokens
 
@@ -267,10 +268,10 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
 
     floats = per_row.floats
     ints = per_row.ints
-    marks = per_row.marks[rows]
-    times = marks >> 2  # that each token was generated
-    is_stop = marks & 2 > 0
-    in_text = (marks & 1) + times > 0
+    token_flags = per_row.token_flags[rows]
+    times = token_flags >> 2  # that each token was generated
+    is_stop = token_flags & 2 > 0
+    in_text = (token_flags & 1) + times > 0
 
     # logit_bias
     scores = scores + torch.where(column(ints.biased) > 0, per_row.bias[rows], 0.0)

@@ -36,7 +36,7 @@ NUM_INTS = tl.constexpr(len(INTS))
 
 
 @jit
-def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
+def row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V):
     """
     Row r of logits and what is asked of it, as `load_adjusted` wants them: pointers to the row's
     own numbers, and whether the row is biased, may not stop yet, and is penalised.
@@ -46,7 +46,7 @@ def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
     logits += r.to(tl.int64) * stride
     banned = tl.load(positions + r) < tl.load(ints + STOP_FROM)
     biased, penalised = tl.load(ints + BIASED) != 0, tl.load(ints + PENALISED) != 0
-    return logits, floats, ints, bias + row * V, marks + row * V, V, biased, banned, penalised
+    return logits, floats, ints, bias + row * V, token_flags + row * V, V, biased, banned, penalised
 
 
 @jit
@@ -55,15 +55,15 @@ def load_adjusted(view, t):
     Load logits of tokens t as `sampling.adjust` changes them: fp32, after bias, ban of stop tokens
     and penalties; -inf beyond the last token.
     """
-    logits, floats, _, bias, marks, V, biased, banned, penalised = view
+    logits, floats, _, bias, token_flags, V, biased, banned, penalised = view
     score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
     if biased:
         score += tl.load(bias + t, mask=t < V, other=0.0)
     if banned | penalised:
-        mark = tl.load(marks + t, mask=t < V, other=0)
-        count = mark >> 2
-        score += tl.where(((mark & 2) > 0) & banned, -INF, 0.0)
-        repetition = tl.where((mark & 1) + count > 0, tl.load(floats + REPETITION), 1.0)
+        flags = tl.load(token_flags + t, mask=t < V, other=0)
+        count = flags >> 2
+        score += tl.where(((flags & 2) > 0) & banned, -INF, 0.0)
+        repetition = tl.where((flags & 1) + count > 0, tl.load(floats + REPETITION), 1.0)
         score = tl.where(score > 0, score / repetition, score * repetition)
         taken = tl.load(floats + FREQUENCY) * count.to(tl.float32)
         score -= taken + tl.where(count > 0, tl.load(floats + PRESENCE), 0.0)
@@ -162,7 +162,7 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
 
 @jit
 def threshold_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch,
+    logits, rows, positions, floats, ints, bias, token_flags, thresholds, finished, scratch,
     stride, scratch_stride, V,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -174,7 +174,7 @@ def threshold_kernel(
     """
     pdl_wait(PDL)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
-    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    view = row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V)
     floats, ints, scratch = view[1], view[2], scratch + r.to(tl.int64) * scratch_stride
     temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
     min_p, k = tl.load(floats + MIN_P), tl.load(ints + TOP_K)
@@ -275,20 +275,20 @@ def running_argmax(best, token, score, t, noise, inverse, floor):
 
 @jit
 def gumbel_max_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, finished,
+    logits, rows, positions, floats, ints, bias, token_flags, thresholds, finished,
     partial, partial_token, tokens, last_token, stride, V,
     SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R, SPLITS): a program searches every SPLITS-th tile of a row, QUADS Philox calls with four
     tokens each. The last program of a row to finish compares the bests of all, stores the winner in
-    `tokens` and `last_token`, and counts it in `marks` if the row has penalties. `finished` is zero
-    before.
+    `tokens` and `last_token`, and counts it in `token_flags` if the row has penalties. `finished`
+    is zero before.
     """
     pdl_wait(PDL)
     r, split = tl.program_id(0), tl.program_id(1)
-    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
-    _, floats, ints, _, marks, _, _, _, penalised = view
+    view = row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V)
+    _, floats, ints, _, token_flags, _, _, _, penalised = view
     seed, choice, position = tl.load(ints + SEED), tl.load(ints + CHOICE), tl.load(positions + r)
     temperature, floor = tl.load(floats + TEMPERATURE), tl.load(thresholds + r)
     drawn = temperature >= GREEDY_BELOW
@@ -324,13 +324,13 @@ def gumbel_max_kernel(
         tl.store(tokens + r, tl.where(valid, winner, NO_TOKEN).to(tl.int64))
         tl.store(last_token + tl.load(rows + r), tl.where(valid, winner, 0).to(tl.int64))
         if valid & penalised:
-            tl.atomic_add(marks + winner, 4)
+            tl.atomic_add(token_flags + winner, 4)
 
 
 def sample_triton(
-    logits, rows, positions, per_row: SamplingRows, asked=None, allowed=None
+    logits, rows, positions, per_row: SamplingRows, row_params=None, allowed=None
 ) -> Tensor:
-    """Pick tokens as `sampling.sample_torch` does, on CUDA; `asked` changes nothing here."""
+    """Pick tokens as `sampling.sample_torch` does, on CUDA; `row_params` changes nothing here."""
     logits = masked(logits, allowed)
     R, V = logits.shape
     assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"
@@ -349,7 +349,7 @@ def sample_triton(
     partial_token = finished.new_empty(R * splits)
     stride = logits.stride(0)
     pdl = pdl_options(logits)
-    of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
+    of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.token_flags
     args = logits, rows, positions, *of_rows, thresholds, finished
     threshold_kernel[(R,)](
         *args, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl

@@ -33,7 +33,7 @@ from itertools import chain, count, takewhile
 from typing import NamedTuple
 from unittest import mock
 
-from assets.records import Tallies
+from assets.records import PoolState
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
@@ -798,7 +798,7 @@ class RecordedWorld(World):
     def __init__(self, *life):
         super().__init__(*life)
         self.lines: list[str] = []
-        self.tallies: Tallies | None = None
+        self.pool_state: PoolState | None = None
 
     def watch_scheduler(self):
         super().watch_scheduler()
@@ -813,9 +813,9 @@ class RecordedWorld(World):
         self.lines.append(text)
         line = json.loads(text)
         if line["event"] == "snapshot":
-            self.tallies = Tallies(line)
+            self.pool_state = PoolState(line)
         elif line["event"] == "step":
-            self.tallies.apply(line)
+            self.pool_state.apply(line)
 
     def flush(self, stats: dict):
         super().flush(stats)
@@ -826,7 +826,7 @@ class RecordedWorld(World):
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
         everyone = scheduler.waiting + scheduler.running
-        read = self.tallies
+        read = self.pool_state
         tables = {r.arrival_number: r.block_table for r in everyone}
         assert read.tables == tables, f"tables {read.tables}, right: {tables}"
         entries = Counter(chain(*read.tables.values()))

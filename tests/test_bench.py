@@ -92,7 +92,7 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "generate": ("", "8 x 64 in, 64 out"),
     "quality": ("--model DIR --data DIR", "int8"),
     "drafts": ("--model DIR", "code, greedy"),
-    "grammar": ("--model DIR --repeats 1", "held, tok/s"),
+    "grammar": ("--model DIR --repeats 1", "constrained, tok/s"),
     "engine": ("--model DIR", "32 at once"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),

@@ -255,15 +255,15 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
+        return rotate_halves(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin), None, None
+        return rotate_halves(grad, cos, -sin), None, None
 
 
-def turn(x, cos, sin):
+def rotate_halves(x, cos, sin):
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = x.chunk(2, -1)
     left, right = turned.chunk(2, -1)
@@ -430,10 +430,10 @@ class CudaGraph:
             self.inputs = (x.clone(), y.clone(), torch.ones((), device=x.device))
             self.graph = torch.cuda.CUDAGraph()
             self.calls = 0
-        x_held, y_held, rate_held = self.inputs
-        x_held.copy_(x)
-        y_held.copy_(y)
-        rate_held.fill_(rate)
+        static_x, static_y, static_rate = self.inputs
+        static_x.copy_(x)
+        static_y.copy_(y)
+        static_rate.fill_(rate)
         self.calls += 1
         if self.calls <= WARM_UP:
             return self.step(*self.inputs)

@@ -37,10 +37,10 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat.encode(messages[:i], add_generation_prompt=True)
-            turn = chat.encode(messages[: i + 1])
+            so_far = chat.encode(messages[: i + 1])
             start = len(prompt)
-            answer = turn[start:]
-            if prompt + answer != ids[: len(turn)]:
+            answer = so_far[start:]
+            if prompt + answer != ids[: len(so_far)]:
                 raise TokenizerError(
                     "the chat template cannot mark the assistant's answers, as it does not write "
                     "one behind its generation prompt and leave it there"

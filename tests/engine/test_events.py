@@ -17,7 +17,7 @@ from wires import House, request
 
 import serve
 from assets import records
-from assets.records import RecordError, Tallies, open_record, replay
+from assets.records import PoolState, RecordError, open_record, replay
 from engine import events, process
 from engine.events import compact_json, record_to
 from server import live
@@ -555,9 +555,9 @@ def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
 
 
 def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last():
-    tallies = Tallies(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
-    tallies.apply({"event": "step", "idle": [1]})
-    assert [*tallies.idle] == [2, 1]
+    state = PoolState(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
+    state.apply({"event": "step", "idle": [1]})
+    assert [*state.idle] == [2, 1]
 
 
 def test_only_the_last_line_may_be_cut_off():

@@ -48,7 +48,7 @@ class Replay:
 
     def __init__(self, device: Device, shape: StepShape):
         self.device = device
-        packed = upload(device.padding(shape), device.device, to=device.static_inputs)
+        packed = upload(device.padding(shape), device.device, out=device.static_inputs)
         self.step = partial(device.compute, packed, shape)
         # the hidden states, which the kernels may give out as a `LazyNorm`, are for scored prompts
         self.outputs = [x.clone() if torch.is_tensor(x) else x for x in self.step()]

@@ -807,7 +807,7 @@ def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     tight = {"block_size": 4, "max_num_seqs": 5, "token_budget": 16, "check": True}
     crowded = Engine(model, Settings(quantize=quantize, attention=attention, **tight))
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
-    reference = packed.converted(model, quantize, Bf16Linear)
+    reference = packed.pack_weights(model, quantize, Bf16Linear)
     lost = []
     for engine in crowded, roomy:
         for text, answer in zip(prompts, engine.generate(prompts, params, False), strict=True):
