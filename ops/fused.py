@@ -1,9 +1,9 @@
 """
-The fused Triton operators of a step besides its linear layers and norms (linear.py): inputs,
-embeddings, and the way of q, k and v from their product to the attention kernel. In plain torch a
-decode step of a small model is some 230 launches and spends its time on them; here it is 70 to 90,
-and programmatic dependent launch overlaps most. Attention and the KV pool are in kernels.py;
-ops/choice.py makes a table of all of them.
+The fused Triton operators of a step, except its linear layers and norms (linear.py): inputs,
+embeddings, and what q, k and v go through between their product and the attention kernel. In plain
+torch, a decode step of a small model makes some 230 launches and spends its time on them. Here it
+makes 70 to 90, and programmatic dependent launch overlaps most of these. Attention and the KV pool
+are in kernels.py. ops/choice.py makes one table of all operators.
 
     q, kv = project_qkv(y, attn, kv, batch)    # one launch or two, which also store K and V
 
@@ -28,7 +28,7 @@ def decode_inputs_kernel(
     tokens, positions, slots, lens, tables, padding_row, M,
     WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n,): a program does what decode_inputs does for one row."""
+    """Grid (n,): a program does for one row what decode_inputs does."""
     pdl_wait(PDL)
     i = tl.program_id(0)
     m = tl.arange(0, WIDTH)
@@ -50,7 +50,7 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
-    """As inputs.decode_inputs, in one launch instead of a dozen."""
+    """Triton version of inputs.decode_inputs: one launch instead of a dozen."""
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
     n = len(rows)
@@ -76,9 +76,9 @@ def embed_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (T,): a program does what embed does for one token. Does not let its successor start early,
-    unlike pdl_wait: later kernels read the step's inputs without waiting, which is safe only if
-    everything before this kernel has ended.
+    Grid (T,): a program does for one token what embed does. Unlike pdl_wait, it does not let its
+    successor start early: later kernels read the step's inputs without waiting, which is safe only
+    if everything before this kernel has ended.
     """
     if PDL:
         gdc_wait()
@@ -91,7 +91,7 @@ def embed_kernel(
 
 
 def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
-    """scale * wte(tokens) + wpe(positions), if there is one: [T] int64 each -> [T, C]."""
+    """Return scale * wte(tokens) + wpe(positions) [T, C] for [T] int64 each; wpe may be None."""
     assert wte.weight.is_contiguous(), "embeddings must be contiguous"
     wpe_weight = None
     if wpe is not None:
@@ -110,11 +110,11 @@ def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Queries, keys and values
 
-HEADS_AT_ONCE = 4  # that a program of norm_rope_store_kernel takes
+HEADS_AT_ONCE = 4  # heads per program of norm_rope_store_kernel
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """As model.rotation, but norm_rope_store makes cosines and sines for itself."""
+    """Return the arguments: norm_rope_store computes cosines and sines itself."""
     return positions, frequencies
 
 
@@ -124,8 +124,8 @@ def norm_weights(
     APART: tl.constexpr,
 ):  # fmt: skip
     """
-    Half of the weights of a norm, for heads h: q's of the first H, then k's. Those of each head are
-    APART from the next one's, 0: the same.
+    Load half of a norm's weights for heads h: q_weight for the first H heads, k_weight for the next
+    Hk. The weights of two heads are APART numbers apart; 0 if all heads share the same.
     """
     q = (h < H)[:, None]
     k = (h >= H)[:, None] & (h < H + Hk)[:, None]
@@ -143,11 +143,11 @@ def norm_rope_store_kernel(
     WIDE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token from parts [P, R, (H + 2
-    Hk) D], adds up the P parts, normalises the heads of q and k with q_weight and k_weight (None:
-    does not; WIDE: all heads of q together, and those of k, which are all here; LATE: only after
-    that), rotates them as model.rotate does, and stores q to [R, H, D], k and v to their slots in
-    the layer's pool.
+    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token. It adds up the P parts
+    of parts [P, R, (H + 2 Hk) D]. It normalises the heads of q and k with q_weight and k_weight,
+    unless these are None, and rotates them as model.rotate does. It stores q to [R, H, D], and k
+    and v to their slots in the layer's pool. WIDE: the heads of q are normalised together, and so
+    are those of k; a program then takes all heads. LATE: normalise after the rotation.
     """
     ALL: tl.constexpr = H + 2 * Hk
     HALF: tl.constexpr = D // 2
@@ -205,11 +205,12 @@ def norm_rope_store_kernel(
 
 def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Batch) -> Tensor:
     """
-    Queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or [P, R, ..],
-    normalised and rotated; keys, likewise, and values go to their slots in one layer's pool kv.
+    Return the queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or
+    [P, R, ..]. Queries and keys are normalised and rotated. In place: keys and values are stored at
+    their slots in one layer's pool kv.
     """
     R, N = parts.shape[-2:]
-    heads = HEADS_AT_ONCE if R > 8 else 1  # a warp takes a head: no bit depends on it
+    heads = HEADS_AT_ONCE if R > 8 else 1  # each head has its own warp, so this changes no bit
     all_heads = attn.H + 2 * attn.Hk
     assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
     norms = (None, None)
@@ -237,8 +238,8 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """
-    Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
-    num_blocks + 1, Hk, S, D], which is returned, too.
+    Return queries [T, H, D] of y [T, C], and kv, one layer's pool [2, num_blocks + 1, Hk, S, D],
+    where keys and values have been stored at their slots, in place.
     """
     if batch.rotations:
         parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
@@ -250,7 +251,7 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 
 
 # --------------------------------------------------------------------------------------------------
-# The way of tokens to the host
+# Tokens to the host
 
 
 @jit
