@@ -509,9 +509,9 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
 
 
 def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
-    """With CC=false the message ended with "Its words:", and nothing."""
+    """With CC=false the message ended with "Its output:", and nothing."""
     monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its words:\n(none: is it a compiler?)"):
+    with raises(ValueError, "Its output:\n(none: is it a compiler?)"):
         cpu.library(cpu.c_compiler())
 
 
