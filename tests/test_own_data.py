@@ -128,7 +128,7 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
 def test_a_corpus_within_its_own_source_is_refused(inside, notes, path):
     """Made again, it had its own tokenizer.json and meta.json as texts, to train on or held out."""
     for sources in ([str(notes)], [f"--val={notes}", str(path)]):
-        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
+        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read:"):
             run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
 
@@ -361,7 +361,7 @@ def test_a_model_keeps_its_tokenizer(checkpoint, path):
     """--out, mistaken for --init, wrote over the chat template in tokenizer_config.json."""
     (checkpoint / "config.json").write_text("{}")
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
+    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: choose another --out"):
         prepare("text", path, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 
@@ -389,7 +389,7 @@ def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     damaged.unlink()
     if content is not None:
         damaged.write_text(content)
-    with pytest.raises(ValueError, match=r"out is no whole corpus \(.*\): make it again"):
+    with pytest.raises(ValueError, match=r"out is not a whole corpus \(.*\): make it again"):
         load_corpus(str(tmp_path / "out"), ALONE)
 
 

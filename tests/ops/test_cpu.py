@@ -824,5 +824,5 @@ def test_refusals():
     assert serving_dtype("auto", "cuda:1") == torch.bfloat16
     with raises(ValueError, "fp16", "fp32 or bf16"):
         serving_dtype("fp16", "cpu")
-    with raises(ValueError, "int4", "none and int8"):
+    with raises(ValueError, "int4", "none or int8"):
         Engine(trained_model(), Settings(quantize="int4"))
