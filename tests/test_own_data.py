@@ -284,7 +284,7 @@ text     |               | out: 0 tokens to train on and 0 to hold out are too f
 text     | MISSING       | No such file .*a\.txt
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
 text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
-chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
+chatml   | {"messages": [                     | JSONDecodeError: .*; each line must be JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
 chatml   | ["messages"]                       | AttributeError
@@ -333,7 +333,7 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
-    refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
+    refused("--init .*checkpoint has no chat template")
     with pytest.raises(SystemExit, match="--init DIR is needed: the chat model"):
         prepare("chat", path, tmp_path / "out")
     (checkpoint / "tokenizer.json").unlink()
@@ -353,7 +353,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not COMMANDS["chat"].with_name("meta.json").exists():
-        with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
+        with pytest.raises(SystemExit, match=r"of your own files .*data/chat/prepare.py"):
             load_corpus("chat", ALONE)
 
 

@@ -182,7 +182,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
         free = each * count
         machine.load_to_train(args, loaded, process)
         free -= 1
-        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: end other"):
+        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: close other"):
             machine.load_to_train(args, loaded, process)
 
 
