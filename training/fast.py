@@ -1,7 +1,7 @@
 """
 The arithmetic of a training step that torch has slower: the operators of the model, which are
-`model.TORCH` with faster attention and loss (a GPU's residual stream is in bfloat16), the optimizer
-Muon, and a step as one CUDA graph.
+`model.TORCH_OPS` with faster attention and loss (on a GPU the residual stream is bfloat16), the
+optimizer Muon, and a step as one CUDA graph.
 
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), process, lr=0.02, momentum=0.95, weight_decay=0.0).step()
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import (
-    TORCH,
+    TORCH_OPS,
     Attention,
     Block,
     Ops,
@@ -38,7 +38,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
     """The operators to train with on a device; `compiled`: the loss, too, on a GPU."""
     # these are for CPUs: on a GPU torch.compile fuses the reference's
     if torch.device(device).type == "cpu":
-        return TORCH._replace(
+        return TORCH_OPS._replace(
             rotate=rotate,
             add_norm=add_rms_norm,
             norm=lambda x, norm: add_rms_norm(x, None, norm)[1],
@@ -50,7 +50,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
     if compiled:
         chunks = chunks._replace(derive=torch.compile(to_gradients, dynamic=False))
     loss = partial(chunked_loss, chunks=chunks)
-    return TORCH._replace(embed=embed, attend=fused_attention, loss=loss)
+    return TORCH_OPS._replace(embed=embed, attend=fused_attention, loss=loss)
 
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
@@ -58,7 +58,7 @@ def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
     Compute `model.embed` in the dtype of matrix products: the residual stream keeps it, and passes
     through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
     """
-    x = TORCH.embed(tokens, positions, wte, wpe, scale)
+    x = TORCH_OPS.embed(tokens, positions, wte, wpe, scale)
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     return x
@@ -70,7 +70,7 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     Gemma 2's scores are the reference's.
     """
     if attn.softcap:
-        return TORCH.attend(q, kv, attn, batch)
+        return TORCH_OPS.attend(q, kv, attn, batch)
     seen = None  # causal, without a mask
     if 0 < attn.window < q.shape[1]:
         seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
