@@ -34,7 +34,7 @@ from assets.workloads import fixed_length, median_seconds
 from engine.engine import Engine
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs
-from ops.choice import TORCH
+from ops.choice import TORCH_OPS
 from params import Settings
 
 LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
@@ -70,7 +70,7 @@ def next_step(engine, kv=None, **own):
     device.fill_rows(*plan.admitted or plan.decodes)
     packed = engine.runner.pack(plan)
     uploaded = inputs.upload(packed.inputs, DEVICE)
-    batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH._replace(**own))
+    batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH_OPS._replace(**own))
     pool = device.pool.kv
     batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
 

@@ -106,7 +106,7 @@ class Device:
     """
     The model, the KV pool, and what must be known there of each running request, in arrays indexed
     by its row: a plan carries only what changed. The last row belongs to padding, and its block
-    table is all sink.
+    table is all padding.
 
     Where the operators allow it (`Ops.fixed_shapes`), steps are padded to a few `shapes`, each
     captured once as a CUDA graph: forward, sampling and the update of these arrays are one launch.
@@ -138,7 +138,9 @@ class Device:
         self.known = KnownRows(
             last_token=self.sampling.last_token,
             context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
-            block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
+            block_tables=torch.full(
+                (N + 1, M), self.pool.padding_block, dtype=torch.int32, device=device
+            ),
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
@@ -182,12 +184,12 @@ class Device:
         self.sampling.fill(*map(sampling_row, requests))
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests, padded with the sink to the longest."""
+        """Fill the block tables of requests, padded with the padding block to the longest."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
             missing = M - len(r.block_table)
-            tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
+            tables.extend([r.row, *r.block_table] + [self.pool.padding_block] * missing)
         tables = upload(tables, self.device).view(-1, 1 + M)
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
 
@@ -305,7 +307,7 @@ class Device:
 
     def padding(self, shape: StepShape) -> array:
         """Return the inputs of a step that is all padding."""
-        return pack(Plan(), shape, self.padding_row, self.pool.sink)
+        return pack(Plan(), shape, self.padding_row, self.pool.padding_block)
 
     @torch.inference_mode()
     def warm_up(self):

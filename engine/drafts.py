@@ -141,7 +141,7 @@ class Drafts(Stage):
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
         """Put the draft into the plan, as much of it as there are free blocks for."""
         num_blocks = len(request.block_table)
-        num_slots = self.engine.scheduler.extend(request, 1 + len(draft))
+        num_slots = self.engine.scheduler.extend_if_free(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
             plan.grown.append(request)
         if num_slots > 1:

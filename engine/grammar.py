@@ -436,7 +436,7 @@ class Constraints(Stage):
         scheduler = self.engine.scheduler
         for r in self.grammars:
             if r.params.filters and r.status == "active" and r.num_to_come:
-                scheduler.move(r, "held")
+                scheduler.move(r, "paused")
         # the mask of each was begun: with the refusal of its token, or with the token before it
         ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
         for r in ready:
@@ -449,7 +449,7 @@ class Constraints(Stage):
         Return the requests that wait for the mask of a position, where all tokens before it are
         known.
         """
-        return [r for r in self.engine.scheduler.held if not r.num_to_come]
+        return [r for r in self.engine.scheduler.paused if not r.num_to_come]
 
     def planned(self, step: Step):
         """
@@ -549,4 +549,4 @@ class Constraints(Stage):
         if later:
             later.dropped.add(r)
         if r.row is not None:  # not preempted since
-            self.engine.scheduler.move(r, "held")
+            self.engine.scheduler.move(r, "paused")

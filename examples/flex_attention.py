@@ -44,7 +44,7 @@ def prepare(batch, H, kv, window=0):
     Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
     one flat token axis, so one mask serves both. Returns a `GatherPlan` that has it as its calls.
     """
-    _, num_blocks, Hk, S, _ = kv.shape  # the sink included
+    _, num_blocks, Hk, S, _ = kv.shape  # the padding block included
     B, M = batch.block_tables.shape
     # the block tables turned around: [request, physical block] -> logical block
     logical = torch.full((B, num_blocks), -1)

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_checkpoint
-from model import TORCH, WholeTexts
+from model import TORCH_OPS, WholeTexts
 from paged import (
     KVBlockPool,
     Request,
@@ -69,7 +69,7 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
     """
     Lengthen a block table until it has room for num_new tokens more. RuntimeError where the pool
     is exhausted. In this repo `Scheduler.plan` has done so (admission for a whole prompt,
-    `_make_room` for a decode), and so has `schedule`: the loop below finds the room there.
+    `_ensure_slot` for a decode), and so has `schedule`: the loop below finds the room there.
     """
     while len(request.block_table) * block_size < request.num_filled_slots + num_new:
         request.block_table.append(block_allocator.allocate_one())
@@ -146,9 +146,9 @@ def call_model(model, tokens, pos, past_kvs, attn_mask):
         options = {"scale": attn.scale, "enable_gqa": True}
         return F.scaled_dot_product_attention(q, k, v, attn_mask, **options).transpose(1, 2)
 
-    batch = WholeTexts(tokens, pos, TORCH._replace(store_kv=store_kv, attend=attend))
+    batch = WholeTexts(tokens, pos, TORCH_OPS._replace(store_kv=store_kv, attend=attend))
     x = model.hidden(batch, past_kvs)
-    return model.logits(x[:, -1], TORCH), new_kvs
+    return model.logits(x[:, -1], TORCH_OPS), new_kvs
 
 
 def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size):

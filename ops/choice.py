@@ -4,7 +4,7 @@ an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
 
-    TORCH          model.TORCH, and torch for what serving adds: the reference, on any device
+    TORCH_OPS      model.TORCH_OPS, and torch for what serving adds: the reference, on any device
     BF16           torch on a CPU, matrices in bf16 (packed by oneDNN) and all else in fp32
     cpu            the operators of cpu.c, if there is a C compiler
     TRITON         fused kernels that read K and V where they are; CUDA graphs can hold a step
@@ -22,14 +22,15 @@ import kernels
 from model import Ops
 from ops import gather, inputs, packed, sampling
 
-TORCH = gather.TORCH._replace(
+TORCH_OPS = gather.TORCH_OPS._replace(
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     logprobs=sampling.logprobs,
     pack_weights=packed.pack_weights,
 )
-pack_bf16 = partial(packed.pack_weights, layer=packed.Bf16Linear)
-BF16 = TORCH._replace(name="bf16", pack_weights=pack_bf16)
+BF16 = TORCH_OPS._replace(
+    name="bf16", pack_weights=partial(packed.pack_weights, layer=packed.Bf16Linear)
+)
 
 
 @cache
@@ -43,7 +44,7 @@ def triton_tables() -> tuple[Ops, Ops]:
         sampling_kernels,
     )
 
-    fastest = TORCH._replace(
+    fastest = TORCH_OPS._replace(
         name="triton",
         embed=fused.embed,
         rotation=fused.rotation,
@@ -78,12 +79,12 @@ NEEDS = {
 
 def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
     """The tables that work on such a device without cpu.c: the fastest first, then torch."""
-    fastest = TORCH
+    fastest = TORCH_OPS
     if dtype == torch.bfloat16:
         fastest = BF16
     if on_gpu:
-        fastest = triton_tables()[0] if kernels.triton else TORCH
-    tables = {fastest.name: fastest, "torch": TORCH}
+        fastest = triton_tables()[0] if kernels.triton else TORCH_OPS
+    tables = {fastest.name: fastest, "torch": TORCH_OPS}
     if kernels.triton and kernels.INTERPRETED:
         tables["triton"] = triton_tables()[0]
     return tables
@@ -127,7 +128,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         compiler = cpu.c_compiler()
     if attention in ("auto", "cpu") and compiler:
         machine = cpu.CpuKernels(compiler)
-        return machine.table(TORCH), "the fastest on a CPU"
+        return machine.table(TORCH_OPS), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         names = ["auto", *tables]
@@ -142,7 +143,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         if dtype == torch.int8:
             gain = "many times"
         reason = f"as there is no C compiler {command!r}: with gcc it would be {gain} as fast"
-    elif on_gpu and fastest is TORCH:
+    elif on_gpu and fastest is TORCH_OPS:
         reason = "as there is no package triton: with it the GPU would be many times as fast"
     else:
         reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"

@@ -42,15 +42,15 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
     One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
     them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head. In a pool
-    of 6 blocks and the sink, with S = 4 and Hk = 2, slot 21 is in block 5, at offset 1:
+    of 6 blocks and the padding block, with S = 4 and Hk = 2, slot 21 is in block 5, at offset 1:
 
         rows of K    .. | 40 [41] 42 43   44 [45] 46 47 | 48 ..       V: 7 * 2 * 4 = 56 rows on
-        block 5         |     head 0          head 1    | the sink
+        block 5         |     head 0          head 1    | the padding block
 
     >>> pool_rows(torch.tensor([21]), torch.zeros(2, 7, 2, 4, 1)).tolist()
     [[[41], [45]], [[97], [101]]]
     """
-    _, all_blocks, Hk, S, _ = kv.shape  # the sink included
+    _, all_blocks, Hk, S, _ = kv.shape  # the padding block included
     blocks = slots // S
     of_other_heads = (Hk - 1) * S
     first = slots + blocks * of_other_heads  # the row of head 0: block * Hk * S + offset
@@ -174,7 +174,7 @@ def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: B
     return torch.zeros_like(q) if out is None else out
 
 
-# model.TORCH, of texts whose keys and values are in the pool
-TORCH = model.TORCH._replace(
+# model.TORCH_OPS, of texts whose keys and values are in the pool
+TORCH_OPS = model.TORCH_OPS._replace(
     store_kv=store_kv_torch, attend=paged_attention_torch, prepare=prepare_torch
 )

@@ -1,7 +1,7 @@
 """
 From the scheduler's plan to the model's batch.
 
-    packed = pack(plan, shape, padding_row, sink)               # host: one array, one copy
+    packed = pack(plan, shape, padding_row, padding_block)      # host: one array, one copy
     packed = upload(packed, device)
     batch, rows = lay_out(packed, shape, plan, known, ops)      # device: the flat token axis
     inputs, last = flat_inputs(plan, S)                         # or from what the host knows
@@ -65,7 +65,9 @@ def sizes(shape: StepShape) -> StepInputs:
     return StepInputs(n, n, C, C, starts, C, T, T, T, n, n, shared, groups, groups)
 
 
-def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, groups=()) -> array:
+def pack(
+    plan: Plan, shape: StepShape, padding_row: int, padding_block: int, S: int = 0, groups=()
+) -> array:
     """
     Return the fields back to back, each padded to its size with requests of the padding row. The
     last fields are `groups` (prefix.Groups), if there are any. In this example, requests a and b
@@ -86,7 +88,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
     >>> b = Request("b", [13, 14, 15, 16, 17], 9, row=0, block_table=[6, 2])
     >>> c = Request("c", [20, 21, 22, 23, 24, 25], 9, row=5, prefill_cursor=2)
     >>> plan = Plan(decodes=[a, b], chunks=[(c, 3)])
-    >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, sink=64).tolist()
+    >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, padding_block=64).tolist()
     [3, 0, 7, 2, 5, 8, 0, 3, 5, 22, 23, 24, 0, 2, 3, 4, 0, 5, 5, 5, 8, -1, -1, 0, 0]
     """
     step = StepInputs(*([] for _ in StepInputs._fields))
@@ -117,7 +119,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
     for values, of_groups in zip(step[-3:], groups, strict=False):
         values += of_groups
     row = padding_row
-    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0, 0, 0, 0)
+    padding = StepInputs(row, padding_block, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0, 0, 0, 0)
     packed = []
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         packed += values

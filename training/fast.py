@@ -1,6 +1,6 @@
 """
 The parts of a training step that torch computes more slowly: the model's operators, which are
-`model.TORCH` with faster attention and loss (on a GPU the residual stream is in bfloat16), the
+`model.TORCH_OPS` with faster attention and loss (on a GPU the residual stream is in bfloat16), the
 optimizer Muon, and a step as one CUDA graph.
 
     logits, loss = model(tokens, targets, training_ops(device))
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import (
-    TORCH,
+    TORCH_OPS,
     Attention,
     Block,
     Ops,
@@ -40,7 +40,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
     """
     # these are for CPUs: on a GPU, torch.compile fuses the reference operators
     if torch.device(device).type == "cpu":
-        return TORCH._replace(
+        return TORCH_OPS._replace(
             rotate=rotate,
             add_norm=add_rms_norm,
             norm=lambda x, norm: add_rms_norm(x, None, norm)[1],
@@ -52,7 +52,7 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
     if compiled:
         chunks = chunks._replace(derive=torch.compile(to_gradients, dynamic=False))
     loss = partial(chunked_loss, chunks=chunks)
-    return TORCH._replace(embed=embed, attend=fused_attention, loss=loss)
+    return TORCH_OPS._replace(embed=embed, attend=fused_attention, loss=loss)
 
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
@@ -60,7 +60,7 @@ def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
     Compute `model.embed` in the dtype of matrix products. The residual stream keeps this dtype, and
     passes through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
     """
-    x = TORCH.embed(tokens, positions, wte, wpe, scale)
+    x = TORCH_OPS.embed(tokens, positions, wte, wpe, scale)
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     return x
@@ -72,7 +72,7 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     of q. Flash attention has no soft cap, so Gemma 2 uses the reference.
     """
     if attn.softcap:
-        return TORCH.attend(q, kv, attn, batch)
+        return TORCH_OPS.attend(q, kv, attn, batch)
     seen = None  # causal, without a mask
     if 0 < attn.window < q.shape[1]:
         seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)

@@ -33,7 +33,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
 from common import plural
-from model import GPT, TORCH, Ops
+from model import GPT, TORCH_OPS, Ops
 from tokenizer import load_tokenizer
 from training.corpus import Corpus
 from training.fast import training_ops
@@ -52,7 +52,7 @@ class Process:
     compile: bool
     rank: int = 0
     world: int = 1  # how many processes there are
-    ops: Ops = TORCH  # the model's operators
+    ops: Ops = TORCH_OPS  # the model's operators
 
     @property
     def is_main(self) -> bool:

@@ -1,9 +1,9 @@
 """
 store_kv and paged_attention against an fp64 reference, and what a GPU's steps have beside them.
 
-Block tables are permuted, lengths odd, and every slot that belongs to no text (the sink, the tails
-of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it is read,
-there is NaN in the output. A backend's error may be at most twice that of plain torch attention in
+Block tables are permuted, lengths odd, and every slot that belongs to no text (the padding block,
+the tails of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it
+is read, there is NaN in the output. A backend's error may be at most twice that of plain torch attention in
 the same dtype, or what rounding explains. A new backend is one more name in BACKENDS.
 """
 
@@ -260,7 +260,7 @@ def test_one_preparation_serves_all_lengths(groups):
     texts = Texts("triton", Hk=1, G=2)
     exact, allowed = texts.reference()
     batch, spans = texts.step([200, 140, 150, 1], [], groups)
-    batch.block_tables[-1] = texts.pool.sink
+    batch.block_tables[-1] = texts.pool.padding_block
     for lens in [200, 140, 150], [65, 130, 1], [70, 200, 17]:
         batch.context_lens[:] = torch.tensor([*lens, 0])  # shorter texts in the same blocks
         spans[:3] = [(text, slice(n - 1, n)) for (text, _), n in zip(spans, lens, strict=False)]
