@@ -188,7 +188,7 @@ def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
     kv = pool.kv[0].normal_()
     batch = flat_batch(plan, SimpleNamespace(config=SHAPE), pool)  # it needs no weights
     ops, _ = choose_ops(backend, DEVICE)
-    batch.prepared = {0: ops.prepare(batch, H, kv)}
+    batch.attention_plans = {0: ops.plan_attention(batch, H, kv)}
     q = torch.randn(B, H, D, dtype=torch.bfloat16, device=DEVICE)
     attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
     return kv, lambda kv: ops.attend(q, kv, attn, batch)

@@ -245,7 +245,7 @@ class Device:
         batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
-        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+        batch.attention_plans = {w: self.ops.plan_attention(batch, H, kv, w) for w in self.windows}
         x = self.model.hidden(batch, self.pool.kv)
         last = x[batch.logits_index] if shape.C else x  # a decode needs every token's
         logits = self.model.logits(last, self.ops)

@@ -39,7 +39,7 @@ TEXTS = ("def add(a, b):", "import os\n" * 20, "import os\n" * 20 + "import ", "
 TILE = 128  # queries in a tile of the mask
 
 
-def prepare(batch, H, kv, window=0):
+def plan_attention(batch, H, kv, window=0):
     """
     Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
     one flat token axis, so one mask serves both. Returns a `GatherPlan` that has it as its calls.
@@ -75,7 +75,7 @@ def attend(q, kv, attn, batch):
     it. Returns [T, H, D]. Masked keys weigh 0, and 0 * NaN is NaN, so the pool must have no NaN.
     """
     k, v = kv.reshape(2, 1, 1, -1, attn.D)  # views: [1, 1, (num_blocks + 1) Hk S, D]
-    options = {"block_mask": batch.prepared[attn.window].calls, "enable_gqa": True}
+    options = {"block_mask": batch.attention_plans[attn.window].calls, "enable_gqa": True}
     if attn.softcap:
         options["score_mod"] = lambda score, *_: soft_cap(score, attn.softcap)
     queries = q.transpose(0, 1)[None]  # [1, H, T, D]
@@ -100,7 +100,7 @@ def main(directory="out/stdlib", *texts):
     tokenizer = load_tokenizer(directory)
     prompts = [tokenizer.encode(text) for text in texts or TEXTS]
     plain = answers(model, prompts)
-    flex = answers(model, prompts, prepare=prepare, attend=attend)
+    flex = answers(model, prompts, plan_attention=plan_attention, attend=attend)
     for pair in zip(plain, flex, strict=True):
         print("torch {!r}\nflex  {!r}".format(*map(tokenizer.decode, pair)))
     if plain != flex:

@@ -199,7 +199,7 @@ class CpuKernels:
             attend=self.attend,
             linear=self.linear,
             head=self.linear,
-            prepare=self.prepare,
+            plan_attention=self.plan_attention,
             sample=partial(sample_torch, choose=self.choose, exp=exp),
             logprobs=partial(logprobs, log_softmax=log_softmax),
             pack_weights=partial(pack_weights, layer=PanelLinear),
@@ -224,7 +224,7 @@ class CpuKernels:
             self.listed.append(op)
         return y
 
-    def prepare(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
+    def plan_attention(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
         """Return [T] int64: the index of each token's request, and so of its block table."""
         return torch.repeat_interleave(torch.tensor(batch.query_lens_host))
 
@@ -284,7 +284,7 @@ class CpuKernels:
         op = Op("attend", qkv)
         op.set_pool(attn, kv)
         op.positions = batch.positions
-        op.requests = batch.prepared[attn.window]
+        op.requests = batch.attention_plans[attn.window]
         tables = batch.block_tables.contiguous()
         op.tables = tables
         op.M = tables.shape[1]
@@ -354,7 +354,7 @@ class CpuKernels:
         none = torch.empty(0)
         tables = known.block_tables
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
-        batch.prepared = dict.fromkeys(model.config.windows, rows)
+        batch.attention_plans = dict.fromkeys(model.config.windows, rows)
         self.listed = []
         self.buffers = {}  # (role, width) -> buffer of the results
         x = model.hidden(batch, kv)

@@ -151,7 +151,7 @@ def test_the_flat_batch_is_the_runners(monkeypatch):
         kinds.add((bool(plan.decodes), bool(plan.chunks)))
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         others = vars(batch) | {"logits_index": batch.logits_index[sampled].int()}
-        others |= {"prepared": ours.prepared, "ops": ours.ops}
+        others |= {"attention_plans": ours.attention_plans, "ops": ours.ops}
         M = batch.block_tables.shape[1]
         ours.block_tables = ours.block_tables[:, :M]
         for name, value in vars(ours).items():

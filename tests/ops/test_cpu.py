@@ -241,7 +241,9 @@ def step(ops: Ops, model: GPT, pool: Tensor, rows: list[int]) -> Batch:
     shape = SimpleNamespace(kv=pool[None], padding_block=padding_block)
     batch = flat_batch(Plan(decodes=requests), model, shape)
     batch.ops = ops
-    batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
+    batch.attention_plans = {
+        w: ops.plan_attention(batch, config.n_head, pool, w) for w in config.windows
+    }
     batch.rotations = {}
     return batch
 
