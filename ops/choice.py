@@ -137,7 +137,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         if compiler:
             names.append("cpu")
         available = ", ".join(names)
-        raise ValueError(f"attention backend {attention!r} {why}; available on {device}: {available}")
+        raise ValueError(f"attention backend {attention!r} {why}; {device} has {available}")
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")
