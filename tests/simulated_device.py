@@ -100,11 +100,11 @@ class SimulatedDevice:
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
         self.window = model.config.windows[0]
-        sink = settings.num_blocks
-        self.pool = SimpleNamespace(sink=sink)
+        padding_block = settings.num_blocks
+        self.pool = SimpleNamespace(padding_block=padding_block)
         # what a slot holds that its owner has not written; vocabularies end below
         self.poison = b"\xff" * self.block_size
-        self.blocks = [bytearray(self.poison) for _ in range(sink + 1)]  # tokens, the sink's last
+        self.blocks = [bytearray(self.poison) for _ in range(padding_block + 1)]
         # half of the lives with drafts have steps that are laid out as for ops/cpu.c
         self.program = settings.speculate and not padded
         self.run = self.run_program if self.program else self.run_batch
@@ -114,7 +114,7 @@ class SimulatedDevice:
         self.last_token = [0] * (N + 1)
         self.key = [0] * (N + 1)
         most_blocks = -(-model.config.context_length // settings.block_size)
-        self.block_tables = [[sink] * most_blocks for _ in range(N + 1)]
+        self.block_tables = [[padding_block] * most_blocks for _ in range(N + 1)]
         decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
         self.finder = None if self.program or self.window else FindAll(G=16, S=self.block_size)
         self.shapes_with_groups = []

@@ -33,7 +33,7 @@ from itertools import chain, count, takewhile
 from typing import NamedTuple
 from unittest import mock
 
-from assets.records import Tallies
+from assets.records import PoolState
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
@@ -233,7 +233,7 @@ class World:
 
         def watched() -> Plan:
             # their blocks come back with the step under way: no request need be preempted for these
-            ending = [r.id for r in scheduler.ending]
+            ending = [r.id for r in scheduler.finishing]
             made = plan()
             assert not (ending and made.preempted), f"preempted, while {ending} are about to end"
             self.saw(made)
@@ -617,7 +617,7 @@ class World:
         if not self.settings["engine"]["prefix_cache"] or text.prompt_logprobs is not None:
             return 0
         S = self.S
-        held = self.engine.scheduler.block_cache.held
+        held = self.engine.scheduler.block_cache.contents
         cached = {self.writers[block].text(S) for block in held}
         most = (num_tokens - 1) // S
         hits = takewhile(lambda i: text.writer(i).text(S) in cached, range(most))
@@ -673,7 +673,7 @@ class World:
         return filled
 
     def check_cached(self, filled: list[Writer]):
-        held = self.engine.scheduler.block_cache.held
+        held = self.engine.scheduler.block_cache.contents
         cached = {self.writers[block].text(self.S) for block in held}
         for block in filled:
             assert block.text(self.S) in cached, f"{block} was filled, and is not in the cache"
@@ -798,7 +798,7 @@ class RecordedWorld(World):
     def __init__(self, *life):
         super().__init__(*life)
         self.lines: list[str] = []
-        self.tallies: Tallies | None = None
+        self.pool_state: PoolState | None = None
 
     def watch_scheduler(self):
         super().watch_scheduler()
@@ -813,9 +813,9 @@ class RecordedWorld(World):
         self.lines.append(text)
         line = json.loads(text)
         if line["event"] == "snapshot":
-            self.tallies = Tallies(line)
+            self.pool_state = PoolState(line)
         elif line["event"] == "step":
-            self.tallies.apply(line)
+            self.pool_state.apply(line)
 
     def flush(self, stats: dict):
         super().flush(stats)
@@ -826,13 +826,13 @@ class RecordedWorld(World):
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
         everyone = scheduler.waiting + scheduler.running
-        read = self.tallies
+        read = self.pool_state
         tables = {r.arrival_number: r.block_table for r in everyone}
         assert read.tables == tables, f"tables {read.tables}, right: {tables}"
         entries = Counter(chain(*read.tables.values()))
         counts = [entries[block] for block in range(read.num_blocks)]
         assert counts == allocator.ref_counts, f"{counts}, right: {allocator.ref_counts}"
-        held = allocator.block_cache.held
+        held = allocator.block_cache.contents
         assert read.committed == held.keys(), f"committed {read.committed}, right: {held.keys()}"
         idle = [*allocator.idle]
         assert [*read.idle] == idle, f"idle {[*read.idle]}, right: {idle}"

@@ -115,7 +115,7 @@ def test_update_wants_one_token_for_each_sampled_request():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "lifo"}, "unknown policy 'lifo': there is fcfs, priority, sjf"),
+        ({"policy": "lifo"}, "unknown policy 'lifo': choose one of fcfs, priority, sjf"),
         ({"token_budget": 0}, "token_budget is 0, wanted at least 1"),
         ({"max_kv_tokens": 3}, "max_kv_tokens is 3, wanted at least 1 block of 4"),
     ],
@@ -203,7 +203,7 @@ allocator.ref_counts[0] += 1                                | reference counts s
 b.block_table[-1] = a.block_table[-1]                       | reference counts say
 allocator.free.append(allocator.idle.popitem()[0])          | committed and in no block table
 allocator.idle[allocator.free.pop()] = None                 | committed and in no block table
-cache.held[0] = cache.held[0]._replace(tokens=(9, 9))       | is not of its parent and tokens
+cache.contents[0] = cache.contents[0]._replace(tokens=(9, 9)) | is not the hash of its parent
 scheduler.free_rows.pop()                                   | rows lost or shared
 a.num_filled_slots -= 1                                     | slots
 scheduler.waiting.append(a)                                 | but on the waiting list

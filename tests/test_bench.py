@@ -92,8 +92,8 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "generate": ("", "8 x 64 in, 64 out"),
     "quality": ("--model DIR --data DIR", "int8"),
     "drafts": ("--model DIR", "code, greedy"),
-    "grammar": ("--model DIR --repeats 1", "held, tok/s"),
-    "engine": ("--model DIR", "32 at once"),
+    "grammar": ("--model DIR --repeats 1", "constrained, tok/s"),
+    "engine": ("--model DIR", "32 concurrent"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),
     "overhead": ("--model DIR", "floor, ms"),
@@ -231,13 +231,13 @@ def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
     run(monkeypatch, f"engine --model {toy} --vllm {sys.executable}")
     result = json.loads(capsys.readouterr().out)
     assert result["vLLM"] == f"0.26.0, torch {torch.__version__}"
-    for case, n in ("offline", 4), ("1 at once", 1), ("32 at once", 32):
+    for case, n in ("offline", 4), ("1 concurrent", 1), ("32 concurrent", 32):
         assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
         assert result[case]["vLLM"]["tok/s"] > 0
 
 
 def test_a_python_that_is_not_there(toy, monkeypatch):
-    with pytest.raises(SystemExit, match="'/no/python': the path of a Python is wanted"):
+    with pytest.raises(SystemExit, match="'/no/python': give the path of a Python"):
         run(monkeypatch, f"engine --model {toy} --vllm /no/python")
 
 

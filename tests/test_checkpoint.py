@@ -552,8 +552,8 @@ def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
 
 MISFITS = [
     ({"windows": (8, 8), "rope": {0: Rope(1e4)}}, "rope has windows [0], layers have (8, 8)"),
-    ({"qk_norm": True}, "qk_norm is for norm 'rms'"),
-    ({"norm": "batch"}, "norm 'batch' is unknown; there is layer, rms"),
+    ({"qk_norm": True}, "qk_norm needs norm 'rms'"),
+    ({"norm": "batch"}, "norm 'batch' is unknown; choose one of layer, rms"),
     ({"activation": "selu"}, "activation 'selu' is unknown"),
 ]
 

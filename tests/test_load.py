@@ -11,7 +11,7 @@ from assets import load
 @pytest.fixture
 def stream():
     """A stream of 3 tokens, due 2 s after the start at 100, and the server's end of its socket."""
-    own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, at=2.0), 100.0)
+    own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, delay=2.0), 100.0)
     own.sock, server = socket.socketpair()
     with own.sock, server:
         yield own, server

@@ -174,7 +174,7 @@ from ops import packed
 layer = getattr(packed, sys.argv[3], None)
 packed.ARENA = 2**24  # of which there are several
 dtype = getattr(torch, sys.argv[4], torch.int8)
-how = {"convert": lambda model: packed.converted(model, sys.argv[4], layer)}
+how = {"convert": lambda model: packed.pack_weights(model, sys.argv[4], layer)}
 how = {"dtype": dtype} if dtype.is_floating_point else how
 def resident():
     status = dict(line.split(":") for line in open("/proc/self/status"))
@@ -287,7 +287,7 @@ def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
     if not can_pack:
         monkeypatch.setattr(packed, "can_pack", lambda: False)
     model = random_model(**LLAMA | {"tied": True}).bfloat16()
-    served = packed.converted(model, layer=Bf16Linear)
+    served = packed.pack_weights(model, layer=Bf16Linear)
     assert all(w.dtype == torch.bfloat16 and w.requires_grad for w in model.parameters())
     assert model.lm_head.weight is model.wte.weight
     for name, weight in served.named_parameters():

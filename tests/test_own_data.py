@@ -128,7 +128,7 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
 def test_a_corpus_within_its_own_source_is_refused(inside, notes, path):
     """Made again, it had its own tokenizer.json and meta.json as texts, to train on or held out."""
     for sources in ([str(notes)], [f"--val={notes}", str(path)]):
-        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
+        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read:"):
             run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
 
@@ -284,7 +284,7 @@ text     |               | out: 0 tokens to train on and 0 to hold out are too f
 text     | MISSING       | No such file .*a\.txt
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
 text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
-chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
+chatml   | {"messages": [                     | JSONDecodeError: .*; each line must be JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
 chatml   | ["messages"]                       | AttributeError
@@ -333,7 +333,7 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
-    refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
+    refused("--init .*checkpoint has no chat template")
     with pytest.raises(SystemExit, match="--init DIR is needed: the chat model"):
         prepare("chat", path, tmp_path / "out")
     (checkpoint / "tokenizer.json").unlink()
@@ -353,7 +353,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not COMMANDS["chat"].with_name("meta.json").exists():
-        with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
+        with pytest.raises(SystemExit, match=r"of your own files .*data/chat/prepare.py"):
             load_corpus("chat", ALONE)
 
 
@@ -361,7 +361,7 @@ def test_a_model_keeps_its_tokenizer(checkpoint, path):
     """--out, mistaken for --init, wrote over the chat template in tokenizer_config.json."""
     (checkpoint / "config.json").write_text("{}")
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
+    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: choose another --out"):
         prepare("text", path, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 
@@ -389,7 +389,7 @@ def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     damaged.unlink()
     if content is not None:
         damaged.write_text(content)
-    with pytest.raises(ValueError, match=r"out is no whole corpus \(.*\): make it again"):
+    with pytest.raises(ValueError, match=r"out is not a whole corpus \(.*\): make it again"):
         load_corpus(str(tmp_path / "out"), ALONE)
 
 

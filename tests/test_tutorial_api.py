@@ -55,7 +55,7 @@ def test_signatures_are_the_posts(signature):
 
 
 def test_pool_hands_out_views_of_each_head():
-    """Would catch: a view of another layer, of V for K, or with the sink block in it."""
+    """Would catch: a view of another layer, of V for K, or with the padding block in it."""
     pool = KVBlockPool(5, 4, 3, 2, 8, "cpu")
     pool.kv.copy_(torch.arange(pool.kv.numel()).view(pool.kv.shape))
     assert list(pool.k_pool) == list(pool.v_pool) == [*product(range(3), range(2))]
@@ -109,7 +109,7 @@ def test_commit_completed_blocks():
     for filled, blocks in (3, []), (4, [0]), (7, [0]), (8, [0, 1]):
         request.num_filled_slots = filled
         commit_completed_blocks(request, cache, 4, pool=None)
-        held = [content.tokens for content in cache.held.values()]
+        held = [content.tokens for content in cache.contents.values()]
         assert held == [(1, 2, 3, 4), (5, 6, 7, 8)][: len(blocks)]
         assert find_cached_prefix(request, cache, 4) == blocks
     request.clear_cache(allocator)
@@ -151,7 +151,7 @@ def test_the_flat_batch_is_the_runners(monkeypatch):
         kinds.add((bool(plan.decodes), bool(plan.chunks)))
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         others = vars(batch) | {"logits_index": batch.logits_index[sampled].int()}
-        others |= {"prepared": ours.prepared, "ops": ours.ops}
+        others |= {"attention_plans": ours.attention_plans, "ops": ours.ops}
         M = batch.block_tables.shape[1]
         ours.block_tables = ours.block_tables[:, :M]
         for name, value in vars(ours).items():

@@ -140,7 +140,7 @@ def test_the_numbers_that_it_states():
     batch, _ = walkthrough.next_step(engine)
     tables = [r.block_table for r in engine.scheduler.active]
     assert 16 * sum(map(len, tables)) == walkthrough.IN_BLOCKS
-    rows = [kv_rows[0, :, 0].numel() for _, kv_rows, _ in batch.prepared[0].calls]
+    rows = [kv_rows[0, :, 0].numel() for _, kv_rows, _ in batch.attention_plans[0].calls]
     # tables and padded texts of 26 blocks; the chunk of 64; texts grouped by length
     gathered = {3: 8 * 401, 4: 8 * 26 * 16, 5: sum(rows) + 64, 6: sum(rows)}
     assert [row[2] for row in ACCOUNTS] == [4 * gathered.get(stage, 0) for stage in range(11)]

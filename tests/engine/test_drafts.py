@@ -108,7 +108,7 @@ def test_a_draft_leaves_the_blocks_that_requests_must_grow_into():
     r = Request("r", [0, 1, 2, 3, 4, 5], 50)
     scheduler.add_request(r)
     scheduler.update(scheduler.plan(), [6])
-    assert scheduler.extend(r, 4) == 2, "two blocks of four are kept"
+    assert scheduler.extend_if_free(r, 4) == 2, "two blocks of four are kept"
 
 
 # --------------------------------------------------------------------------------------------------

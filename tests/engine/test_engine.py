@@ -65,7 +65,7 @@ def test_every_setting_reaches_the_scheduler():
     assert scheduler.delay is POLICIES["sjf"]
     assert not scheduler.settings.prefix_cache
     assert (scheduler.token_budget, scheduler.prefill_tokens) == (40, 20)
-    assert (scheduler.block_size, scheduler.watermark) == (2, 7)
+    assert (scheduler.block_size, scheduler.watermark_blocks) == (2, 7)
 
 
 @pytest.mark.parametrize(

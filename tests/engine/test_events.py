@@ -17,7 +17,7 @@ from wires import House, request
 
 import serve
 from assets import records
-from assets.records import RecordError, Tallies, open_record, replay
+from assets.records import PoolState, RecordError, open_record, replay
 from engine import events, process
 from engine.events import compact_json, record_to
 from server import live
@@ -530,15 +530,15 @@ TITLE = '{"event": "title", "name": "a"}'
 TOUR_LINES = (ROOT / "assets/tour.jsonl").read_text().splitlines()
 _, SNAPSHOT, STEP, *_ = TOUR_LINES
 BAD = [
-    ("", "no record: line 1 is b''"),
-    ("[1, 2]", "no record: line 1 is"),
-    ("[" * 10**6, "no record: line 1 is"),
+    ("", "not a record: line 1 is b''"),
+    ("[1, 2]", "not a record: line 1 is"),
+    ("[" * 10**6, "not a record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
-    (f"{TITLE}\n{STEP}", "no record: line 2 is"),
-    ('{"event": "snapshot", "version": 1}', "this reads version 2, there is 1"),
-    ('{"event": "snapshot"}', "no record: line 1 is"),
-    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "no record: line 2 is"),
-    (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "no record: line 2 is"),
+    (f"{TITLE}\n{STEP}", "not a record: line 2 is"),
+    ('{"event": "snapshot", "version": 1}', "this reads version 2, not 1"),
+    ('{"event": "snapshot"}', "not a record: line 1 is"),
+    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "not a record: line 2 is"),
+    (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "not a record: line 2 is"),
     (None, "file: No such file or directory; name a file of"),
 ]
 
@@ -555,9 +555,9 @@ def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
 
 
 def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last():
-    tallies = Tallies(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
-    tallies.apply({"event": "step", "idle": [1]})
-    assert [*tallies.idle] == [2, 1]
+    state = PoolState(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
+    state.apply({"event": "step", "idle": [1]})
+    assert [*state.idle] == [2, 1]
 
 
 def test_only_the_last_line_may_be_cut_off():
@@ -569,7 +569,7 @@ def test_only_the_last_line_may_be_cut_off():
     cut = f"{TITLE}\n{SNAPSHOT}\n{STEP}"
     assert read(cut) == ["title", "snapshot", "step"]
     assert read(cut[:-5]) == ["title", "snapshot"]
-    with pytest.raises(RecordError, match="no record: line 3 is"):
+    with pytest.raises(RecordError, match="not a record: line 3 is"):
         read(f"{cut[:-5]}\n{STEP}\n")
 
 

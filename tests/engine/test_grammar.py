@@ -285,7 +285,7 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     while "free" in engine.requests:
         assert not waits
         step(engine, answers)
-    assert engine.scheduler.held
+    assert engine.scheduler.paused
     step(engine, answers)
     assert len(waits) == 1
     free = engine.scheduler.block_allocator.num_free

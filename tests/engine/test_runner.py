@@ -31,14 +31,14 @@ from test_paged import CONTEXT, VOCABULARY, new_engine, prompt, trained_model
 # A GPU's padding and graphs, on a CPU
 
 
-def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
+def plan_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
     """
-    As `prepare_torch`, for a replayed step: what the host's lists say was true when the step was
-    captured.
+    As `plan_attention_torch`, for a replayed step: what the host's lists say was true when the step
+    was captured.
     """
     batch.context_lens_host = batch.context_lens.tolist()
     batch.query_lens_host = batch.query_start.diff().tolist()
-    return gather.prepare_torch(batch, H, kv, window)
+    return gather.plan_attention_torch(batch, H, kv, window)
 
 
 class Replay:
@@ -48,7 +48,7 @@ class Replay:
 
     def __init__(self, device: Device, shape: StepShape):
         self.device = device
-        packed = upload(device.padding(shape), device.device, to=device.static_inputs)
+        packed = upload(device.padding(shape), device.device, out=device.static_inputs)
         self.step = partial(device.compute, packed, shape)
         # the hidden states, which the kernels may give out as a `LazyNorm`, are for scored prompts
         self.outputs = [x.clone() if torch.is_tensor(x) else x for x in self.step()]
@@ -77,7 +77,7 @@ def capture(engine: Engine):
     pad(engine)
     device = engine.device
     if device.ops.name != "triton":
-        device.ops = device.ops._replace(prepare=prepare_from_device)
+        device.ops = device.ops._replace(plan_attention=plan_from_device)
     device.static_inputs = torch.full((10_000,), device.padding_row, device=device.device)
     for shape in device.shapes + device.shapes_with_groups:
         graph = Replay(device, shape)

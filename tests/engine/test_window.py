@@ -35,7 +35,7 @@ def test_the_first_block_stands_in_for_those_that_no_token_sees_any_more(row):
         if request.num_computed_slots % 4 == 0:
             tables.append(" ".join(map(str, request.block_table)))
     assert tables == expected
-    assert len(engine.scheduler.block_cache.held) == 6
+    assert len(engine.scheduler.block_cache.contents) == 6
     finish(engine)
     assert_idle(engine)
 

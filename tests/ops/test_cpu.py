@@ -37,7 +37,7 @@ from interleaved import flat_batch
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu, packed
-from ops.choice import TORCH, choose_ops
+from ops.choice import TORCH_OPS, choose_ops
 from ops.packed import (
     LARGEST,
     Arena,
@@ -85,7 +85,7 @@ def machine(threads: int = 2, build: str = "native") -> Ops:
             pytest.skip("needs gcc")
         compiler = [build, SHARING[-1]]
     with patch.object(cpu, "FLAGS", flags):
-        return cpu.CpuKernels(compiler, threads).table(TORCH)
+        return cpu.CpuKernels(compiler, threads).table(TORCH_OPS)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def weights_for(ops: Ops, case: str, quantize: str, is_exact: bool) -> GPT:
 
 @cache
 def block_tables(S: int) -> tuple[Tensor, int]:
-    """Of each request [100, M], permuted; and the sink."""
+    """Of each request [100, M], permuted; and the padding block."""
     M = -(-CONTEXT // S)
     count = len(EVERYONE) * M
     blocks = torch.randperm(count, generator=torch.Generator().manual_seed(S))
@@ -214,8 +214,8 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     One layer's pool, with K and V of what comes before each request's row, from the block on that
     its window begins in; all else is NaN.
     """
-    _, sink = block_tables(S)
-    pool = torch.full((2, sink + 1, Hk, S, D), torch.nan)
+    _, padding_block = block_tables(S)
+    pool = torch.full((2, padding_block + 1, Hk, S, D), torch.nan)
     ends = torch.tensor(POSITIONS)[:, None]
     positions = torch.arange(CONTEXT)
     is_seen = positions < ends
@@ -231,17 +231,19 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
 def step(ops: Ops, model: GPT, pool: Tensor, rows: list[int]) -> Batch:
     """A step in which each of these requests decodes a token."""
     config = model.config
-    tables, sink = block_tables(pool.shape[-2])
+    tables, padding_block = block_tables(pool.shape[-2])
     requests = []
     for row in rows:
         tokens = [(31 * row + 7) % config.vocab_size] * (POSITIONS[row] + 1)
         request = Request(row, tokens, 1, block_table=tables[row].tolist())
         request.num_filled_slots = POSITIONS[row]
         requests.append(request)
-    shape = SimpleNamespace(kv=pool[None], sink=sink)
+    shape = SimpleNamespace(kv=pool[None], padding_block=padding_block)
     batch = flat_batch(Plan(decodes=requests), model, shape)
     batch.ops = ops
-    batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
+    batch.attention_plans = {
+        w: ops.plan_attention(batch, config.n_head, pool, w) for w in config.windows
+    }
     batch.rotations = {}
     return batch
 
@@ -312,8 +314,8 @@ def test_operators_err_as_torch(case, quantize, build):
     `Int8Linear.forward` to the bit.
     """
     ours = results(machine(build=build), case, quantize, EVERYONE)
-    plain = results(TORCH, case, quantize, EVERYONE)
-    exact = results(TORCH, case, quantize, EVERYONE, is_exact=True)
+    plain = results(TORCH_OPS, case, quantize, EVERYONE)
+    exact = results(TORCH_OPS, case, quantize, EVERYONE, is_exact=True)
     for name, y in exact.items():
         assert error(ours[name], y) <= 2 * error(plain[name], y), name
 
@@ -509,9 +511,9 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
 
 
 def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
-    """With CC=false the message ended with "Its words:", and nothing."""
+    """With CC=false the message ended with "Its output:", and nothing."""
     monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its words:\n(none: is it a compiler?)"):
+    with raises(ValueError, "Its output:\n(none: is it a compiler?)"):
         cpu.library(cpu.c_compiler())
 
 
@@ -524,7 +526,7 @@ def test_without_a_compiler(quantize, tmp_path, monkeypatch):
             monkeypatch.setenv("CC", name)
         dtype = torch.int8 if quantize == "int8" else torch.float32
         ops, reason = choose_ops("auto", "cpu", dtype)
-        assert ops is TORCH
+        assert ops is TORCH_OPS
         assert "no C compiler" in reason
         with raises(ValueError, "'cpu'", "a C compiler", "auto"):
             choose_ops("cpu", "cpu", dtype)
@@ -542,7 +544,7 @@ def test_a_fork_computes_alone():
     catch, in one of twenty: a child that waits for a thread that was just about to wake or sleep.
     """
     owned = [cpu.CpuKernels(COMPILER, 8)]
-    add_norm = owned[0].table(TORCH).add_norm
+    add_norm = owned[0].table(TORCH_OPS).add_norm
     norm = model_of("gelu_new").ln_f
     _, expected = add_norm(numbers(48), None, norm)
     for _ in range(60):
@@ -613,7 +615,7 @@ def test_fewer_threads_than_asked_for():
         resource.setrlimit(resource.RLIMIT_AS, before)
     threads = ctypes.c_int.from_address(kernels.pool)  # its first field
     assert 1 < threads.value < 99
-    ours = results(kernels.table(TORCH), "gated", "int8", EVERYONE)
+    ours = results(kernels.table(TORCH_OPS), "gated", "int8", EVERYONE)
     assert all(torch.equal(y, expected[name]) for name, y in ours.items())
 
 
@@ -807,7 +809,7 @@ def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     tight = {"block_size": 4, "max_num_seqs": 5, "token_budget": 16, "check": True}
     crowded = Engine(model, Settings(quantize=quantize, attention=attention, **tight))
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
-    reference = packed.converted(model, quantize, Bf16Linear)
+    reference = packed.pack_weights(model, quantize, Bf16Linear)
     lost = []
     for engine in crowded, roomy:
         for text, answer in zip(prompts, engine.generate(prompts, params, False), strict=True):
@@ -824,5 +826,5 @@ def test_refusals():
     assert serving_dtype("auto", "cuda:1") == torch.bfloat16
     with raises(ValueError, "fp16", "fp32 or bf16"):
         serving_dtype("fp16", "cpu")
-    with raises(ValueError, "int4", "none and int8"):
+    with raises(ValueError, "int4", "none or int8"):
         Engine(trained_model(), Settings(quantize="int4"))

@@ -1,9 +1,9 @@
 """
 store_kv and paged_attention against an fp64 reference, and what a GPU's steps have beside them.
 
-Block tables are permuted, lengths odd, and every slot that belongs to no text (the sink, the tails
-of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it is read,
-there is NaN in the output. A backend's error may be at most twice that of plain torch attention in
+Block tables are permuted, lengths odd, and every slot that belongs to no text (the padding block,
+the tails of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it
+is read, there is NaN in the output. A backend's error may be at most twice that of plain torch attention in
 the same dtype, or what rounding explains. A new backend is one more name in BACKENDS.
 """
 
@@ -126,7 +126,7 @@ class Texts:
         if groups:
             firsts, ends, _ = torch.tensor([*groups, (0, 0, 0)]).T.contiguous()  # one is padding
             batch.groups = tuple(x.to(DEVICE) for x in (shared, firsts, ends))
-        batch.prepared = {window: self.ops.prepare(batch, H, self.kv, window)}
+        batch.attention_plans = {window: self.ops.plan_attention(batch, H, self.kv, window)}
         return batch, spans
 
     def attend(self, batch, spans) -> list[Tensor]:
@@ -137,7 +137,7 @@ class Texts:
         assert torch.equal(bits(self.kv), bits(before))
         assert (out.dtype, out.shape) == (q.dtype, q.shape)
         if self.ops.name == "triton":
-            assert not batch.prepared[self.attn.window].finished.any()
+            assert not batch.attention_plans[self.attn.window].finished.any()
         return out.split([span[1].stop - span[1].start for span in spans])
 
     def whole(self) -> Tensor:
@@ -260,7 +260,7 @@ def test_one_preparation_serves_all_lengths(groups):
     texts = Texts("triton", Hk=1, G=2)
     exact, allowed = texts.reference()
     batch, spans = texts.step([200, 140, 150, 1], [], groups)
-    batch.block_tables[-1] = texts.pool.sink
+    batch.block_tables[-1] = texts.pool.padding_block
     for lens in [200, 140, 150], [65, 130, 1], [70, 200, 17]:
         batch.context_lens[:] = torch.tensor([*lens, 0])  # shorter texts in the same blocks
         spans[:3] = [(text, slice(n - 1, n)) for (text, _), n in zip(spans, lens, strict=False)]
@@ -308,7 +308,7 @@ def attend_beyond_2_to_the_31(backend: str):
     batch, _ = texts.step(chunks=[(20, 20)] * 2)
     batch.block_tables += far
     batch.slot_mapping += far * S
-    batch.prepared = {0: texts.ops.prepare(batch, 2, texts.kv)}
+    batch.attention_plans = {0: texts.ops.plan_attention(batch, 2, texts.kv)}
     texts.ops.store_kv(texts.k.flatten(0, 1), texts.v.flatten(0, 1), texts.kv, batch)
     out = texts.ops.attend(texts.q.flatten(0, 1), texts.kv, texts.attn, batch)
     assert torch.equal(out.view_as(exact), exact)
@@ -340,7 +340,7 @@ def test_a_gpu_has_tritons_operators():
     """Its sampler, too: torch's is right there, but waits for the device."""
     ops, reason = choose_ops("auto", "cuda:1")
     assert ops.name == "triton"
-    assert ops.prepare is kernels.prepare_triton
+    assert ops.plan_attention is kernels.plan_attention_triton
     assert reason == "the fastest on CUDA"
     assert ops.sample is sampling_kernels.sample_triton
     table = triton_tables()[1], "--deterministic"
@@ -353,20 +353,20 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     assert ops.name == "cpu"
     assert reason == "the fastest on a CPU"
     assert isinstance(ops.linear.__self__, cpu.CpuKernels)
-    assert choose_ops("torch")[1] == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch"):
+    assert choose_ops("torch")[1] == "as requested"
+    with pytest.raises(ValueError, match="'trition' is unknown; cpu has auto, torch"):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
         with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave it out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
+    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; cpu has"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch"
-    assert reason.startswith("as there is no package triton: ")
+    assert reason.startswith("because there is no package triton: ")
     assert ops.sample is sampling.sample_torch
 
 
@@ -745,7 +745,7 @@ def test_length_classes_at_most_double_the_memory(lens):
 def test_requests_of_similar_length_are_one_gather(decodes, chunks, window, widths):
     texts = Texts("torch", window=window, length=512)
     batch, _ = texts.step(decodes, chunks)
-    gathers = batch.prepared[window].calls
+    gathers = batch.attention_plans[window].calls
     assert [call.kv_rows.shape[-1] for call in gathers] == widths
     assert sum(call.kv_rows.shape[1] for call in gathers) == len(decodes + chunks)
 

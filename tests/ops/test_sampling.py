@@ -244,7 +244,7 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     scores = scores * temperature[:, None]
     thresholds, finished = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, V + width), torch.nan, device=DEVICE)
-    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.marks)
+    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.token_flags)
     arrays = (scores, rows, rows, *of_rows, thresholds, finished, scratch)
     strides = (scores.stride(0), scratch.stride(0))
     sampling_kernels.threshold_kernel[(R,)](*arrays, *strides, V, PDL=False, WIDTH=width)
@@ -348,7 +348,7 @@ def check_tokens(pick, R: int, V: int, dtype, seed: int):
             assert token in allowed, f"{token}, in float64 {allowed}: {request}"
             if request.params.penalises:
                 text = [*request.generated_tokens, *[token][: token + 1]]
-                count = rows.marks[request.row].cpu() >> 2
+                count = rows.token_flags[request.row].cpu() >> 2
                 assert torch.equal(count, oracle.count_of(text, V)), f"{request} got {token}"
 
 
@@ -467,7 +467,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 49, NO_TOKEN]
     assert 0 <= last < 50
     assert rows.last_token.tolist() == [0, 0, 0, 49, 0, last]
-    counted = (rows.marks >> 2).sum(1).tolist()
+    counted = (rows.token_flags >> 2).sum(1).tolist()
     assert counted == [0, 0, 0, params.penalises, 0, params.penalises]
 
 

@@ -74,7 +74,7 @@ def test_the_clock_keeps_time_for_the_end(tiny, corpus):
 
 # A run; seconds until the corpus is made, of the steps from each number on, of an evaluation; steps
 # of the end; who begins it, its length -> how many steps it has, of the last one the factor of the
-# learning rate; steps and minutes of the warning while there is time to begin again, and at the end
+# learning rate; steps and minutes of the warning while there is time to start again, and at the end
 SCENES = """
 steady           |  0 | 1:1           |  0 |  3 | user | 1 minute     |  57 0.030 |  57 4 |  57  4
 slow at first    |  0 | 1:20 2:1      |  0 |  3 | user | 1 minute     |  38 0.045 |  38 5 |  38  5
@@ -92,7 +92,7 @@ finetuned        |  0 | 1:1           |  0 | 41 | init | 1 minute     |  19 0.09
 finetuned enough |  0 | 1:1           |  0 | 40 | init | 1 minute     |  20 0.088 |       |
 """
 WARNING = (
-    "only about {} steps fit into {}, and in fewer than {} a model learns little: begin again "
+    "only about {} steps fit into {}, and in fewer than {} a model learns little: start again "
     "with {} --minutes {} --out {} --overwrite{}"
 )
 AGAIN = {

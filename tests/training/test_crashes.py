@@ -187,12 +187,12 @@ def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, ou
     """It was a traceback, of torch's about an unexpected position, and half a file stayed."""
     stop_after(monkeypatch, [5])
     train.main([*tiny, "--steps=20"])
-    with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* make room"):
+    with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* free space"):
         train.main(["--resume", f"--out={out}"])
     assert assert_loads(out)["step"] == 5
     assert not [*out.glob("*.tmp")]
     (out / "file").touch()
-    with pytest.raises(SystemExit, match=r"file/out cannot be written .* name another --out"):
+    with pytest.raises(SystemExit, match=r"file/out cannot be written .* choose another --out"):
         train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
     (out / "loss.png.tmp").mkdir()  # cannot be written
     with pytest.raises(SystemExit, match=r"loss\.png cannot be written"):
@@ -203,7 +203,7 @@ def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, ou
 def test_a_full_disk_leaves_no_corpus(room, count, tmp_path):
     """Neither where the tokenizer does not fit, nor where the tokens do not."""
     tokenizer = bpe_tokenizer([])
-    message = "cannot be written .*: make room or choose"
+    message = "cannot be written .*: free space or choose"
     with full_disk(room), pytest.raises(SystemExit, match=message):
         write_corpus(tmp_path, [[1] * 10_000], [[1, 1]], tokenizer)
     assert len([*tmp_path.iterdir()]) == count

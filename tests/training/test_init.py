@@ -182,7 +182,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
         free = each * count
         machine.load_to_train(args, loaded, process)
         free -= 1
-        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: end other"):
+        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: close other"):
             machine.load_to_train(args, loaded, process)
 
 
@@ -193,7 +193,7 @@ def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpu
     """
     config = read_json(base / "config.json")
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
-    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
+    with pytest.raises(SystemExit, match=r"has a text_config, .* save only the text model"):
         finetune(base, corpus, out)
     write_json(base / "config.json", config)
     message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"

@@ -26,7 +26,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import GPT, TORCH, GPTConfig, Rope
+from model import GPT, TORCH_OPS, GPTConfig, Rope
 from training import fast
 from training.corpus import batch_rows, epoch_starts
 from training.fast import training_ops
@@ -308,8 +308,8 @@ def test_operators_that_train_are_the_references(fields, device, dtype, monkeypa
         grads = torch.autograd.grad(3 * loss, model.parameters())
         return [loss, *grads]
 
-    exact = gradients(TORCH, torch.float32)
-    plain = gradients(TORCH, dtype)
+    exact = gradients(TORCH_OPS, torch.float32)
+    plain = gradients(TORCH_OPS, dtype)
     if device == "compiled":
         torch._dynamo.reset()  # it compiles a function eight times, all tests counted
         for block in model.h:
@@ -331,8 +331,8 @@ def test_an_evaluation_multiplies_for_no_gradients():
             model(*batch, ops)
         return counter.get_total_flops()
 
-    ops = TORCH._replace(loss=training_ops("cpu").loss)
-    assert operations(ops) == operations(TORCH) > 0
+    ops = TORCH_OPS._replace(loss=training_ops("cpu").loss)
+    assert operations(ops) == operations(TORCH_OPS) > 0
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import torch
 from runs import MACHINE
 
 import train
-from model import TORCH
+from model import TORCH_OPS
 from training import fast
 from training.fast import training_ops
 
@@ -24,13 +24,13 @@ FLAGS = """--device=cpu --dtype=float32 --n_layer=2 --n_head=3 --n_embd=24 --see
     --matrix_lr=0.03 --vector_lr=0.007 --clip=0.2 --matrix_decay=3 --vector_decay=4"""
 LLAMA = "--arch=llama --dropout=0.2"
 KINDS = {
-    "all terms": ("--arch=gpt2 --dropout=0.2 --bias --activation=gelu_new", TORCH),
+    "all terms": ("--arch=gpt2 --dropout=0.2 --bias --activation=gelu_new", TORCH_OPS),
     # where neurons are dead, rounding decides the signs of updates, and these decide on decay
     "no biases, nothing to clip, in parts": (
         "--arch=gpt2 --activation=relu2 --clip=1000 --matrix_decay=0 --accumulate=3",
-        TORCH,
+        TORCH_OPS,
     ),
-    "llama": (LLAMA, TORCH),
+    "llama": (LLAMA, TORCH_OPS),
     "llama, with the operators of a CPU": (LLAMA, training_ops("cpu")),
     "llama, with another gate": (LLAMA + " --activation=relu2", training_ops("cpu")),
 }
