@@ -11,8 +11,8 @@ import serve
 
 def test_signals_do_not_reach_the_engine():
     """
-    Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while
-    Python started up.
+    Ctrl-C at a terminal goes to both processes. Previously the engine's process printed a traceback
+    if it came while Python was starting.
     """
     before = signal.getsignal(signal.SIGINT)
     process, link = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
@@ -29,7 +29,8 @@ def test_signals_do_not_reach_the_engine():
 
 def test_a_terminal_that_closes_ends_the_server_as_sigterm_does():
     """
-    SIGHUP cut all streams without a drain; under nohup, which ignores it, the server must go on.
+    Previously SIGHUP cut all streams without draining. Under nohup, which ignores it, the server
+    must go on.
     """
     code = """
 import serve, signal
