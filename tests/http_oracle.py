@@ -188,7 +188,7 @@ class Judge:
     def check_usage(self, reference: list[Choice]):
         body = self.call["body"]
         if body.get("stream") and "stream_options" not in body:
-            assert self.usage is None, "it has a usage that was not asked for"
+            assert self.usage is None, "it has a usage that was not requested"
             return
         prompt = sum(map(len, prompts_of(self.call)))
         completion = sum(len(choice.scores) for choice in reference)

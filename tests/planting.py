@@ -65,7 +65,7 @@ def plant(file: Path, right: str, wrong: str):
     count = source.count(right)
     if count != 1:
         raise ValueError(
-            f"{file.name} has {right!r} {count} times, wanted once: plant the bug anew"
+            f"{file.name} has {right!r} {count} times, wanted once: update the planted bug"
         )
     file.write_text(source.replace(right, wrong))
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):

@@ -139,16 +139,18 @@ class EngineProcess:
             return
         if http.unsent or http.transport.unsent or link.sock.arrived or link.unread:
             return  # the engine has not received everything
-        mine = {*self.engine.requests}
+        working = {*self.engine.requests}
         for choices in self.engine.promised.values():
-            mine |= {choice.id for choice in choices}
+            working |= {choice.id for choice in choices}
         waiting = http.choices.keys()
-        assert mine <= waiting, f"the engine works at {mine - waiting}, for which nobody waits"
+        assert working <= waiting, (
+            f"the engine works at {working - waiting}, for which nobody waits"
+        )
         is_behind = link.rows or link.messages or link.unsent
         if is_behind or theirs.arrived or http.unread:
             return  # the HTTP process has not, either
-        assert waiting <= mine, (
-            f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
+        assert waiting <= working, (
+            f"the HTTP process waits for {waiting - working}, of which the engine knows nothing"
         )
 
     # what may happen to it

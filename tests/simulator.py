@@ -460,7 +460,7 @@ class World:
     def queue_row(self, row: list):
         id, tokens, reason, cached, *scores = row
         text = self.live.get(id)
-        assert text, f"{row} is for nobody"
+        assert text, f"{row} is for an unknown request"
         assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
@@ -519,7 +519,7 @@ class World:
             self.explained = message["message"]
             return
         text = self.live.get(message["id"])
-        assert text, f"{message} is for nobody"
+        assert text, f"{message} is for an unknown request"
         if text in self.failing:
             self.failing.remove(text)
             assert message["message"].startswith("FloatingPointError: simulated"), (
@@ -705,7 +705,7 @@ class World:
             left = table.count(table[0])
             self.counts["windows"] += left > 1
             assert last_seen <= left <= next_seen, (
-                f"{request.id} is without {left} blocks: of {table} the next token sees those "
+                f"{request.id} has freed {left} blocks, but of {table} the next token sees those "
                 f"from {next_seen} on"
             )
 

@@ -142,7 +142,7 @@ class Caller(Client):
         since = self.world.now - 10 * self.world.args.turn_seconds
         for choice in self.world.client.choices.values() if self.world.is_running else ():
             assert choice.job.call_id not in names or choice.job.started > since, (
-                f"call {choice.job.call_id} is still in work, its client has left long ago"
+                f"call {choice.job.call_id} is still in work, although its client left long ago"
             )
 
 

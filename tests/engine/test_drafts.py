@@ -99,7 +99,7 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
 
     pauses = [pause() for _ in range(8)]
     assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE]
-    assert len(text.guess(CHEAP_ROWS)) == 1, "after a wrong guess a short one"
+    assert len(text.guess(CHEAP_ROWS)) == 1, "a short guess follows a wrong one"
     for _ in range(6):
         text.learn(1)
     assert pause() == 1, "right guesses make up for wrong ones"

@@ -368,11 +368,11 @@ def test_generate_raises_errors_and_leaves_an_idle_pool():
     """
     engine = simulated_engine()
     fail(engine, FloatingPointError("bad"), nth=5)
-    mine = engine.add_request("mine", [9, 9], greedy(20))
+    request = engine.add_request("mine", [9, 9], greedy(20))
     with raises(RuntimeError, "failed: FloatingPointError: bad"):
         engine.generate([[i] for i in range(12)], greedy(8), progress=False)
-    assert mine.status == "done"
-    assert mine.finish_reason == "error"
+    assert request.status == "done"
+    assert request.finish_reason == "error"
     assert_idle(engine)
     assert engine.generate([[3]], greedy(8), progress=False) == [greedy_answer([3], 8)]
 

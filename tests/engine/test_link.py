@@ -76,7 +76,7 @@ def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
     assert sum(len(message["stats"]["waited"]) for message in messages) == 2
     assert not link.rows
     events = link.selector.get_key(link.sock).events
-    assert events == selectors.EVENT_READ, "else the engine would never rest again"
+    assert events == selectors.EVENT_READ, "otherwise the engine would never sleep again"
 
 
 def test_an_idle_engine_wakes_when_a_full_link_has_room(ends):

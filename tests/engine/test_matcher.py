@@ -297,8 +297,8 @@ def test_all_who_wait_are_told_that_a_process_has_ended(replies):
         if replies:
             theirs.send(marshal.dumps(["a reply"] * replies))
     assert compiled.is_gone()
-    told = [question.reply for question in questions]
-    assert told == ["a reply"] * replies + [compiled.limit] * (4 - replies)
+    received = [question.reply for question in questions]
+    assert received == ["a reply"] * replies + [compiled.limit] * (4 - replies)
 
 
 def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):

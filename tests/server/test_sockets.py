@@ -24,7 +24,7 @@ def test_signals_do_not_reach_the_engine():
     process.join(30)
     assert process.exitcode == 0
     link.settimeout(1)
-    assert link.recv(1) == b"", "its end of the link is open in this process, too"
+    assert link.recv(1) == b"", "its end of the link is also open in this process"
 
 
 def test_a_terminal_that_closes_ends_the_server_as_sigterm_does():
