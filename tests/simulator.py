@@ -896,9 +896,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first life")
     parser.add_argument(
-        "--steps", type=float, default=1, help="play the next seeds until so many are done"
+        "--steps", type=float, default=1, help="play the next seeds until this many are done"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives in parallel")
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
     args = parser.parse_args()
     if args.replay:

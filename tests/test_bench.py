@@ -139,7 +139,7 @@ def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
 
 
 LLAMA_CPP = """#!{python}
-# in place of a Python with llama_cpp: the same answers from our model of what the file has
+# stands in for a Python with llama_cpp, with the answers of our model of the file
 import json, sys
 sys.path[:0] = ["tests", "."]
 import torch
@@ -208,7 +208,7 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
 
 
 VLLM = """
-# in place of the package: the same answers from our model of the directory
+# stands in for the package, with the answers of our model of the directory
 import torch, params
 from checkpoint import load_checkpoint
 from engine.engine import Engine

@@ -176,7 +176,7 @@ import torch
 from checkpoint import load_checkpoint
 from ops import packed
 layer = getattr(packed, sys.argv[3], None)
-packed.ARENA = 2**24  # of which there are several
+packed.ARENA = 2**24  # small, so that there are several
 dtype = getattr(torch, sys.argv[4], torch.int8)
 how = {"convert": lambda model: packed.converted(model, sys.argv[4], layer)}
 how = {"dtype": dtype} if dtype.is_floating_point else how
@@ -192,7 +192,7 @@ def watch():
     while loading:
         peak = max(peak, resident())
         time.sleep(0.0005)
-watcher = threading.Thread(target=watch, daemon=True)  # it ends where loading fails
+watcher = threading.Thread(target=watch, daemon=True)  # so it ends if loading fails
 watcher.start()
 model = load_checkpoint(sys.argv[1], **how)
 loading = False

@@ -244,7 +244,7 @@ def test_frequencies_are_the_same_everywhere():
 HARD_SUMS = """
 #include "ops/cpu.c"
 
-// Of so many sums, drawn near ties and among the smallest numbers, those that are not fmaf's.
+// Count how many of these sums, drawn near ties and among the smallest numbers, differ from fmaf.
 int64_t count_wrong(int64_t count)
 {
     int64_t wrong = 0;

@@ -102,7 +102,7 @@ def test_a_compressed_body_is_named(house, form):
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/jsonp", "application/json-seq;"])
 def test_a_body_needs_the_type_of_json(house, kind):
     """
-    This protects from CSRF: a page of another origin may send other types without asking first.
+    This protects against CSRF: a page of another origin may send other types without asking first.
     """
     message = "the body must be JSON, sent with the header Content-Type: application/json"
     body = {"tokens": [97, 256]}

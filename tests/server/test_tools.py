@@ -167,7 +167,7 @@ def test_tools_are_shown_and_results_go_back(house):
 @pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
 def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
     """
-    Some servers count their calls anew in each turn. Previously all results then had the last name.
+    Some servers restart numbering calls in each turn. Previously all results then had the last name.
     """
     names = ["weather", "clock", "rain"][: len(ids)]
     talk = []
@@ -181,7 +181,7 @@ def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
 
 
 def test_no_text_of_tools_becomes_a_control_token(house):
-    """This protects from prompt injection in descriptions, schemas, arguments and results."""
+    """This protects against prompt injection in descriptions, schemas, arguments and results."""
     end = "<|endoftext|>"
     function = {"name": "f", "arguments": json.dumps({end: [end]})}
     called = [{"id": end, "type": "function", "function": function}]
