@@ -167,7 +167,8 @@ def test_tools_are_shown_and_results_go_back(house):
 @pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
 def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
     """
-    Some servers restart numbering calls in each turn. Previously all results then had the last name.
+    Some servers number their calls from 0 in each turn. Previously all results then had the last
+    name.
     """
     names = ["weather", "clock", "rain"][: len(ids)]
     talk = []
