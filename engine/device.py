@@ -326,7 +326,7 @@ class Device:
 
     def padding(self, shape: StepShape) -> array:
         """Return the inputs of a step that consists of padding only."""
-        return pack(Plan(), shape, self.padding_row, self.pool.sink)
+        return pack(Plan(), shape, self.padding_row, self.pool.padding_block)
 
     @torch.inference_mode()
     def warm_up(self):

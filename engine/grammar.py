@@ -420,7 +420,7 @@ def soon() -> float:
 class Constraints(Stage):
     """
     The grammars of an engine's requests. If a token is refused, the request goes back by that token
-    and sits out (status "held") until the mask is computed. The other requests never wait for it.
+    and sits out (status "paused") until the mask is computed. The other requests never wait for it.
     """
 
     def __init__(self, engine):
