@@ -114,7 +114,7 @@ class Device:
     """
     The model, the KV pool, and the state of each running request. The state is kept in arrays that
     are indexed by the request's row, so a plan carries only what changed. The last row is for
-    padding, and its block table consists of sinks.
+    padding, and its block table points only to the padding block.
 
     If the operators allow it (`Ops.fixed_shapes`), steps are padded to a few `shapes`. Each shape
     is captured once as a CUDA graph, so that forward, sampling and the update of the arrays are one
@@ -147,7 +147,9 @@ class Device:
         self.known = KnownRows(
             last_token=self.sampling.last_token,
             context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
-            block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
+            block_tables=torch.full(
+                (N + 1, M), self.pool.padding_block, dtype=torch.int32, device=device
+            ),
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
@@ -192,12 +194,12 @@ class Device:
         self.sampling.fill(*map(sampling_row, requests))
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests. Shorter tables are padded with the sink."""
+        """Fill the block tables of requests. Shorter tables are padded with the padding block."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
             missing = M - len(r.block_table)
-            tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
+            tables.extend([r.row, *r.block_table] + [self.pool.padding_block] * missing)
         tables = upload(tables, self.device).view(-1, 1 + M)
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
 
@@ -231,7 +233,7 @@ class Device:
         graph, *outputs = self.graphs[packed.shape]
         # equal inputs: the same requests decode another token, each in the same block as before
         if packed.inputs != self.last_inputs:
-            upload(packed.inputs, self.device, to=self.static_inputs)
+            upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs
         graph.replay()
         return Launched(packed, *outputs, on_host=next(self.sent))
@@ -255,7 +257,7 @@ class Device:
         batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
-        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+        batch.attention_plans = {w: self.ops.plan_attention(batch, H, kv, w) for w in self.windows}
         x = self.model.hidden(batch, self.pool.kv)
         last = x[batch.logits_index] if shape.C else x  # with only decodes, every row is wanted
         logits = self.model.logits(last, self.ops)
@@ -324,7 +326,7 @@ class Device:
 
     def padding(self, shape: StepShape) -> array:
         """Return the inputs of a step that consists of padding only."""
-        return pack(Plan(), shape, self.padding_row, self.pool.sink)
+        return pack(Plan(), shape, self.padding_row, self.pool.padding_block)
 
     @torch.inference_mode()
     def warm_up(self):

@@ -144,7 +144,7 @@ class Drafts(Stage):
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
         """Add the draft to the plan, as far as there are free blocks for it."""
         num_blocks = len(request.block_table)
-        num_slots = self.engine.scheduler.extend(request, 1 + len(draft))
+        num_slots = self.engine.scheduler.extend_if_free(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
             plan.grown.append(request)
         if num_slots > 1:

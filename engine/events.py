@@ -247,7 +247,7 @@ class Recorder(Stage):
             "overlap": self.engine.overlap,
             "requests": [self._describe(r) for r in self.tables],
             "decodes": numbers(self.decodes or []),
-            "committed": [*self.scheduler.block_cache.held],
+            "committed": [*self.scheduler.block_cache.contents],
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
         }

@@ -420,7 +420,7 @@ def soon() -> float:
 class Constraints(Stage):
     """
     The grammars of an engine's requests. If a token is refused, the request goes back by that token
-    and sits out (status "held") until the mask is computed. The other requests never wait for it.
+    and sits out (status "paused") until the mask is computed. The other requests never wait for it.
     """
 
     def __init__(self, engine):
@@ -456,7 +456,7 @@ class Constraints(Stage):
         scheduler = self.engine.scheduler
         for r in self.grammars:
             if r.params.filters and r.status == "active" and r.num_to_come:
-                scheduler.move(r, "held")
+                scheduler.move(r, "paused")
         # the mask of each was started when its token was refused or, with filters, when the token
         # before became known
         ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
@@ -469,7 +469,7 @@ class Constraints(Stage):
         """
         Return the requests that wait only for their mask: all tokens before its position are known.
         """
-        return [r for r in self.engine.scheduler.held if not r.num_to_come]
+        return [r for r in self.engine.scheduler.paused if not r.num_to_come]
 
     def planned(self, step: Step):
         """
@@ -569,4 +569,4 @@ class Constraints(Stage):
         if later:
             later.dropped.add(r)
         if r.row is not None:  # not preempted since
-            self.engine.scheduler.move(r, "held")
+            self.engine.scheduler.move(r, "paused")

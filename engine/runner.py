@@ -57,7 +57,7 @@ class Runner:
         if groups:
             fitting = (padded for padded in device.shapes_with_groups if padded.n >= shape.n)
             shape = next(fitting, device.finder.shape(shape.n))
-        padding = (device.padding_row, device.pool.sink)
+        padding = (device.padding_row, device.pool.padding_block)
         inputs = pack(plan, shape, *padding, self.S_if_given, groups or ())
         return PackedPlan(plan, shape, indices, inputs)
 

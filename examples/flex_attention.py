@@ -40,12 +40,12 @@ TEXTS = ("def add(a, b):", "import os\n" * 20, "import os\n" * 20 + "import ", "
 TILE = 128  # queries per tile of the mask
 
 
-def prepare(batch, H, kv, window=0):
+def plan_attention(batch, H, kv, window=0):
     """
     Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
     one flat token axis, so they share the mask. Returns a `GatherPlan` with the mask as its calls.
     """
-    _, num_blocks, Hk, S, _ = kv.shape  # including the sink
+    _, num_blocks, Hk, S, _ = kv.shape  # including the padding block
     B, M = batch.block_tables.shape
     # the inverse of the block tables: [request, physical block] -> logical block
     logical = torch.full((B, num_blocks), -1)
@@ -78,7 +78,7 @@ def attend(q, kv, attn, batch):
     must not contain NaN.
     """
     k, v = kv.reshape(2, 1, 1, -1, attn.D)  # views: [1, 1, (num_blocks + 1) Hk S, D]
-    options = {"block_mask": batch.prepared[attn.window].calls, "enable_gqa": True}
+    options = {"block_mask": batch.attention_plans[attn.window].calls, "enable_gqa": True}
     if attn.softcap:
         options["score_mod"] = lambda score, *_: soft_cap(score, attn.softcap)
     queries = q.transpose(0, 1)[None]  # [1, H, T, D]
@@ -103,7 +103,7 @@ def main(directory="out/stdlib", *texts):
     tokenizer = load_tokenizer(directory)
     prompts = [tokenizer.encode(text) for text in texts or TEXTS]
     plain = answers(model, prompts)
-    flex = answers(model, prompts, prepare=prepare, attend=attend)
+    flex = answers(model, prompts, plan_attention=plan_attention, attend=attend)
     for pair in zip(plain, flex, strict=True):
         print("torch {!r}\nflex  {!r}".format(*map(tokenizer.decode, pair)))
     if plain != flex:

@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_checkpoint
-from model import TORCH, WholeTexts
+from model import TORCH_OPS, WholeTexts
 from paged import (
     KVBlockPool,
     Request,
@@ -72,7 +72,7 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
     Append blocks to a block table until num_new more tokens fit. Raises RuntimeError if the pool is
     exhausted.
 
-    In this repo `Scheduler.plan` allocates: admission for a whole prompt, `_make_room` for a
+    In this repo `Scheduler.plan` allocates: admission for a whole prompt, `_ensure_slot` for a
     decode. `schedule` calls `plan`, so in the loop below the blocks are there already.
     """
     while len(request.block_table) * block_size < request.num_filled_slots + num_new:
@@ -158,9 +158,9 @@ def call_model(model, tokens, pos, past_kvs, attn_mask):
         options = {"scale": attn.scale, "enable_gqa": True}
         return F.scaled_dot_product_attention(q, k, v, attn_mask, **options).transpose(1, 2)
 
-    batch = WholeTexts(tokens, pos, TORCH._replace(store_kv=store_kv, attend=attend))
+    batch = WholeTexts(tokens, pos, TORCH_OPS._replace(store_kv=store_kv, attend=attend))
     x = model.hidden(batch, past_kvs)
-    return model.logits(x[:, -1], TORCH), new_kvs
+    return model.logits(x[:, -1], TORCH_OPS), new_kvs
 
 
 def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size):

@@ -128,7 +128,7 @@ class Choice:
             if scores:
                 self.entries.append(self.entry(token, scores[number], self.stream.num_characters))
             if self.body.stop and self.num_tokens > self.body.min_tokens:
-                text = self.text + self.stream.held
+                text = self.text + self.stream.held_back
                 is_text = not self.reader or self.reader.is_text(text, self.name(token))
                 self.stream.stop_at(self.body.stop if is_text else [])  # not in calls or thoughts
             if number < num_shown:

@@ -1,4 +1,4 @@
-"""Grammars of clients that go on for ever, or end where they should not, are refused at once."""
+"""Clients' grammars that never end, or end where they should not, are refused immediately."""
 
 import pytest
 from test_schemas import library, rows, takes
@@ -48,7 +48,7 @@ def spread(grammar: str) -> str:
 
 @pytest.mark.parametrize("grammar, reason", rows(REFUSED))
 def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reason):
-    """Such an answer stopped half way, or with max_tokens."""
+    """Previously such an answer stopped half way, or ended only at max_tokens."""
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert not matcher
     assert reason in said
@@ -56,7 +56,7 @@ def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reaso
 
 @pytest.mark.parametrize("grammar, right, wrong", rows(SERVED))
 def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
-    """Would catch: each rule that names itself taken for endless, and texts read as rules."""
+    """Would catch: every rule that names itself taken for endless; texts read as rules."""
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert matcher, said
     for text, fits in (right, True), (wrong, False):
@@ -65,7 +65,7 @@ def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
 
 @pytest.mark.parametrize("regex", ["(x?){500}x{500}", "a{3}(x?){500}x{500}"])
 def test_a_regular_expression_that_gets_stuck_at_once_is_refused(library, regex):
-    """It compiled, and its answers ended in an error after a letter."""
+    """Previously it compiled, and its answers ended in an error after one letter."""
     matcher, said = library.try_to_compile("regex", regex)
     assert not matcher
     assert said == "it has too many expressions: make its regular expressions smaller"

@@ -1,7 +1,7 @@
 """
-The rules of a request body, as tables: values that pass, and refusals with their words. Without a
-server, so that a rule costs a line here. A row is `kind fields -> expected`; the fields that a kind
-of body cannot do without (LEAST) are added. `context` is no field: the defaults that the model has.
+The rules of a request body, as tables: values that pass, and refusals with their messages. There is
+no server, so a rule costs one line here. A row is `kind fields -> expected`. The required fields of
+a kind of body (LEAST) are added. `context` is no field: it has the defaults of the model.
 """
 
 import json
@@ -40,7 +40,7 @@ def parse(kind=CompletionRequest, context=None, **body):
 
 
 def refusal_of(call, *args, **fields) -> ApiError:
-    """The error that a call ends in, as app.py makes it."""
+    """Return the error that a call raises, converted as in app.py."""
     with pytest.raises((ApiError, ValidationError)) as caught:
         call(*args, **fields)
     error = caught.value
@@ -55,7 +55,7 @@ def refusal(kind=CompletionRequest, **body) -> ApiError:
 
 
 def rows(table: str) -> list[tuple]:
-    """(kind, fields, expected) of each line."""
+    """Return (kind, fields, expected) of each line."""
     parts = re.findall(r"^(\w+) (\{.*\}) -> (.*)$", table, re.MULTILINE)
     return [(KINDS[kind], json.loads(fields), expected) for kind, fields, expected in parts]
 
@@ -63,7 +63,7 @@ def rows(table: str) -> list[tuple]:
 # --------------------------------------------------------------------------------------------------
 # Values of fields
 
-# field, kind of body, other fields that it needs; its least and its largest value, one past each
+# field, kind of body, other fields that it needs; its smallest and largest value, one beyond each
 NUMBERS = """
 temperature both {} 0 2 -0.001 2.001
 top_p both {} 1e-9 1 0 1.001
@@ -86,7 +86,7 @@ top_logprobs chat {"logprobs":true} 0 20 -1 21
 
 @pytest.mark.parametrize("row", NUMBERS.strip().splitlines())
 def test_numbers_have_ranges(row):
-    """A number exactly at an edge passes, one past it is refused. A bool is no number."""
+    """A number exactly at an edge passes, one beyond it is refused. A bool is no number."""
     name, kinds, *values = row.split()
     needed, *values = map(json.loads, values)
     for kind in LEAST if kinds == "both" else [KINDS[kinds]]:
@@ -121,8 +121,8 @@ NEUTRAL = """{
 @pytest.mark.parametrize("kind", LEAST)
 def test_fields_that_are_not_served(kind):
     """
-    The neutral value passes. Anything else would change the answer, so it is refused by name; also
-    a bool in place of a number, as Python takes True for 1.
+    The neutral value passes. Any other value would change the answer, so it is refused by name. So
+    is a bool instead of a number, although Python treats True as 1.
     """
     assert json.loads(NEUTRAL) == NOT_SERVED
     for name in NOT_SERVED.keys() - kind.model_fields:
@@ -138,7 +138,9 @@ def test_fields_that_are_not_served(kind):
 
 
 def test_every_field_of_the_openai_client_is_known():
-    """A new version's field that changes no answer should be ignored, not refused."""
+    """
+    A field that a new version adds, and that changes no answer, should be ignored, not refused.
+    """
     pairs = {CompletionRequest: text_create_params, ChatRequest: completion_create_params}
     for kind, module in pairs.items():
         names = module.CompletionCreateParamsBase.__annotations__.keys()
@@ -146,8 +148,8 @@ def test_every_field_of_the_openai_client_is_known():
         assert unknown <= {"reasoning_effort", "web_search_options", "moderation"}
 
 
-# Messages without a role are a user's; "..." stands for more words. (instructor, pydantic-ai and
-# llama-index send tool_choice beside tools.)
+# Messages without a role are a user's; "..." stands for any text. (instructor, pydantic-ai and
+# llama-index send tool_choice together with tools.)
 REFUSED = """
 text {"prompt": 3} -> prompt must be a string, a list of strings, a list of token ids, or a list of such lists
 text {"prompt": {"a": 1}} -> prompt must be a string, ...
@@ -317,7 +319,10 @@ SIZES = [  # kind, the largest size that passes, fields of that size; the last i
 
 @pytest.mark.parametrize("kind, most, make", SIZES)
 def test_lists_and_texts_have_a_largest_size(kind, most, make):
-    """Exactly so large passes; one more is refused by its name, and told the limit."""
+    """
+    Exactly this size passes; one more is refused, with a message that names the field and the
+    limit.
+    """
     parse(kind, **make(most))
     error = refusal(kind, **make(most + 1))
     assert error.param == [*make(0)][-1]
@@ -334,7 +339,7 @@ CONSTRAINED = [  # fields that the engine compiles
 
 @pytest.mark.parametrize("kind, fields", CONSTRAINED)
 def test_what_grammars_need(kind, fields, monkeypatch):
-    """An end of text; and the library, of which a plain request knows nothing."""
+    """They need an end of text, and the library, which a plain request does not import."""
     body = parse(kind, **fields)
     (name,) = body.constraints
     assert name in fields
@@ -353,8 +358,8 @@ def test_what_grammars_need(kind, fields, monkeypatch):
 
 def test_the_first_problem_is_the_only_one():
     """
-    pydantic collected one for each of a million items: nine seconds of nothing else. Of a long name
-    the beginning is quoted.
+    Previously pydantic collected one problem for each of a million items, which blocked the server
+    for nine seconds. Only the beginning of a long name is quoted.
     """
     many = {f"x{i}": 1 for i in range(10**5)}
     long = "x" * 3 * 10**7
@@ -373,7 +378,7 @@ def check_json(kind, text: str):
 @BOTH
 @pytest.mark.parametrize("number", ["9" * 4300, "-" + "9" * 4300, "9" * 5000, "1e999", "-1e999"])
 def test_numbers_of_any_length_are_refused(kind, number):
-    """max_tokens of 4,300 nines, the longest that JSON may bring, was a 500."""
+    """Previously max_tokens of 4,300 nines, the longest number that JSON may have, caused a 500."""
     start = json.dumps(LEAST[kind])[:-1]
     # a template's variables may be anything
     for name in kind.model_fields.keys() - {"chat_template_kwargs"}:
@@ -381,8 +386,9 @@ def test_numbers_of_any_length_are_refused(kind, number):
             refusal_of(check_json, kind, f'{start}, "{name}": {value}}}')
 
 
-# Several forms of one value; the model's defaults, which a request goes before, down to a 0 and to
-# vLLM's own (null is not given); and answers, which clients keep as their history and send back.
+# Several forms of one value. The model's defaults, which a request overrides, also with 0 and with
+# vLLM's own default (null counts as not sent). And answers, which clients keep as their history and
+# send back.
 ACCEPTED = r"""
 text {"prompt": "ab"} -> {"prompt": ["ab"]}
 text {"context": {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}} -> {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
@@ -436,8 +442,8 @@ def test_forms_that_are_accepted(kind, fields, expected):
     assert values == values | json.loads(expected)
 
 
-# What servers answer, and what client libraries make of it, as messages that come back; their text
-# and the arguments of their calls. CALL is a call, but for the last fields of its function.
+# What servers answer and what client libraries turn it into, sent back as messages -> their text
+# and the arguments of their calls. CALL is a call without the last fields of its function.
 HISTORY = r"""
 {"role": "assistant", "content": null} -> ["", []]
 {"role": "assistant", "content": null, "reasoning_content": "hm", "reasoning": "hm"} -> ["", []]
@@ -460,8 +466,8 @@ HISTORY = r"""
 @pytest.mark.parametrize("row", HISTORY.strip().splitlines())
 def test_answers_come_back_as_history(row):
     """
-    At each depth: openai-python's parse() and stream() could not go on after a call, and no client
-    after one that max_tokens had cut.
+    This is tested at each depth. Previously openai-python's parse() and stream() could not continue
+    after a call, and no client after a call cut by max_tokens.
     """
     call = '{"id": "a", "index": 0, "type": "function", "prefix": 1, "function": {"name": "f",'
     sent, expected = row.replace("CALL", call).split(" -> ")
@@ -482,24 +488,24 @@ SENT = """{
 
 @BOTH
 def test_each_field_reaches_the_sampler_under_its_name(kind):
-    """Each with a value of its own, so that none can stand for another."""
+    """Each field has a distinct value, so that none can stand in for another."""
     sent = json.loads(SENT)
     fields = {"logprobs": 6} if kind is CompletionRequest else {"logprobs": True, "top_logprobs": 6}
     params = parse(kind, **sent, **fields).sampling_params(0, 99)
     assert params == sent | {"logit_bias": {2: -1.5}, "logprobs": 6}
     names = {field.name for field in fields_of(SamplingParams)}
-    assert params.keys() == names - {"grammar"}  # which the engine's process compiles
+    assert params.keys() == names - {"grammar"}  # compiled by the engine's process
     SamplingParams(**params)
     plain = parse(kind, top_k=-1).sampling_params(0, 16)
     assert SamplingParams(**plain) == SamplingParams(max_tokens=16, stop_token_ids=[])
 
 
-# For a prompt of 5 tokens: the model's context, the length that the engine gets, candidates at each
-# place of the prompt (null: it is not scored), log-probabilities in the answer: 1 + candidates for
-# each token, and each choice repeats its prompt's. An echo's scores take a step, so a token. In
-# Llama's context of 131,072 tokens each chat with top_logprobs was refused. The model's own length
-# is a default of chats, no limit for what is asked for; in vLLM, too, OpenAI's 16 of a completion
-# go before it.
+# For a prompt of 5 tokens: the model's context, the length sent to the engine, candidates per
+# prompt token (null: the prompt is not scored), log-probabilities in the answer. Each token has 1 +
+# candidates, and each choice repeats those of its prompt. Scores for an echo take a step, so a
+# token. Previously, in Llama's context of 131,072 tokens, every chat with top_logprobs was refused.
+# The model's own length is a default for chats, not a limit for requests; like vLLM, completions
+# prefer OpenAI's default of 16.
 ASKED = """
 text {} -> [100, 16, null, 0]
 text {"max_tokens": 5} -> [100, 5, null, 0]
@@ -538,9 +544,9 @@ def test_what_is_asked_of_the_engine(kind, fields, expected):
     assert [length, body.num_prompt_logprobs, body.num_scores(5, limit)] == expected
 
 
-# With a vocabulary of 5, whose end of text is 4. `limit` is the context, `prompt` has tokens.
-# Refusals were errors of ours once: all tokens forbidden; and 183 MB of JSON, which took 21 s in
-# which /livez was silent.
+# The vocabulary is 5, and its end of text is 4. `limit` is the context, `prompt` has tokens. Some
+# of these used to be internal errors: all tokens forbidden; and 183 MB of JSON, which took 21 s,
+# during which /livez was silent.
 LIMITS = """
 text {"max_tokens": 6, "limit": 10, "prompt": [[1], [1, 1, 1, 1], [1]]} -> null
 text {"max_tokens": 6, "limit": 10, "prompt": [[1], [1, 1, 1, 1, 1], [1]]} -> this model's maximum context length is 10 tokens, 5 prompt tokens and max_tokens 6 make 11: shorten the prompt or lower max_tokens
@@ -580,7 +586,7 @@ chat {"logprobs": true, "top_logprobs": 20, "min_tokens": 12484} -> 262164 log-p
 
 @pytest.mark.parametrize("kind, fields, expected", rows(LIMITS))
 def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
-    """Refusals are about the field that the row begins with."""
+    """A refusal names the field with which the row begins."""
     first = next(iter(fields))
     limits = fields.pop("prompt", [[1]]), 5, fields.pop("limit", 131_072), [4]
     body = parse(kind, **fields)
@@ -589,7 +595,7 @@ def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
     error = refusal_of(body.check_fits, *limits)
     assert error.message.startswith(expected)
     assert error.param == first
-    # litellm knows an error of length by its words, others by the code
+    # litellm recognises an error of length by its message, others by the code
     is_long = error.message.startswith("this model's maximum context length is ")
     assert error.code == ("context_length_exceeded" if is_long else None)
 
@@ -604,6 +610,6 @@ KINDS_OF_ERRORS += [(500, "server_error"), (503, "server_error")]
 
 @pytest.mark.parametrize("status, kind", KINDS_OF_ERRORS)
 def test_the_shape_of_errors(status, kind):
-    """Client libraries make exceptions of status and type, and some try again."""
+    """Client libraries choose exceptions by status and type, and some retry."""
     error = {"message": "no", "type": kind, "param": "n", "code": "why"}
     assert json.loads(error_body(ApiError(status, "no", "n", "why"))) == {"error": error}
