@@ -257,7 +257,7 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
 
 
 def check_start(answer, mask: bytes):
-    """Raise ValueError if an answer gets stuck within its first tokens. Tries one answer."""
+    """Try the first tokens of an answer. Raise ValueError if it gets stuck."""
     for _ in range(TRIED):
         bits = int.from_bytes(mask, "little")
         answer.consume_token((bits & -bits).bit_length() - 1)
