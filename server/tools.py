@@ -121,7 +121,7 @@ class Reader:
     def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
         before, after = tags or (NEVER, "")
-        # before the name of a call, after it, after the arguments, and those of thoughts
+        # what comes before a call, after its name, and after its arguments; then those of thoughts
         self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
         self.place = -len(ahead)  # the state: the index in `markers` of the next one
         self.at_border = self.place == THINKING  # newlines around thoughts are not part of them
