@@ -78,8 +78,7 @@ class Launched:
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; each further shape has twice as many
 # The number of rows that take hardly longer than one: the smallest tile of ops/linear.py, and the
-# rows that ops/cpu.c multiplies together. It limits the guessed tokens of a step, summed over all
-# requests.
+# rows that ops/cpu.c multiplies together. A step with guesses has at most this many rows.
 CHEAP_ROWS_ON_GPU = 16
 CHEAP_ROWS = 8
 # Numbers of decodes in shapes with chunks. They are few, because in a step of many tokens some more
