@@ -389,7 +389,7 @@ class Job:
         if self.body.tools:
             self.call_tags = chat.call_tags
             if is_free and not any(self.call_tags):
-                why = "this model's chat template has no tools, or no calls as JSON in tags"
+                why = "this model's chat template supports no tools, or no calls as JSON in tags"
                 remedy = 'send "required", "none" or a function'
                 raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
             lark = tools.grammar_of_calls(self.body, self.call_tags, chat.tokens)
