@@ -46,17 +46,17 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch):
 MODELS = "out/a/config.json out/b/config.json mine/config.json empty/notes.txt "
 MODELS += "weights/x-q4.gguf lora/adapter_config.json lora/tokenizer.json old/ckpt.pt out/a/m.safe"
 NAMED = """
-out/txet -> there is no directory out/txet; models here are out/a, out/b: -> `make run`
-txet -> there is no directory txet; models here are out/a, out/b: -> hf download
-/nowhere/x -> there is no directory /nowhere/x; models here are out/a, out/b:
+out/txet -> there is no directory out/txet; models here: out/a, out/b; -> `make run`
+txet -> there is no directory txet; models here: out/a, out/b; -> hf download
+/nowhere/x -> there is no directory /nowhere/x; models here: out/a, out/b;
 Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local-dir DIR`
 https://huggingface.co/Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local
-x.gguf -> GGUF is llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
-weights -> GGUF is llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
-weights/x-q4.gguf -> GGUF is llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves it
-lora -> an adapter is in lora, without its model -> merge_and_unload
-out/a/m.safe -> a file is at out/a/m.safe, -> name out/a,
-old/ckpt.pt -> a file is at old/ckpt.pt, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
+x.gguf -> GGUF files are llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
+weights -> GGUF files are llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
+weights/x-q4.gguf -> GGUF files are llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves them
+lora -> lora has an adapter without its model: -> merge_and_unload
+out/a/m.safe -> out/a/m.safe is a file, -> name out/a,
+old/ckpt.pt -> old/ckpt.pt is a file, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
 empty -> no model in empty: config.json is missing. -> save_pretrained(NEW)
 """  # noqa: E501
 
@@ -80,7 +80,7 @@ def test_what_is_no_model_is_named_with_the_next_step(row, tmp_path, monkeypatch
 def test_a_fresh_clone_has_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = common.missing_file(Path("out/stdlib/tokenizer.json"))
-    assert message.startswith("there is no directory out/stdlib; models here are none: `make run`")
+    assert message.startswith("there is no directory out/stdlib; models here: none; `make run`")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
@@ -89,7 +89,7 @@ def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
     """Previously, under `ulimit -v 600000`, the message was only "MemoryError: "."""
     monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
     words = common.last_words(error)
-    for part in ("wanted are", available, "raise the limit", str(error)):
+    for part in ("wanted about", available, "Raise the limit", str(error)):
         assert part in words
 
 
