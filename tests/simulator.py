@@ -792,7 +792,7 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
 class RecordedWorld(World):
     """
     Keeps a record of all that its engines do, as `serve.py --record` would write it, and reads it
-    as it comes: after every step a reader's tallies must be the allocator's own.
+    as it comes: after every step a reader's state must be the allocator's own.
     """
 
     def __init__(self, *life):
@@ -819,9 +819,9 @@ class RecordedWorld(World):
 
     def flush(self, stats: dict):
         super().flush(stats)
-        self.check_tallies()
+        self.check_pool_state()
 
-    def check_tallies(self):
+    def check_pool_state(self):
         """The state that the lines so far describe is the real one."""
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
