@@ -359,7 +359,7 @@ class Device:
         started = time.perf_counter()
         largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
-            packed = upload(self.padding(shape), self.device, to=self.static_inputs)
+            packed = upload(self.padding(shape), self.device, out=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # its inputs were made there
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)
