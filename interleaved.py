@@ -55,9 +55,9 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         ops=TORCH_OPS,
     )
     H = model.config.n_head
-    batch.prepared = {}
+    batch.attention_plans = {}
     for window in set(model.config.windows):
-        batch.prepared[window] = TORCH_OPS.prepare(batch, H, pool.kv[0], window)
+        batch.attention_plans[window] = TORCH_OPS.plan_attention(batch, H, pool.kv[0], window)
     return batch
 
 

@@ -87,8 +87,8 @@ class Batch:
     query_lens_host: list[int]  # [B]
     context_lens_host: list[int]  # [B]
     ops: NamedTuple  # model.Ops, the operators that compute this step
-    # window -> result of ops.prepare for this step, for the layers with that window
-    prepared: dict | None = None
+    # window -> result of ops.plan_attention for this step, for the layers with that window
+    attention_plans: dict | None = None
     rotations: dict | None = None  # window -> rotation of the heads, see model.GPT.hidden
     # (shared [B], first [groups], end [groups]) int64: number of tokens that a request shares with
     # its group; a group's first request, and its exclusive end (ops/prefix.py)
@@ -449,7 +449,7 @@ NO_REQUEST = -1  # tile_request of a padding tile
 class TritonPlan(NamedTuple):
     """
     The division of a step's attention into programs, and the tensors that attention_kernel needs
-    for it. `prepare_triton` makes one for each window, in batch.prepared.
+    for it. `plan_attention_triton` makes one for each window, in batch.attention_plans.
     """
 
     window: int  # sliding-window attention: a token sees this many last tokens; 0: all
@@ -472,7 +472,7 @@ def padded(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
 
-def prepare_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
+def plan_attention_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> TritonPlan:
     """
     Divide a step's attention among programs: allocate scratch, sort the decodes and map tiles to
     chunks. All this runs on the device, and the host does not wait for it. Layers with a window do
@@ -571,7 +571,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     one for all decodes, or one for the prefixes that decodes share and one for the decodes.
     """
     check_layout(q, kv, batch)
-    plan = batch.prepared[attn.window]
+    plan = batch.attention_plans[attn.window]
     _, H, D = q.shape
     Hk, S = kv.shape[2:4]
     G = H // Hk

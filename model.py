@@ -80,10 +80,10 @@ class Ops(NamedTuple):
     loss: Callable
 
     # Only to serve:
-    # (batch, H, kv of any layer, window=0) -> batch.prepared[window], for all layers with this
-    # window
-    prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`,
+    # (batch, H, kv of any layer, window=0) -> batch.attention_plans[window], for all layers with
+    # this window
+    plan_attention: Callable | None = None
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.pack_weights`,
     # `fused.send`
     decode_inputs: Callable | None = None
     sample: Callable | None = None

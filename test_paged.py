@@ -272,8 +272,8 @@ def serve(
 
 def test_blocks_are_handed_out_taken_back_and_run_out():
     """
-    Would catch: a block handed out twice or lost, the padding block handed out, a failed request for
-    blocks that keeps some of them.
+    Would catch: a block handed out twice or lost, the padding block handed out, a failed request
+    for blocks that keeps some of them.
     """
     allocator = BlockAllocator(num_blocks=4, block_size=4)
     assert allocator.allocate_n(3) == [0, 1, 2]

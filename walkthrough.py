@@ -77,7 +77,7 @@ def next_step(engine, kv=None, **own):
     uploaded = inputs.upload(packed.inputs, DEVICE)
     batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH_OPS._replace(**own))
     pool = device.pool.kv
-    batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
+    batch.attention_plans = {0: gather.plan_attention_torch(batch, H, pool[0])}
 
     def compute():
         x = device.model.hidden(batch, pool if kv is None else kv)
@@ -207,7 +207,7 @@ def pool(engine):
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
     everything = gather.gather(batch, slice(8), slice(8), width, H, kv, 0)
-    batch.prepared[0].calls[:] = [everything]
+    batch.attention_plans[0].calls[:] = [everything]
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
     print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")

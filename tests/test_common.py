@@ -1,6 +1,6 @@
 """
-common.py: whenever a process or a machine stops, a reader finds the old file or the new one; and
-the message for a directory without a model.
+common.py: whenever a process or a machine stops, a reader finds either the old file or the new one.
+And the message for a directory without a model.
 """
 
 import os
@@ -13,8 +13,9 @@ import common
 
 def test_a_file_is_old_or_new(tmp_path, monkeypatch):
     """
-    It is on the disk before it has its name, or a machine that stops leaves an empty file. And for
-    those who may read a new one: safetensors makes files that nobody but their owner may read.
+    It must be on the disk before it gets its name, or a machine that stops would leave an empty
+    file. The usual users may read it, although safetensors makes files that only their owner may
+    read.
     """
     calls = []
     for name in ("fsync", "replace"):
@@ -41,7 +42,7 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# files that are there; then what was named, the message's first clause, the next step
+# files that are there; then what was named -> the message's first clause -> the next step
 MODELS = "out/a/config.json out/b/config.json mine/config.json empty/notes.txt "
 MODELS += "weights/x-q4.gguf lora/adapter_config.json lora/tokenizer.json old/ckpt.pt out/a/m.safe"
 NAMED = """
@@ -62,7 +63,10 @@ empty -> no model in empty: config.json is missing. -> save_pretrained(NEW)
 
 @pytest.mark.parametrize("row", NAMED.strip().splitlines())
 def test_what_is_no_model_is_named_with_the_next_step(row, tmp_path, monkeypatch):
-    """All got one long line; vLLM fetches `--model Qwen/Qwen3-0.6B`, here it was "missing"."""
+    """
+    Previously all got the same long line, and `--model Qwen/Qwen3-0.6B`, which vLLM would download,
+    was just "missing".
+    """
     for name in MODELS.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -82,7 +86,7 @@ def test_a_fresh_clone_has_no_model(tmp_path, monkeypatch):
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 @pytest.mark.parametrize("limit, available", [(2**29, "512 MiB (ulimit -v)"), (-1, "this machine")])
 def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
-    """Under `ulimit -v 600000` they were "MemoryError: "."""
+    """Previously, under `ulimit -v 600000`, the message was only "MemoryError: "."""
     monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
     words = common.last_words(error)
     for part in ("wanted about", available, "Raise the limit", str(error)):

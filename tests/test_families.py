@@ -197,7 +197,9 @@ def test_served_by_flex_attention(family):
     """The example's operators: each layer's window and soft cap, and KV heads shared by others."""
     judge = Judge(*pair(family), **ENGINE, attention="torch")
     device = judge.engine.device
-    device.ops = device.ops._replace(prepare=flex_attention.prepare, attend=flex_attention.attend)
+    device.ops = device.ops._replace(
+        plan_attention=flex_attention.plan_attention, attend=flex_attention.attend
+    )
     device.pool.kv.fill_(1e4)  # it computes with what it then masks, so no NaN
     serve_all_ways(judge)
 
