@@ -79,9 +79,9 @@ BIAS = Range(NUMBER, {"ge": -100, "le": 100}, "a number from -100 to 100")
 @dataclass(frozen=True)
 class SamplingParams:
     """
-    How to continue one request. The parameters apply in this order: logit_bias, min_tokens, the
-    penalties (repetition, frequency, presence), temperature, top_k, top_p, min_p. Raises ValueError
-    for a value outside RANGES.
+    Options for continuing one request. They apply in this order: logit_bias, min_tokens, penalties
+    (repetition, frequency, presence), temperature, top_k, top_p, min_p. Raises ValueError for a
+    value outside RANGES.
     """
 
     temperature: float = 1.0  # 0: always choose the most likely token
@@ -186,7 +186,7 @@ CPU_TOKENS = 512
 
 @dataclass(frozen=True)
 class Settings(SchedulerSettings):
-    """How an `Engine` serves its model. Raises ValueError for a value out of range."""
+    """The settings of an `Engine`. Raises ValueError for a value out of range."""
 
     # sizes
     block_size: int = setting(16, "tokens in a KV block", least=1)
