@@ -140,7 +140,7 @@ UNSAVED = [{"rope": {0: Rope(1e4, 2.0)}}, {"qk_norm": True}, {"rope": {}}]
 def test_only_a_gpt2_or_a_llama_is_saved(tmp_path):
     """Another model's config.json would be wrong: scaled positions, norms of q and k, RMS norms."""
     refused = pytest.raises(
-        CheckpointError, match=r"only what train.py makes can be saved, a GPT-2"
+        CheckpointError, match=r"only a GPT-2 or a Llama, as train.py makes them"
     )
     for fields in UNSAVED:
         with refused:
@@ -506,10 +506,10 @@ def test_a_head_of_its_own_opens(folder, is_tied):
 MISMATCHES = r"""
 transformer.ln_f.weight             | 32    | none          -> ln_f\.weight is missing, wanted \(32,\)
 lm_head.weight                      | 96 32 | float32       -> lm_head\.weight is \(96, 32\), wanted \(97, 32\)
-transformer.h.3.ln_1.weight         | 32    | float32       -> h.3.ln_1.weight is no part of this model
-wte.weight                          | 97 32 | float32       -> wte.weight is there twice
-transformer.h.0.attn.c_attn.wide.bias | 32  | float32       -> wide.bias is no part
-transformer.h.3.ln_1.bias           | 32    | float32       -> ln_1.bias is no part
+transformer.h.3.ln_1.weight         | 32    | float32       -> h.3.ln_1.weight is not part of this model
+wte.weight                          | 97 32 | float32       -> wte.weight exists twice
+transformer.h.0.attn.c_attn.wide.bias | 32  | float32       -> wide.bias is not part
+transformer.h.3.ln_1.bias           | 32    | float32       -> ln_1.bias is not part
 transformer.h.1.ln_2.bias           | 1 32  | float32       -> h\.1\.ln_2\.bias is .*, wanted \(32,\)
 transformer.h.1.ln_2.bias           |       | float32       -> h\.1\.ln_2\.bias is .*, wanted \(32,\)
 transformer.h.1.attn.c_attn.weight  | 96 32 | float32       -> c_attn\.weight is .*, wanted
