@@ -36,6 +36,7 @@ MAX_OF_ONE = 8  # of one API key, or without keys of one address
 KEPT_LINES = 2000  # the last ones, from the snapshot before them on
 LINES_AN_EVENT = 200  # at most, so that no other call waits for a long history
 SNAPSHOT = '{"event":"snapshot"'
+STEP = '{"event":"step"'
 ENDED = '{"event":"engine","state":"ended"}'
 
 
@@ -83,6 +84,11 @@ class Listeners:
             if len(listener.unsent) > len(self.lines):  # its next line is no longer kept
                 listener.unsent = self.lines.copy()
             listener.changed.set()
+
+    @property
+    def behind(self) -> bool:
+        """Whether somebody listens, and the last line is a step's: the end is "idle"."""
+        return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 
     def engine_ended(self):
         """
