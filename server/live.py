@@ -87,7 +87,7 @@ class Listeners:
 
     @property
     def behind(self) -> bool:
-        """Whether somebody listens, and the last line is a step's: the end is "idle"."""
+        """Whether a listener lacks the last lines: after the last step's comes "idle"."""
         return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 
     def engine_ended(self):
