@@ -28,8 +28,8 @@ MAX_CALLS = 16  # in one answer
 # Written as json.dumps writes it, as in the templates. So a newline stands only after a call. The
 # key replaces the client's own, which could switch checks off.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# </think>, </thinking>, </seed:think>, [/THINK], ..
-AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+# </think>, </thinking>, </seed:think>, [/THINK], or <think> where a template only begins thoughts
+THOUGHTS = re.compile(r"(?i)(<|[<\[]/)(\w+:)?(think|thinking|thought|reasoning)[>\]]")
 NO_TAGS = ["", ""]  # of a template whose calls are in no form that we know
 START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
 NEVER = "\ud800"  # half a character, which is in no text
@@ -91,8 +91,11 @@ def find_thoughts(source: str) -> list[str]:
     Return the markers before and after what a model thinks, by its chat template or by the names of
     its tokens. [] if they know of none.
     """
-    found = AFTER_THOUGHTS.search(source)
-    return [found[0].replace("/", ""), found[0]] if found else []
+    found = THOUGHTS.search(source)
+    if not found:
+        return []
+    opening = found[0].replace("/", "")
+    return [opening, f"{opening[0]}/{opening[1:]}"]
 
 
 def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
