@@ -282,8 +282,8 @@ class Chat:
         model's own answers become tokens, because templates look for them.
         """
         options = self.variables | options
-        roles = {"developer": self.system_role}
-        messages = [m | {"role": roles.get(m["role"], m["role"])} for m in messages]
+        role = {"role": self.system_role}
+        messages = [m | role if m.get("role") == "developer" else m for m in messages]
         disguised, options, originals = disguise(
             messages, options, self.control_names, self.names_in_answers
         )
