@@ -96,7 +96,7 @@ def find(lines: list[str], name: str) -> ast.FunctionDef:
         kinds = ast.FunctionDef | ast.ClassDef
         inside = [x for x in ast.walk(node) if isinstance(x, kinds) and x.name == part]
         if not inside:
-            raise ValueError(f"this repo's {name} has another name now: wanted it as in git")
+            raise ValueError(f"no {name} where the exercise wants it: git diff shows what changed")
         node = inside[0]
     return node
 
@@ -128,6 +128,8 @@ def plant_bug(copy: Path, name: str) -> str:
     right = run(copy, "assets/symptoms.py")
     plant(copy / text["file"], bug["right"], bug["wrong"])
     wrong = run(copy, "assets/symptoms.py")
+    if wrong == right:  # nothing runs here
+        sys.exit(f"{right}\nthe bug cannot be shown: make .venv/tests-ready installs what it needs")
     folder = relpath(OUT / name)
     draw = relpath(ROOT / "assets/draw.py")
     watch = f"\nwatch  python {draw} page {folder}/out/exercise/run.jsonl"

@@ -57,23 +57,25 @@ def serve(waves: list[list[dict]], **settings):
     record = FOLDER / "run.jsonl"
     record.unlink(missing_ok=True)
     record_to(str(record), engine, tokens=True)
-    for number, wave in enumerate(waves, 1):
-        for letter, request in zip("abcdefgh", wave, strict=False):
+    ids = iter("abcdefghijklmnopqrstuvwxyz")
+    for wave in waves:
+        for request in wave:
+            others = {key: request.pop(key) for key in ("n", "prompt_logprobs") if key in request}
             prompt = request.pop("prompt")
-            more = {key: request.pop(key) for key in ("n", "prompt_logprobs") if key in request}
             params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | request)
-            engine.add_request(f"{number}{letter}", prompt, params, **more)
+            engine.add_request(next(ids), prompt, params, **others)
         answers = {}
         for _ in range(500):
-            for output in engine.step() if engine.has_work else ():
-                words = [*output.tokens, output.error] if output.error else output.tokens
-                answers.setdefault(output.id, []).extend(words)
+            for output in engine.step():
+                answers.setdefault(output.id, []).extend(output.tokens)
+                if output.error:
+                    answers[output.id].append(output.error)
         for id in sorted(answers):
             print(f"{id}:", *answers[id])
         if engine.has_work:
             print("after 500 steps it has not ended")
     free = engine.scheduler.block_allocator.num_free
-    hits = engine.stats()["hits"]
+    hits = engine.scheduler.num_hit_tokens
     print(f"{free} of {engine.num_blocks} blocks can be allocated; {hits} tokens were hits")
 
 
@@ -96,13 +98,12 @@ def call(calls: list, files: dict[str, str] | None = None):
 
 
 def show_call(address: str, path: str, body=None, headers=()):
-    connection = HTTPConnection(address, timeout=60)
-    json_type = {"Content-Type": "application/json"}
-    data = json.dumps(body) if body else None
-    connection.request("POST" if body else "GET", path, data, json_type | dict(headers))
+    method, data = ("POST", json.dumps(body)) if body else ("GET", "")
+    headers = {"Content-Type": "application/json", **dict(headers)}
+    connection = HTTPConnection(address, timeout=20)
+    connection.request(method, path, data, headers)
     answer = connection.getresponse()
-    print(path, data or "")
-    print(" ", answer.status, *re.findall(SHOWN, answer.read().decode()))
+    print(f"{path} {data}\n  {answer.status}", *re.findall(SHOWN, answer.read().decode()))
 
 
 def show(wanted: dict):

@@ -39,6 +39,7 @@ def run(repo, *arguments) -> SimpleNamespace:
 def out(tmp_path, monkeypatch):
     """Where the copies are, which are made of this repo itself."""
     monkeypatch.setattr(exercises, "OUT", tmp_path)
+    monkeypatch.setattr(exercises, "SECONDS", 600)  # beside other tests
     return tmp_path
 
 
