@@ -4,7 +4,7 @@ exercises.py, which shows those of a tree with a bug beside those of the tree wi
 
     python assets/symptoms.py        # what out/exercise/show.json says, one of these:
 
-    {"waves": [[{"prompt": [5, 6, 7]}, {"prompt": [8], "n": 2}]], "num_blocks": 8}
+    {"waves": [[{"prompt": [5, 6, 7]}, {"prompt": [8], "more": {"n": 2}}]], "num_blocks": 8}
     {"calls": [["/v1/completions", {"prompt": "def"}], ["/metrics"]]}
 
 The model is random, with weights so large that each token depends on all before it.
@@ -40,8 +40,8 @@ SHOWN = r'"(?:text|finish_reason|message)":"[^"]*"|\S*prompt_tokens_total\S* \d\
 
 def random_model(vocab_size: int) -> GPT:
     torch.manual_seed(8)
-    sizes = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 64}
-    model = GPT(GPTConfig(vocab_size, 256, **sizes)).eval().requires_grad_(False)
+    config = GPTConfig(vocab_size, 256, n_layer=2, n_head=4, n_kv_head=2, n_embd=64)
+    model = GPT(config).eval().requires_grad_(False)
     for weight in model.parameters():
         weight *= 8 if weight.dim() == 2 else 1
     return model
@@ -49,8 +49,8 @@ def random_model(vocab_size: int) -> GPT:
 
 def serve(waves: list[list[dict]], **settings):
     """
-    Serve requests wave by wave: {"prompt": [ids], "n": choices, "max_tokens": .., ..}. The steps
-    are recorded in run.jsonl.
+    Serve requests wave by wave: {"prompt": [ids], "max_tokens": .., .., "more": {"n": choices}}.
+    The steps are recorded in run.jsonl.
     """
     sizes = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 8, "token_budget": 16}
     engine = Engine(random_model(64), Settings(**sizes | {"attention": "torch"} | settings))
@@ -60,10 +60,10 @@ def serve(waves: list[list[dict]], **settings):
     ids = iter("abcdefghijklmnopqrstuvwxyz")
     for wave in waves:
         for request in wave:
-            others = {key: request.pop(key) for key in ("n", "prompt_logprobs") if key in request}
             prompt = request.pop("prompt")
+            more = request.pop("more", {})
             params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | request)
-            engine.add_request(next(ids), prompt, params, **others)
+            engine.add_request(next(ids), prompt, params, **more)
         answers = {}
         for _ in range(500):
             for output in engine.step():
@@ -79,12 +79,15 @@ def serve(waves: list[list[dict]], **settings):
     print(f"{free} of {engine.num_blocks} blocks can be allocated; {hits} tokens were hits")
 
 
-def call(calls: list, files: dict[str, str] | None = None):
-    """Start serve.py, and call it: [path, body, headers] each; without a body by GET."""
+def call(calls: list, **files: str):
+    """
+    Start serve.py, and call it: [path, body, headers] each; without a body by GET. The
+    model's folder gets these files.
+    """
     tokenizer = bpe_tokenizer([])
     tokenizer.save(FOLDER)
     save_checkpoint(random_model(tokenizer.vocab_size), FOLDER)
-    for name, text in (files or {}).items():
+    for name, text in files.items():
         (FOLDER / name).write_text(text)
     command = [sys.executable, "serve.py", "--model", str(FOLDER), "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
