@@ -2,23 +2,24 @@
 The measurements behind the figures in README.md and REFERENCE.md.
 
     python bench.py scheduler     # Python time of plan + update, per step
-    python bench.py kernels       # one layer of attention on a GPU: by each backend, block sizes,
-                                  # and the floor
-    python bench.py engine        # tokens per second of a mixed workload, latency of 1 and 32
-    python bench.py equality      # greedy answers with graphs, overlap, neither; the dense model's
+    python bench.py kernels       # one layer of attention on a GPU: each backend, several block
+                                  # sizes, and the floor
+    python bench.py engine        # tokens per second of a mixed workload; latency of 1 and 32
+    python bench.py equality      # greedy answers with and without graphs and overlap, and those of
+                                  # the dense model
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
     python bench.py choices       # decode steps of 256 answers to one prompt, and to 256 prompts
     python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
-    python bench.py generate      # the engine by turns with Hugging Face's generate and llama.cpp
-    python bench.py quality       # bits per byte of held-out text in fp32 and int8 weights
+    python bench.py generate      # the engine against Hugging Face's generate and llama.cpp
+    python bench.py quality       # bits per byte of held-out text, with fp32 and int8 weights
     python bench.py drafts        # answers with --speculate and without, one at a time
-    python bench.py grammar       # answers by JSON schema beside free ones
+    python bench.py grammar       # answers with a JSON schema, and free ones
     python bench.py train         # losses and times of train.py, by nanoGPT's estimate
 
-Each command is a function of the table at the end: assets/commands.py says how it is called. The
-models and the requests are in assets/workloads.py. Seeds are fixed, warm-up is not counted, times
-are medians. The machine must be quiet: in each step threads wait for each other, and so for
-whatever else runs.
+Each command is a function in the table at the end of this file; assets/commands.py says how it is
+called. The models and the requests are in assets/workloads.py. Seeds are fixed, warm-up is not
+counted, and times are medians. Nothing else should run on the machine: in each step threads wait
+for each other, so whatever slows down one of them slows down the step.
 """
 
 import gc
@@ -94,17 +95,17 @@ from tokenizer import load_tokenizer
 FLAGS = {  # the help of each argument of a command
     "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
-    "quantize": "int8: the engine's weights as integers",
-    "deterministic": "the engine as with serve.py --deterministic",
-    "llama": "a Python that has llama_cpp, to measure llama.cpp beside; not given: without",
-    "vllm": "a Python that has vllm, to measure it beside; not given: without",
-    "limit": "held-out tokens to score",
+    "quantize": "int8: the engine's weights as 8-bit integers",
+    "deterministic": "run the engine as serve.py --deterministic does",
+    "llama": "a Python that has llama_cpp, to also measure llama.cpp",
+    "vllm": "a Python that has vllm, to also measure vLLM",
+    "limit": "number of held-out tokens to score",
     "data": "the model's training data: a name in data/, or a folder",
-    "streams": "numbers of requests at once",
-    "repeats": "runs of each, of which the one with the median time counts",
+    "streams": "numbers of concurrent requests",
+    "repeats": "runs of each; the one with the median time counts",
     "recipe": "flags of train.py, in quotes",
-    "seeds": "a run for each",
-    "goal": "the loss whose time is taken, nats a token",
+    "seeds": "one run for each",
+    "goal": "measure the time to this loss, in nats per token",
 }
 
 # --------------------------------------------------------------------------------------------------
@@ -113,8 +114,8 @@ FLAGS = {  # the help of each argument of a command
 
 def bench_scheduler() -> dict:
     """
-    The scheduler's time for a step, `plan` and `update`, in which 256 requests decode: blocks of
-    16 tokens, prompts of 100 to 1000, prefix cache on.
+    Measure the scheduler's time for a step, `plan` and `update`, in which 256 requests decode:
+    blocks of 16 tokens, prompts of 100 to 1000, prefix cache on.
     """
     n = 256
     settings = SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n)
@@ -142,12 +143,12 @@ SHAPE = MODELS["gpt2-124M"]
 def bench_kernels() -> dict:
     """
     Measure one layer of paged attention on a GPU, in microseconds: bf16, 256 decodes at context
-    1,024, 12 heads of 64. Each backend has 16 tokens a block, ours also other block sizes. Block
-    tables are permuted; each call is in a CUDA graph, and on another pool than the call before. The
-    floor is the time to read K and V once.
+    1,024, 12 heads of 64. Each backend has 16 tokens a block; ours is also measured with other
+    block sizes. Block tables are permuted. Each call is in a CUDA graph, and on another pool than
+    the call before. The floor is the time to read K and V once.
     """
     if DEVICE == "cpu":
-        raise ValueError("kernels are measured on a GPU, here is none: `generate` is for CPUs")
+        raise ValueError("kernels are measured on a GPU, and there is none: `generate` is for CPUs")
     bandwidth = read_bandwidth("cuda")
     floor = 1e6 * 4 * B * CONTEXT * SHAPE.n_embd / bandwidth  # K and V in bf16
     result = {"read, GB/s": round(bandwidth / 1e9), "floor, us": round(floor, 1)}
@@ -160,7 +161,8 @@ def bench_kernels() -> dict:
 
 def attention_us(S=16, backend="triton") -> float:
     """
-    Microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at most 64.
+    Return the microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at
+    most 64.
     """
     torch.cuda.empty_cache()
     kv, attend = one_layer(S, backend)
@@ -171,7 +173,9 @@ def attention_us(S=16, backend="triton") -> float:
 
 
 def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
-    """A layer's pool, over which the blocks of all requests are permuted; and attend(pool)."""
+    """
+    Return a layer's pool, over which the blocks of all requests are permuted, and attend(pool).
+    """
     H = SHAPE.n_head
     D = SHAPE.head_size
     M = math.ceil(CONTEXT / S)
@@ -184,29 +188,30 @@ def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
     kv = pool.kv[0].normal_()
     batch = flat_batch(plan, SimpleNamespace(config=SHAPE), pool)  # it needs no weights
     ops, _ = choose_ops(backend, DEVICE)
-    batch.prepared = {0: ops.prepare(batch, H, kv)}
+    batch.attention_plans = {0: ops.plan_attention(batch, H, kv)}
     q = torch.randn(B, H, D, dtype=torch.bfloat16, device=DEVICE)
     attn = SimpleNamespace(window=0, scale=D**-0.5, softcap=0.0)
     return kv, lambda kv: ops.attend(q, kv, attn, batch)
 
 
 # --------------------------------------------------------------------------------------------------
-# A model on a CPU: against Hugging Face and llama.cpp, and what smaller weights cost
+# A model on a CPU, against Hugging Face and llama.cpp; and what smaller weights cost
 
 
-FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # in llama.cpp; and bytes of a weight
+FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # name in llama.cpp, and bytes per weight
 CASES = ((1, 64, 64), (8, 64, 64), (1, 512, 1))  # requests, tokens in, tokens out
 
 
 def bench_generate(model="10M", quantize="none", llama="") -> dict:
     """
-    64 tokens in and 64 out, greedy, alone and eight at once: milliseconds a step; and milliseconds
-    of the first token after a prompt of 512, if the context is longer. By turns, so that all see
-    the same machine, and with other prompts each time: the engine; Hugging Face, in fp32; and with
-    --llama llama.cpp, in fp32 or Q8_0. The floor of a step is to read the weights once.
+    Measure 64 tokens in and 64 out, greedy, for one request and for eight concurrent ones, in
+    milliseconds a step; and, in milliseconds, the first token after a prompt of 512, if the context
+    is longer. The systems run by turns, so that all see the same machine, and with new prompts in
+    each turn: the engine; Hugging Face in fp32; and, with --llama, llama.cpp in fp32 or Q8_0. The
+    floor of a step is the time to read the weights once.
     """
     gpt = build_model(model)
-    # without prefix cache each answer is computed whole
+    # without the prefix cache, every answer is computed in full
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
     format, size = FORMATS[quantize]
     systems = {
@@ -226,9 +231,9 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
 
 def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
     """
-    Measure each system: milliseconds a step, which is a token of each request, and output tokens
-    per second, including the time for the prompts. These are medians of five turns after one of
-    warm-up, each with other prompts. Also count how many of all answers are the engine's.
+    Measure each system: milliseconds a step, which is one token for each request, and output tokens
+    per second, including the time for the prompts. Both are medians of five turns after one of
+    warm-up, each with new prompts. Also count how many of all answers equal the engine's.
     """
     rates = defaultdict(list)
     answers = defaultdict(list)
@@ -252,7 +257,7 @@ def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
 
 
 def clocked(generate: Callable) -> Callable:
-    """Give generate(prompts, n) the form of `timed`, for answers of one length."""
+    """Wrap generate(prompts, n), for answers of one length, so that it is called as `timed` is."""
 
     def run(work: Work):
         prompts, lengths = zip(*work, strict=True)
@@ -264,7 +269,10 @@ def clocked(generate: Callable) -> Callable:
 
 
 def hugging_face(gpt: GPT) -> Callable:
-    """The same weights in transformers: greedy answers to prompts of equal length."""
+    """
+    Return a function that generates with the same weights in transformers: greedy answers to
+    prompts of equal length.
+    """
     from transformers import AutoModelForCausalLM
 
     with tempfile.TemporaryDirectory() as folder:
@@ -281,7 +289,10 @@ def hugging_face(gpt: GPT) -> Callable:
 
 
 def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
-    """llama.cpp with the same weights, in F32 or Q8_0: see assets/llama.py."""
+    """
+    Return a function that asks llama.cpp, with the same weights in F32 or Q8_0: see
+    assets/llama.py.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
         write_gguf(gpt, path, format)
@@ -291,15 +302,16 @@ def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
 
 def start(*command: str) -> tuple[str, Callable]:
     """
-    A process that answers a line of JSON with a line: its first line, when it is ready, and a
-    function that asks it. They raise ValueError with its last words where it ends.
+    Start a process that answers each line of JSON with a line. Return its first line, which it
+    prints when it is ready, and a function that asks it. Both raise ValueError, with the end of its
+    log, if the process ends.
     """
-    log = tempfile.TemporaryFile()  # noqa: SIM115  for as long as it is asked
+    log = tempfile.TemporaryFile()  # noqa: SIM115  open while the process runs
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
     try:
         process = subprocess.Popen(command, text=True, **pipes)
     except OSError as error:
-        raise ValueError(f"{error}: the path of a Python is wanted") from error
+        raise ValueError(f"{error}: give the path of a Python") from error
 
     def ask(*request):
         with suppress(BrokenPipeError):
@@ -318,20 +330,20 @@ def read_line(process: subprocess.Popen, log) -> str:
         return line
     status = process.wait()
     log.seek(0)
-    words = log.read().decode(errors="replace").strip()[-1000:]
-    raise ValueError(f"{process.args[0]} ended with status {status}; its last words: {words}")
+    end = log.read().decode(errors="replace").strip()[-1000:]
+    raise ValueError(f"{process.args[0]} ended with status {status}; its log ends: {end}")
 
 
 def write_gguf(gpt: GPT, path: str, format: str):
     """
-    A Llama as llama.cpp reads it, its matrices in F32 or Q8_0, without a tokenizer. Raises
+    Write a Llama in llama.cpp's format, its matrices in F32 or Q8_0, without a tokenizer. Raises
     ValueError for other models.
     """
     import gguf
 
     config = gpt.config
     if hub_config(config)["model_type"] != "llama" or config.rope[0].llama3:
-        raise ValueError("--llama takes a Llama whose positions are not scaled: leave it out")
+        raise ValueError("--llama needs a Llama whose positions are not scaled: omit it")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
@@ -345,10 +357,10 @@ def write_gguf(gpt: GPT, path: str, format: str):
     writer.add_rope_freq_base(config.rope[0].theta)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.n_layer)
     for name, weight in hub_weights(gpt, FAMILIES["llama"]).items():
-        if "q_proj" in name or "k_proj" in name:  # there RoPE turns neighbours, not halves
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp's RoPE rotates neighbours, not halves
             halves = weight.unflatten(0, (-1, 2, config.head_size // 2))
             weight = halves.transpose(1, 2).flatten(0, 2)
-        # Q8_0 has groups of 32
+        # Q8_0 needs groups of 32
         whole = weight.ndim == 2 and weight.shape[1] % 32 == 0
         kind = gguf.GGMLQuantizationType[format if whole else "F32"]
         data = gguf.quantize(weight.float().numpy(), kind)
@@ -361,10 +373,10 @@ def write_gguf(gpt: GPT, path: str, format: str):
 
 def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> dict:
     """
-    Answers with drafts (--speculate) and without, one at a time and by turns: to 16 tokens over and
-    over and to code of paged.py (for random weights its bytes), greedy; to code at temperature 0.8,
-    and to random tokens at temperature 1. Output tokens a second, tokens a step, and how many of
-    the answers are equal.
+    Compare answers with drafts (--speculate) and without, one at a time and by turns. The prompts
+    are 16 tokens over and over, and code of paged.py (for random weights, its bytes), both greedy;
+    code at temperature 0.8; and random tokens at temperature 1. The figures are output tokens per
+    second, tokens a step, and how many of the answers are equal.
     """
     settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
     settings = replace(settings, max_num_seqs=8)
@@ -395,7 +407,7 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
 def with_and_without(
     engines: dict[str, Engine], length: int, prompts: Answers, temperature: float
 ) -> dict:
-    """Medians over the prompts, of which the first is warm-up."""
+    """Return medians over the prompts. The first prompt is warm-up."""
     rates = defaultdict(list)
     answers = defaultdict(list)
     steps = defaultdict(int)
@@ -414,9 +426,9 @@ def with_and_without(
 
 def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:
     """
-    Bits per byte of held-out text in the model's own tokens, the first of them up to --limit, with
-    weights in fp32 and int8 and, with --llama, in llama.cpp's Q8_0. Each token but the first is
-    scored once, in windows of 500 or what the context holds.
+    Measure the bits per byte of held-out text in the model's own tokens, up to --limit of them,
+    with weights in fp32, in int8 and, with --llama, in llama.cpp's Q8_0. Each token but the first
+    is scored once, in windows of 500 tokens, or fewer if the context is shorter.
     """
     from training.corpus import load_corpus
 
@@ -439,7 +451,7 @@ def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> 
 
 
 def score(engine: Engine, text: list[int]) -> float:
-    """The log-probability of a text, in nats, given its first token."""
+    """Return the log-probability of a text, in nats, given its first token."""
     engine.add_request(0, text, fixed_length(1), prompt_logprobs=0)
     while engine.has_work:
         for output in engine.step():
@@ -450,7 +462,7 @@ def score(engine: Engine, text: list[int]) -> float:
 # --------------------------------------------------------------------------------------------------
 # Grammars
 
-# subject -> fields: a text's greatest length, an integer's range, or the choices
+# subject -> fields: the maximum length of a string, the range of an integer, or the choices
 OBJECTS = {}
 OBJECTS["the weather in Paris"] = {"city": 20, "celsius": (-50, 60)}
 OBJECTS["the film Alien"] = {"title": 40, "year": (1900, 2030), "rating": ["good", "bad"]}
@@ -460,7 +472,7 @@ OBJECTS["a coffee in New York"] = {"item": 30, "price": (0, 100), "currency": ["
 
 
 def schema_of(fields: dict) -> str:
-    """Return the JSON schema of a flat object, which is a row of OBJECTS."""
+    """Return the JSON schema of a flat object, one of OBJECTS."""
     properties = {}
     for name, values in fields.items():
         match values:
@@ -474,11 +486,14 @@ def schema_of(fields: dict) -> str:
     return json.dumps(schema | {"additionalProperties": False})
 
 
-def token_times(engine: Engine, asked: list[tuple]) -> list[list[float]]:
-    """When the tokens of each request, a prompt and its SamplingParams, came, in ms."""
-    for i, (prompt, params) in enumerate(asked):
+def token_times(engine: Engine, requests: list[tuple]) -> list[list[float]]:
+    """
+    Return the times at which the tokens of each request came, in ms. A request is a prompt and its
+    SamplingParams.
+    """
+    for i, (prompt, params) in enumerate(requests):
         engine.add_request(i, prompt, params)
-    times = [[] for _ in asked]
+    times = [[] for _ in requests]
     started = perf_counter()
     while engine.has_work:
         outputs = engine.step()
@@ -489,7 +504,7 @@ def token_times(engine: Engine, asked: list[tuple]) -> list[list[float]]:
 
 
 def p99_gap(times: list[list[float]]) -> float:
-    """Between two tokens of a request."""
+    """Return the 99th percentile of the time between two tokens of a request."""
     pairs = chain.from_iterable(map(pairwise, times))
     gaps = sorted(after - before for before, after in pairs)
     return gaps[len(gaps) * 99 // 100]
@@ -497,10 +512,11 @@ def p99_gap(times: list[list[float]]) -> float:
 
 def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     """
-    128 answers at temperature 0.7, 32 at once, each held to one of five flat JSON schemas; then as
-    many free ones of the same lengths, by turns; then one free among held ones. Output tokens per
-    second; the gaps between a request's tokens in ms (p99); the time of a free request among free
-    and among held ones; and the share of tokens that grammars refused.
+    Measure 128 answers at temperature 0.7, 32 at a time, each constrained to one of five flat JSON
+    schemas; by turns with them, as many free answers of the same lengths; and then one free answer
+    among constrained ones. The figures are output tokens per second; the gaps between a request's
+    tokens in ms (p99); the time of a free request among free and among constrained ones; and the
+    share of tokens that grammars refused.
     """
     from engine.grammar import Grammars
     from server.text import load_chat
@@ -520,15 +536,17 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     schemas = list(map(schema_of, OBJECTS.values()))
 
     def serve(seed: int, lengths: list[int], num_free: int) -> list[list[float]]:
-        """The first `num_free` requests are free."""
-        asked = []
+        """
+        Serve a request of each length, and return its token times. The first `num_free` are free.
+        """
+        requests = []
         for i, length in enumerate(lengths):
             params = SamplingParams(0.7, max_tokens=length, seed=seed + i, ignore_eos=True)
             if i >= num_free:
                 grammar = grammars.compile("json", schemas[i % 5])
                 params = replace(params, grammar=grammar, ignore_eos=False)
-            asked.append((prompts[i % 5], params))
-        return token_times(engine, asked)
+            requests.append((prompts[i % 5], params))
+        return token_times(engine, requests)
 
     rows = defaultdict(list)
     longest = [min(200, engine.max_model_len // 2)] * 128
@@ -536,19 +554,19 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     for seed in range(1000, 1000 * (repeats + 1), 1000):
         stage.num_checked = 0
         stage.num_refused = 0
-        held = serve(seed, longest, 0)
+        constrained = serve(seed, longest, 0)
         refused = stage.num_refused / stage.num_checked
         rows["refused"].append(refused)
-        lengths = list(map(len, held))
+        lengths = list(map(len, constrained))
         free = serve(seed, lengths, 128)
         mixed = serve(seed, lengths, 1)
-        for name, times in ("held", held), ("free", free):
+        for name, times in ("constrained", constrained), ("free", free):
             seconds = max(chain(*times)) / 1e3
             rate = sum(lengths) / seconds
             rows[f"{name}, tok/s"].append(rate)
             rows[f"{name}, p99 gap"].append(p99_gap(times))
         rows["free among free, ms"].append(free[0][-1])
-        rows["free among held, ms"].append(mixed[0][-1])
+        rows["free among constrained, ms"].append(mixed[0][-1])
     return {name: round(median(values), 3) for name, values in rows.items()}
 
 
@@ -558,10 +576,12 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 
 def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
     """
-    Offline: 256 requests at once, 100 to 1024 tokens in, as many out, temperature 0.6, for each of
-    three seeds. Latency: 1 and 32 requests of 512 tokens in and 512 out. In bf16 on a GPU, fp32 on
-    a CPU. Lengths are divided for a model of shorter context. Tokens in and out are asserted.
-    With --vllm both by turns instead, on the same requests: greedy, without prefix cache.
+    Measure the engine offline and its latency. Offline: 256 requests that arrive together, 100 to
+    1024 tokens in, as many out, temperature 0.6, for each of three seeds. Latency: 1 and 32
+    concurrent requests of 512 tokens in and 512 out. In bf16 on a GPU, in fp32 on a CPU. Lengths
+    are divided for a model of shorter context. The numbers of tokens in and out are asserted. With
+    --vllm, measure both engines by turns instead, on the same requests: greedy, without prefix
+    cache.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
@@ -578,16 +598,16 @@ def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
         _, tokens_out = num_tokens(work)
         result[f"seed {seed}, output tok/s"] = round(tokens_out / seconds)
     for n in (1, 32):
-        result[f"{n} at once"] = latency(engine, n)
+        result[f"{n} concurrent"] = latency(engine, n)
     return result
 
 
 def beside_vllm(gpt: GPT, settings: Settings, python: str) -> dict:
-    """The engine by turns with vLLM, see assets/vllm_offline.py."""
+    """Measure the engine by turns with vLLM, see assets/vllm_offline.py."""
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(gpt, folder)
         versions, ask = start(python, "assets/vllm_offline.py", folder)
-    engine = Engine(gpt, settings)  # with the memory that vLLM leaves
+    engine = Engine(gpt, settings)  # in the memory that vLLM leaves
     collect_garbage_rarely()
     systems = {"engine": partial(timed, engine, temperature=0), "vLLM": lambda work: ask(*work)}
     V = gpt.config.vocab_size
@@ -595,26 +615,30 @@ def beside_vllm(gpt: GPT, settings: Settings, python: str) -> dict:
     offline = partial(offline_workload, 256, scale_for(gpt.config), V)
     result = {"vLLM": versions.strip(), "offline": by_turns(systems, offline)}
     for n in (1, 32):
-        result[f"{n} at once"] = by_turns(systems, partial(even_workload, n, N, N, V))
+        result[f"{n} concurrent"] = by_turns(systems, partial(even_workload, n, N, N, V))
     return result
 
 
 def latency(engine: Engine, n: int) -> dict:
-    """Milliseconds of a step in which n requests decode, and of a whole answer over its tokens."""
+    """
+    Return the milliseconds of a step in which n requests decode, and of a whole answer divided by
+    its tokens.
+    """
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
     prefill, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
-    whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # no prefix hits
+    whole, _ = timed(engine, even_workload(n, N, N, V, seed=-n - 1))  # another seed: no prefix hits
     step = (whole - prefill) / (N - 1)
     return {"ms a step": ms(step), "whole, ms a token": ms(whole / N)}
 
 
 def bench_equality(model="out/stdlib") -> dict:
     """
-    The offline workload on a trained model, lengths over 8, greedy: whether answers are the same
-    with CUDA graphs and overlap on and off, and in fp32 those of the dense model, which reads
-    each answer and must choose each of its tokens (unless its best two logits lie within 1e-4). In
-    bf16, the share of tokens equal to fp32's, place by place.
+    Compare greedy answers to the offline workload on a trained model, lengths divided by 8. Count
+    how many change with CUDA graphs and overlap on and off. In fp32, also count the tokens that the
+    dense model would not choose: it reads each answer and must choose each token (unless its best
+    two logits are within 1e-4). In bf16, give the share of tokens equal to those of fp32, position
+    by position.
     """
     fp32 = load_checkpoint(model, DEVICE)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
@@ -636,7 +660,8 @@ def bench_equality(model="out/stdlib") -> dict:
 
 def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
     """
-    Greedy answers with graphs and overlap; and of the other three ways, how many answer otherwise.
+    Return the greedy answers with graphs and overlap, and how many of the other three ways give
+    other answers.
     """
     answers = []
     for graphs, overlap in product((True, False), repeat=2):
@@ -648,7 +673,9 @@ def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
 
 @torch.inference_mode()
 def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
-    """How many tokens of an answer the dense model would not have chosen, near-ties aside."""
+    """
+    Count the tokens of an answer that the dense model would not have chosen, ignoring near ties.
+    """
     text = torch.tensor([prompt + answer], device=DEVICE)
     n = len(answer)
     logits, _ = model(text[:, :-1])
@@ -660,8 +687,8 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 
 def engine_for_decodes(gpt: GPT, longest: int) -> tuple[Engine, int, int]:
     """
-    An engine, and how many requests can decode in it for 100 steps from which context on, at most
-    `longest`: none of them ends, and none is preempted.
+    Return an engine, how many requests can decode in it for 100 steps, and the context length that
+    they start from, at most `longest`. None of the requests ends, and none is preempted.
     """
     n = 256 if DEVICE == "cuda" else 32
     context = min(longest, gpt.config.context_length - 100)
@@ -671,10 +698,11 @@ def engine_for_decodes(gpt: GPT, longest: int) -> tuple[Engine, int, int]:
 
 def bench_overhead(model="gpt2-124M") -> dict:
     """
-    Decode steps of 256 requests (32 on a CPU) at context 900: milliseconds a step; the floor is to
-    read weights, K and V from memory once. On a GPU also how long the host works on a step, how
-    many kernels the step has, and where the device's time goes (each kernel counts from the end of
-    the one before: with programmatic dependent launch it may start earlier, and then waits).
+    Measure decode steps of 256 requests (32 on a CPU) at context 900, in milliseconds a step. The
+    floor is the time to read weights, K and V from memory once. On a GPU, also measure how long the
+    host works on a step, how many kernels the step has, and where the device's time goes. (A kernel
+    counts from the end of the one before: with programmatic dependent launch it may start earlier,
+    but then it waits.)
     """
     steps = 64
     gpt = build_model(model, DEVICE)
@@ -686,7 +714,7 @@ def bench_overhead(model="gpt2-124M") -> dict:
     floor = (weights + kv_bytes) / read_bandwidth(DEVICE)
     row = {"requests": n, "ms a step": ms(seconds), "floor, ms": ms(floor)}
     if DEVICE == "cuda":
-        # the device is idle when the step begins, so the host never waits for tokens: not for
+        # the device is idle when the step begins, so the host never waits for tokens: neither for
         # those of the step before nor, with overlap, for those of the step that it launches
         row["host, ms"] = ms(median_seconds(engine.step, 16, torch.cuda.synchronize))
         row |= device_time(engine, 8)
@@ -695,9 +723,9 @@ def bench_overhead(model="gpt2-124M") -> dict:
 
 def bench_choices(model="gpt2-124M") -> dict:
     """
-    Decode steps of 256 answers (32 on a CPU), 64 tokens from a context of 768 on (less, if the
-    model's is shorter), without prefix cache: each to a prompt of its own, then choices of one
-    prompt, which have its blocks in common. Output tokens per second.
+    Measure decode steps of 256 answers (32 on a CPU), 64 tokens from a context of 768 on (or less,
+    if the model's is shorter), without prefix cache: first answers to a prompt each, then choices
+    of one prompt, which share its blocks. The figures are output tokens per second.
     """
     engine, n, context = engine_for_decodes(build_model(model, DEVICE), 768)
     result = {"answers": n}
@@ -708,7 +736,7 @@ def bench_choices(model="gpt2-124M") -> dict:
     return result
 
 
-KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
+KINDS = {  # kind of work -> a pattern in the names of its kernels
     "attention": "attention_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
@@ -719,14 +747,15 @@ KINDS = {  # the work of a kernel -> a pattern in such a kernel's name
 
 
 def kind_of(kernel: str) -> str:
-    """The first of the KINDS whose pattern is in its name."""
+    """Return the first of the KINDS whose pattern is in the kernel's name."""
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel))
 
 
 def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
     """
-    launches: (start, end, name) of each kernel, in microseconds, sorted. A kernel counts from the
-    end of the one before: while both run, the later one waits for the earlier one's data.
+    Return the seconds of each kind of kernel. launches: (start, end, name) of each kernel, in
+    microseconds, sorted. A kernel counts from the end of the one before: while both run, the later
+    one waits for the earlier one's data.
     """
     seconds = dict.fromkeys(KINDS, 0.0)
     last_end = 0.0
@@ -738,10 +767,13 @@ def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
 
 
 def device_time(engine: Engine, steps: int) -> dict:
-    """Kernels a step, and the milliseconds of a step that the device spends in each kind."""
+    """
+    Return the number of kernels a step, and the milliseconds a step that the device spends on each
+    kind.
+    """
     from torch.profiler import ProfilerActivity, profile
 
-    torch.cuda.synchronize()  # what was under way does not count
+    torch.cuda.synchronize()  # earlier work does not count
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             engine.step()
@@ -761,12 +793,12 @@ def device_time(engine: Engine, steps: int) -> dict:
 
 def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
     """
-    The offline workload over HTTP: as many requests as streams, all at once, and then again, with
-    other prompts, at random times (Poisson) at 70% of the requests a second that were managed at
-    once. The clients are processes of their own with raw sockets, see assets/load.py. Output tokens
-    per second until the last token; milliseconds from when a request was due to its first token;
-    milliseconds between arrivals of text. Where the model's context is too short, the workload's
-    lengths are divided.
+    Measure the offline workload over HTTP. For each number of streams, as many requests are sent
+    together; then again, with other prompts, at random times (Poisson), at 70% of the rate of
+    requests that was reached before. The clients are processes of their own with raw sockets, see
+    assets/load.py. The figures are output tokens per second until the last token; milliseconds from
+    when a request was due to its first token; and milliseconds between arrivals of text. If the
+    model's context is too short, the workload's lengths are divided.
     """
     config = load_config(model)
     seeds = count(1)
@@ -791,7 +823,7 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
 
 @contextmanager
 def server(model: str) -> Iterator[list[str]]:
-    """serve.py in a process of its own: its host and port."""
+    """Run serve.py in a process of its own. Yields its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -806,13 +838,13 @@ def server(model: str) -> Iterator[list[str]]:
 
 
 def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
-    """Send all requests at once or, with a rate, at the times of a Poisson process."""
+    """Send all requests together or, with a rate, at the times of a Poisson process."""
     rng = Random(0)
-    at = 0.0
+    delay = 0.0
     requests = []
     for prompt, answer in work:
-        at += rng.expovariate(rate) if rate else 0
-        requests.append(load.completion(prompt, answer, at))
+        delay += rng.expovariate(rate) if rate else 0
+        requests.append(load.completion(prompt, answer, delay))
     processes = max(1, 3 * os.cpu_count() // 4)
     rows = load.run_clients(*address, requests, processes)
     return load.summary(rows)
@@ -821,15 +853,16 @@ def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
 # --------------------------------------------------------------------------------------------------
 # Training
 
-ESTIMATES = 20  # of the held-out loss, in a run
+ESTIMATES = 20  # of the held-out loss, per run
 
 
 def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=1.4655) -> dict:
     """
-    Runs of train.py by seeds. Their held-out loss is nanoGPT's estimate, 200 batches of random
-    windows, made 20 times a run. Seconds are only those of steps, of which the first twentieth,
-    which compiles, counts as much as the second. Before that, train.py itself by the first seed,
-    from its start to its end, with nothing compiled before. The recipe has its number of steps.
+    Measure runs of train.py, one for each seed. Their held-out loss is nanoGPT's estimate, 200
+    batches of random windows, made 20 times a run. Only the seconds of steps count. The first
+    twentieth of a run includes compiling, so it is counted as the second one. Before that, train.py
+    itself is timed with the first seed, from start to end, with nothing compiled before. The recipe
+    must give the number of steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = [*recipe.split(), "--overwrite", "--out", f"{folder}/out", "--seed"]
@@ -850,8 +883,8 @@ def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=
 
 
 def train_once(args, goal: float) -> dict:
-    """The losses and times of a run."""
-    gc.collect()  # the run before, and its graph
+    """Train once. Returns the losses and times of the run."""
+    gc.collect()  # frees the run before, and its graph
     process = train.init_process(args)
     run = train.Run(args, train.load_corpus(args.data, process), process)
     times = []
@@ -883,7 +916,7 @@ def train_once(args, goal: float) -> dict:
 
 @torch.no_grad()
 def estimate(run: train.Run) -> float:
-    """nanoGPT's estimate of the held-out loss, in nats a token."""
+    """Return nanoGPT's estimate of the held-out loss, in nats per token."""
     process = run.process
     B = run.args.batch_size
     T = run.args.context_length

@@ -1,6 +1,6 @@
 """
-Small helpers of all commands: files that are never half written, flags and their help, messages,
-and settings that must be made before torch is loaded (nothing here loads it).
+Small helpers that all commands use: files that are never half written, flags and their help,
+messages, and settings that must be made before torch is loaded. This module does not load torch.
 
     write_json(Path("out/stdlib/config.json"), {"n_layer": 4})
     read_json(Path("out/stdlib/config.json"))       # {} if there is no such file
@@ -25,19 +25,19 @@ from pathlib import Path
 # --------------------------------------------------------------------------------------------------
 # Files
 
-# raised where a file is broken, or its content is not what is looked for
+# exceptions raised if a file is broken, or does not have the expected content
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 def write_atomically(path: Path, write: Callable[[Path], None]):
     """
-    Let `write` fill a temporary file beside `path`, flush it to disk, then rename it: a reader sees
-    the old file or the new one, never half of one, whenever the process dies.
+    Let `write` fill a temporary file beside `path`, flush it to disk, and rename it to `path`. So a
+    reader sees either the old file or the new one, even if the process dies at any point.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     temporary.touch()
-    mode = temporary.stat().st_mode  # by the umask; safetensors lets only a file's owner read it
+    mode = temporary.stat().st_mode  # follows the umask; safetensors writes 0o600
     try:
         write(temporary)
         temporary.chmod(mode)
@@ -45,7 +45,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]):
             os.fsync(f.fileno())
         os.replace(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)  # on a full disk it takes the rest of the room
+        temporary.unlink(missing_ok=True)  # on a full disk, free the space again
         raise
 
 
@@ -55,47 +55,53 @@ def write_json(path: Path, content: dict):
 
 
 def read_json(path: Path) -> dict:
-    """The content of a file, {} where there is none. Raises what is in MALFORMED."""
+    """Return the content of a file, or {} if there is none. Raises exceptions in MALFORMED."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def missing_file(path: Path) -> str:
-    """The message for a model's directory that lacks a file: what is there, and the next step."""
+    """
+    Return an error message for a model's directory that lacks the file `path`: what was found
+    instead, and what to do.
+    """
     folder = path.parent
     fetch = "`hf download OWNER/NAME --local-dir DIR`"
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
-        return f"GGUF is llama.cpp's: `llama-server -m {folder}` serves it; safetensors: {fetch}"
+        return (
+            f"GGUF files are llama.cpp's: `llama-server -m {folder}` serves them; {fetch} fetches "
+            "safetensors"
+        )
     if (folder / "adapter_config.json").exists():
         return (
-            f"an adapter is in {folder}, without its model: merge both with peft "
-            "(merge_and_unload, then save_pretrained(NEW)) and name NEW"
+            f"{folder} has an adapter without its model: merge both with peft (merge_and_unload, "
+            "then save_pretrained(NEW)) and name NEW"
         )
     if folder.is_file():
         return (
-            f"a file is at {folder}, and a model is a folder: name {folder.parent}, or make one of "
+            f"{folder} is a file, but a model is a folder: name {folder.parent}, or convert "
             f"nanoGPT's ckpt.pt: `python examples/from_nanogpt.py {folder} DIR`"
         )
     hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?((?!out/)[\w.-]+/[\w.-]+)", str(folder))
     if hub and not folder.parent.exists():
         return (
-            f"the Hugging Face Hub may have {hub[1]}, but nothing is fetched here: `hf download "
-            f"{hub[1]} --local-dir DIR` (of the package huggingface_hub), then name DIR"
+            f"the Hugging Face Hub may have {hub[1]}, but this program does not download: run `hf "
+            f"download {hub[1]} --local-dir DIR` (from the package huggingface_hub), then name DIR"
         )
     if not folder.exists():
-        there = sorted(str(config.parent) for config in Path().glob("out/*/config.json"))
+        models = sorted(str(config.parent) for config in Path().glob("out/*/config.json"))
         return (
-            f"there is no directory {folder}; models here are {', '.join(there) or 'none'}: `make "
+            f"there is no directory {folder}; models here: {', '.join(models) or 'none'}; `make "
             f"run` trains one, {fetch} fetches one"
         )
     return (
         f"no model in {folder}: {path.name} is missing. A model is a folder with config.json, "
-        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one; older "
-        "files are written anew by transformers (save_pretrained(NEW))"
+        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one; "
+        "transformers converts older files (save_pretrained(NEW))"
     )
 
 
 def check_model(directory: str):
-    """Raise ValueError if a model's directory lacks a file that each has."""
+    """Raise ValueError if a model's directory lacks a file that every model has."""
     for name in ("tokenizer.json", "config.json"):
         path = Path(directory, name)
         if not path.is_file():
@@ -105,17 +111,17 @@ def check_model(directory: str):
 # --------------------------------------------------------------------------------------------------
 # The process: first lines, messages, threads, garbage
 
-# Values of GOMP_SPINCOUNT: for how many rounds a thread of OpenMP that waits for the others spins
-# before it sleeps. Without a limit, one other busy process on two cores can make a training step of
-# 0.2 s take 2 s, and a decode step of 10 ms take 500.
-SPINS_TRAINING = "10000"  # sleeping at once would make every training step a third slower
-SPINS_SERVING = "100000"  # with a tenth of it a token that is generated alone takes 15% longer
+# Values of GOMP_SPINCOUNT: how often a waiting OpenMP thread spins before it sleeps. Without a
+# limit, one other busy process on two cores can make a training step take 2 s instead of 0.2 s, and
+# a decode step 500 ms instead of 10.
+SPINS_TRAINING = "10000"  # sleeping immediately would make every training step a third slower
+SPINS_SERVING = "100000"  # with a tenth of this, decoding a single request takes 15% longer
 
 
 def announce(what: str):
     """
-    Print the first line of a command: to import torch takes seconds, on a busy machine ten. Under
-    torchrun one process prints it.
+    Print a command's first line, because importing torch takes seconds (on a busy machine, ten).
+    Under torchrun only one process prints it.
     """
     if os.environ.get("RANK", "0") == "0":
         say(f"{what} ..")
@@ -123,35 +129,35 @@ def announce(what: str):
 
 def say(line: str, file=None):
     """
-    Print a line of a server, on stderr if not told otherwise. Where a full disk, or a pipe whose
-    reader is gone, does not take it, the server goes on.
+    Print a server's message, by default on stderr. If that fails, because a disk is full or the
+    reader of a pipe is gone, the server goes on.
     """
     with contextlib.suppress(OSError):
         print(line, file=file or sys.stderr, flush=True)
 
 
 def plural(count: float, noun: str) -> str:
-    """A count with its noun: "1 block", "6,400 blocks", "2.25 minutes"."""
+    """Return a count with its noun: "1 block", "6,400 blocks", "2.25 minutes"."""
     number = f"{count:,}".removesuffix(".0")
     return f"{number} {noun}" if count == 1 else f"{number} {noun}s"
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """One line about a missing package. Mostly, the virtual environment is not active."""
+    """Return one line about a missing package. Usually, the virtual environment is not active."""
     package = error.name.partition(".")[0] if error.name else error
     return (
-        f"{package} is not installed for this Python, {sys.executable}: `source "
-        ".venv/bin/activate` first, or start .venv/bin/python in its place (`make run` makes "
-        ".venv; or `pip install -r requirements.txt`)"
+        f"{package} is not installed for this Python, {sys.executable}: run `source "
+        ".venv/bin/activate` first, or use .venv/bin/python instead (`make run` creates .venv; or "
+        "run `pip install -r requirements.txt`)"
     )
 
 
 def last_words(error: Exception) -> str:
-    """One line about an error that ends a program."""
-    words = str(error)
+    """Return one line about an error that ends a program."""
+    message = str(error)
     if isinstance(error, ModuleNotFoundError):
         return not_installed(error)
-    if isinstance(error, MemoryError) or "allocate memory" in words:
+    if isinstance(error, MemoryError) or "allocate memory" in message:
         import resource  # not on every system
 
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -159,16 +165,16 @@ def last_words(error: Exception) -> str:
         if limit != resource.RLIM_INFINITY:
             available = f"{limit / 2**20:,.0f} MiB (ulimit -v)"
         return (
-            "there is not enough memory to start: wanted are about 1,200 MiB for torch, and the "
-            f"model with its KV pool; available is {available}: raise the limit, end other "
-            f"programs, or choose a smaller model or --kv-blocks ({words or 'MemoryError'})"
+            "there is not enough memory to start: wanted about 1,200 MiB for torch, and memory for "
+            f"the model and its KV pool; available: {available}. Raise the limit, end other "
+            f"programs, or choose a smaller model or fewer --kv-blocks ({message or 'MemoryError'})"
         )
     is_users = isinstance(error, ValueError | RuntimeError | OSError)
-    return words if is_users else f"{type(error).__name__}: {words}"
+    return message if is_users else f"{type(error).__name__}: {message}"
 
 
 def end_with_one_line():
-    """End the program with one line, not a traceback, if a package is missing, or after Ctrl-C."""
+    """Print one line, not a traceback, if Ctrl-C or a missing package ends the program."""
 
     def explain(kind, error, traceback):
         if issubclass(kind, ModuleNotFoundError):
@@ -181,20 +187,20 @@ def end_with_one_line():
     sys.excepthook = explain
 
 
-COLLECT_AFTER = 50_000  # objects; Python's own threshold is 700
+COLLECT_AFTER = 50_000  # number of new objects; Python's default is 700
 
 
 def collect_garbage_rarely():
     """
-    Have Python look for garbage seldom. With none of it an H200 made 1.4% more tokens a second, and
-    2.4% more with --record; a body of a million lists was parsed in 0.2 s, not 0.6, in which no
-    other client is served.
+    Let Python's garbage collector run rarely. Without it, an H200 generated 1.4% more tokens per
+    second, and 2.4% more with --record. And a request body of a million lists was parsed in 0.2 s
+    instead of 0.6 s; while it is parsed, no other client is served.
     """
     gc.set_threshold(COLLECT_AFTER)
 
 
-# Flags of ours, and what nanoGPT, transformers, vLLM, SGLang or llama.cpp call them. A row that
-# begins with a command has flags of ours that it replaced.
+# Our flags, and their names in nanoGPT, transformers, vLLM, SGLang or llama.cpp. If a row begins
+# with a command instead, the command has replaced the flags listed after it.
 ROWS = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
@@ -238,14 +244,14 @@ FOREIGN = [row.split(": ") for row in ROWS.splitlines()]  # (ours, their names)
 
 
 def refuse_withdrawn(name: str, value: str):
-    """Raise ValueError for a value of a flag that FOREIGN has a replacement for."""
+    """Raise ValueError if FOREIGN has a replacement for this value of a flag."""
     for ours, names in FOREIGN:
         if f"{name}={value}" in names.split():
-            raise ValueError(f"{name} {value} is withdrawn; {ours} has it now")
+            raise ValueError(f"{name} {value} is withdrawn; use {ours} instead")
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses what is wrong in one line; argparse would print the usage of all flags before it."""
+    """A parser with one-line errors; argparse would print the usage of all flags first."""
 
     def parse_known_args(self, args=None, namespace=None):
         parsed, unknown = super().parse_known_args(args, namespace)
@@ -257,7 +263,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def hint(self, flag: str) -> str:
-        """Return what an unknown flag is called here, or "" if no flag is like it."""
+        """Return a hint at our name for an unknown flag, or "" if no flag is similar."""
         flags = {name.replace("_", "-"): name for name in self._option_string_actions}
         name = flag.replace("_", "-")
         for ours, names in FOREIGN:
@@ -275,21 +281,21 @@ def at_least(
     least: float, number: type = int, below: float | None = None
 ) -> Callable[[str], float]:
     """
-    The type of a flag, for argparse: numbers from `least` on and less than `below`. Without `below`
-    whole numbers are less than 2**31, as no tensor is larger. NaN is an error.
+    Return a flag's type for argparse: numbers of at least `least` and less than `below`. For
+    integers, `below` defaults to 2**31, because no tensor is larger. NaN is an error.
     """
     if below is None and number is int:
         below = 2**31
 
     def parse(text: str):
         value = number(text)
-        if not value >= least:  # "not", so that NaN is refused, too
+        if not value >= least:  # "not" also refuses NaN
             raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
         if below is not None and value >= below:
             raise argparse.ArgumentTypeError(f"{text} is too large, wanted less than {below}")
         return value
 
-    parse.__name__ = number.__name__  # argparse: "invalid int value"
+    parse.__name__ = number.__name__  # argparse prints it: "invalid int value"
     return parse
 
 
@@ -299,10 +305,10 @@ not_negative = at_least(0, float)
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
     """
-    One flag. `kind` makes a value of the text; not given, it is the default's type: for an int
-    whole numbers from 1 on, for a float numbers from 0 on. A default of False or True makes a
-    switch, unless `action` is given. The help of None or [] itself says what happens without the
-    flag; to others the default is added.
+    Add a flag. `kind` converts the text to a value. Without it, an int default accepts integers of
+    at least 1, a float default numbers of at least 0, and any other default text. A default of
+    False or True makes a switch, unless `action` is given. The default is appended to the help,
+    except for None and []: there the help itself says what happens without the flag.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")

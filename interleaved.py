@@ -1,12 +1,12 @@
 """
-The post's loop, with nothing of the engine around it: the scheduler plans a step, one forward of
-the model computes it in plain torch, the sampler picks the tokens.
+The post's loop, without the engine: the scheduler plans a step, one forward pass of the model
+computes it in plain torch, and the sampler picks the tokens.
 
     requests = [Request(0, prompt, max_new_tokens=64), Request(1, other, max_new_tokens=64)]
-    scheduler = interleaved_generate(model, requests)       # answers: in their generated_tokens
+    scheduler = interleaved_generate(model, requests)       # answers are in their generated_tokens
 
-To be read before the engine, which does the same for requests that come and go, with inputs that
-stay on the device and the operators of each machine (engine/engine.py).
+Read this before engine/engine.py. The engine does the same, but requests come and go, inputs stay
+on the device, and each machine has its own operators.
 """
 
 from functools import partial
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kernels import Batch
 from model import GPT
-from ops.gather import TORCH
+from ops.gather import TORCH_OPS
 from ops.inputs import flat_inputs, upload
 from ops.sampling import SamplingRows, sample_torch, sampling_row
 from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
@@ -25,8 +25,8 @@ from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 
 def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     """
-    Return a step on one flat token axis, made from lists: what `Device.compute` makes from arrays
-    that stay on the device. The logits wanted are those of `plan.sampled`, in that order.
+    Build the batch of a step from lists, on one flat token axis. (`Device.compute` builds it from
+    arrays that stay on the device.) Logits are computed for `plan.sampled`, in that order.
     """
     device = pool.kv.device
     inputs, last = flat_inputs(plan, pool.kv.shape[-2])
@@ -39,7 +39,7 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         context_lens.append(request.num_filled_slots + n)
         tables.append(torch.tensor(request.block_table))
     starts = [0, *accumulate(query_lens)]
-    tables = pad_sequence(tables, batch_first=True, padding_value=pool.sink)  # [B, M]
+    tables = pad_sequence(tables, batch_first=True, padding_value=pool.padding_block)  # [B, M]
     int32 = partial(upload, device=device, dtype=torch.int32)
     batch = Batch(
         tokens=upload(tokens, device),
@@ -52,12 +52,12 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
         num_decodes=len(plan.decodes),
         query_lens_host=query_lens,
         context_lens_host=context_lens,
-        ops=TORCH,
+        ops=TORCH_OPS,
     )
     H = model.config.n_head
-    batch.prepared = {}
+    batch.attention_plans = {}
     for window in set(model.config.windows):
-        batch.prepared[window] = TORCH.prepare(batch, H, pool.kv[0], window)
+        batch.attention_plans[window] = TORCH_OPS.plan_attention(batch, H, pool.kv[0], window)
     return batch
 
 
@@ -70,18 +70,19 @@ def interleaved_generate(
     max_kv_tokens: int = 256,
 ) -> Scheduler:
     """
-    Serve all requests, greedily or by their `params`, in a pool of max_kv_tokens, in plain torch;
-    the answers are in their `generated_tokens`. Returns the scheduler, for its counts. Raises
-    ValueError for a request that is longer than the context, RuntimeError for one that alone is
-    larger than the pool. `Engine.step` does the same for requests that come and go.
+    Serve all requests in plain torch, with a pool of max_kv_tokens. A request with `params` is
+    sampled, others are greedy. The answers are in their `generated_tokens`. Return the scheduler,
+    which has the statistics. Raises ValueError for a request longer than the context, and
+    RuntimeError for one that needs more than the whole pool. `Engine.step` does the same for
+    requests that come and go.
     """
     config = model.config
     for r in requests:
         if len(r.prompt_tokens) + r.max_new_tokens > config.context_length:
             raise ValueError(
                 f"request {r.id}: {len(r.prompt_tokens)} prompt tokens + {r.max_new_tokens} new "
-                f"ones do not fit into the context length of {config.context_length}: shorten one "
-                "of them"
+                f"ones do not fit the context length of {config.context_length}: shorten one of "
+                "them"
             )
     settings = SchedulerSettings(max_num_seqs=max(1, len(requests)))
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
@@ -99,10 +100,10 @@ def interleaved_generate(
         for request in plan.admitted:
             sampling.fill(sampling_row(request))
         batch = flat_batch(plan, model, pool)
-        x = model.hidden(batch, pool.kv)  # the one model call: each layer stores K, V and attends
-        logits = model.logits(x[batch.logits_index], TORCH)  # [R, V]
+        x = model.hidden(batch, pool.kv)  # in one call, each layer stores K and V, and attends
+        logits = model.logits(x[batch.logits_index], TORCH_OPS)  # [R, V]
         rows = upload([r.row for r in plan.sampled], device)
-        positions = upload([r.num_tokens for r in plan.sampled], device)  # of the new tokens
+        positions = upload([r.num_tokens for r in plan.sampled], device)  # where new tokens go
         tokens = sample_torch(logits, rows, positions, sampling)
         scheduler.update(plan, tokens.tolist())
         step += 1

@@ -1,20 +1,20 @@
 """
-The decoder of GPT-2, Llama, Qwen, Gemma and others, written once. Training, the uncached reference
-and serving run the same forward.
+The decoder of GPT-2, Llama, Qwen, Gemma and others, written once. Training, serving and the
+reference without a cache all run the same forward pass.
 
     logits, loss = model(tokens, targets)     # whole texts (B, T): training, evaluation, generate
     x = model.hidden(batch, pool.kv)          # a serving step (T, C): K and V in the paged pool
     logits = model.logits(x[batch.logits_index], batch.ops)
 
-What differs between families is a field of `GPTConfig` (families.py reads it from config.json).
-What differs between machines is the table of operators, `Ops`, that each batch carries. `TORCH`, in
-this file, is the reference: plain, differentiable, attention spelled out. The other tables
-(ops/choice.py, training/fast.py) compute the same, faster. Read from the bottom, `GPT`, or from
-`attention`.
+Differences between families are fields of `GPTConfig`; families.py reads them from config.json.
+Differences between machines are in the table of operators, `Ops`, that each batch carries. This
+file has the reference, `TORCH_OPS`: plain, differentiable, with attention spelled out. The other
+tables (ops/choice.py, training/fast.py) compute the same, only faster. Start reading at the bottom,
+with `GPT`, or at `attention`.
 
 Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, and
-only here C = n_embd, the width. A shape "(..., T, C)" is (B, T, C) for whole texts, and (T, C) on
-the flat token axis of a serving step.
+(only in this file) C = n_embd, the width. A shape "(..., T, C)" is (B, T, C) for whole texts, and
+(T, C) on the flat token axis of a serving step.
 """
 
 import math
@@ -33,7 +33,7 @@ from torch import Tensor
 # Operators
 
 ACTIVATIONS = {
-    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's own, by transformers' name
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's; the name is transformers'
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -43,75 +43,78 @@ ACTIVATIONS = {
 
 class Ops(NamedTuple):
     """
-    What the decoder is computed with: a table for each kind of machine. A `layer` has a weight
-    and a bias; `kv` is one layer's part of the paged pool when serving, else None.
+    A table of the operators that compute the decoder, one table for each kind of machine. A `layer`
+    has a weight and a bias. `kv` is one layer's part of the paged pool when serving, otherwise
+    None.
     """
 
     name: str
     # (tokens, positions, wte, wpe or None, scale) -> x (..., T, C)
     embed: Callable
-    # (positions, frequencies) -> what `rotate` turns heads by
+    # (positions, frequencies) -> the rotation that `rotate` applies
     rotation: Callable
-    # (q (..., T, H, D), k, what `rotation` returned) -> both, turned by their positions
+    # (q (..., T, H, D), k, the rotation) -> both, each head rotated by its position
     rotate: Callable
-    # (x, delta or None, norm) -> x + delta, which may be x itself, changed in place (use only what
-    # is returned); and norm(x + delta)
+    # (x, delta or None, norm) -> (x + delta, norm(x + delta)). May overwrite x, so use only the
+    # returned tensors.
     add_norm: Callable
-    # (x, norm) -> norm(x), which may be x itself, changed in place
+    # (x, norm) -> norm(x). May overwrite x.
     norm: Callable
-    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), normalised and rotated where the model
-    # does so, and what `store_kv` returns
+    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), normalised and rotated if the model does
+    # so, and what `store_kv` returns
     project_qkv: Callable
-    # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads them from: the pair of them, or the
-    # pool, where they are now at batch.slot_mapping
+    # (k (..., T, Hk, D), v, kv, batch) -> the source that `attend` reads: the pair (k, v) itself,
+    # or the pool, after writing both to batch.slot_mapping
     store_kv: Callable
-    # (q, what store_kv returned, an `Attention`, batch) -> (..., T, H, D), the attention output, a
-    # weighted sum of the values that each token may see
+    # (q, the result of store_kv, an `Attention`, batch) -> (..., T, H, D): for each token and head,
+    # a weighted sum of the values that the token may see
     attend: Callable
-    # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)); gated:
-    # activation(gate) * up of the two halves of layer(x); with partial_sums it may be (P, T, out),
-    # the parts of a sum (split-K), which add_norm adds up: the result is its delta
+    # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)). If
+    # gated, layer(x) has two halves, and the result is activation(gate) * up. With partial_sums the
+    # result may be (P, T, out), the P terms of a sum (split-K): it is the delta of an add_norm,
+    # which adds them up.
     linear: Callable
     # (x, layer, softcap=0.0) -> logits (..., T, V)
     head: Callable
     # (x, layer, targets, softcap of the logits) -> mean cross-entropy in nats
     loss: Callable
 
-    # To serve:
-    # (batch, H, kv of any layer, window=0) -> batch.prepared[window], once for all layers with it
-    prepare: Callable | None = None
-    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.converted`,
+    # Only to serve:
+    # (batch, H, kv of any layer, window=0) -> batch.attention_plans[window], for all layers with
+    # this window
+    plan_attention: Callable | None = None
+    # see `inputs.decode_inputs`, `sampling.sample_torch` and `logprobs`, `packed.pack_weights`,
     # `fused.send`
     decode_inputs: Callable | None = None
     sample: Callable | None = None
     logprobs: Callable | None = None
     pack_weights: Callable | None = None
     send: Callable | None = None
-    # see `CpuKernels.program`; None: a step is computed operator by operator
+    # see `CpuKernels.program`; None: compute a step operator by operator
     program: Callable | None = None
-    # whether the host never waits for the device and launches what the step's padded shape alone
-    # decides, so that a CUDA graph can hold it
+    # True if a CUDA graph can capture a step: the host never waits for the device, and its launches
+    # depend only on the step's padded shape
     fixed_shapes: bool = False
-    # whether an answer is equal to the bit whatever else is in its steps
+    # True if an answer is the same to the bit whatever else is in its steps
     is_deterministic: bool = False
-    # (G, S) -> finder of decodes that begin with the same blocks, which `attend` then reads once
-    # for all of a group (ops/prefix.py); None: it cannot
+    # (G, S) -> a finder of decodes that begin with the same blocks, so that `attend` reads these
+    # once for the whole group (ops/prefix.py); None: `attend` cannot do that
     group_finder: Callable | None = None
 
 
 @dataclass
 class WholeTexts:
-    """A batch for training and for the reference: whole texts side by side, without a KV cache."""
+    """A batch for training and for the reference: whole texts of one length, without a KV cache."""
 
     tokens: Tensor  # (B, T) int64
     positions: Tensor  # (T,) int64
     ops: Ops
-    dropout: float = 0.0  # the share that `drop` leaves out: in training alone
-    rotations: dict | None = None  # window -> what `rotate` turns its layers' heads by
+    dropout: float = 0.0  # probability of dropout, 0 unless training
+    rotations: dict | None = None  # window -> the rotation of its layers' heads
 
 
 def drop(x: Tensor, share: float) -> Tensor:
-    """Dropout. F.dropout itself, with nothing to drop, would take 2% of a decode step in torch."""
+    """Apply dropout. With share 0, even calling F.dropout would take 2% of a decode step."""
     return F.dropout(x, share) if share else x
 
 
@@ -125,9 +128,7 @@ def embed(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """
-    Residual connection and pre-norm: what a layer adds to x is added where the next norm reads x.
-    """
+    """Residual connection and pre-norm in one operator: return x + delta, and its norm."""
     if delta is not None:
         x = x + delta
     return x, norm(x)
@@ -138,7 +139,10 @@ def normalise(x: Tensor, norm: nn.Module) -> Tensor:
 
 
 def norm_heads(q: Tensor, k: Tensor, attn: "Attention") -> list[Tensor]:
-    """Heads q (..., T, H, D) and k, each normalised, or all of q together, and all of k."""
+    """
+    Normalise q (..., T, H, D) and k. A norm takes D numbers, one head, or all heads of a token
+    together.
+    """
     norms = ((q, attn.q_norm), (k, attn.k_norm))
     rows = [x.flatten(-2).unflatten(-1, (-1, len(norm.weight))) for x, norm in norms]
     return [norm(x).view_as(heads) for x, (heads, norm) in zip(rows, norms, strict=True)]
@@ -146,8 +150,8 @@ def norm_heads(q: Tensor, k: Tensor, attn: "Attention") -> list[Tensor]:
 
 def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
     """
-    Queries (..., T, H, D) of y (..., T, C), and what `store_kv` makes of keys and values: all three
-    are one product.
+    Compute queries, keys and values of y (..., T, C) in one matrix product. Return the queries
+    (..., T, H, D), and what `store_kv` returns for the keys and values.
     """
     sizes = (attn.H, attn.Hk, attn.Hk)
     qkv = batch.ops.linear(y, attn.c_attn)  # (..., T, (H + 2 Hk) D)
@@ -165,7 +169,8 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times frequencies (D / 2,).
+    Return cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times frequencies (D /
+    2,).
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos(), angles.sin()
@@ -173,28 +178,28 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
-    Rotary position embedding (RoPE, Su et al. 2021): numbers i and i + D / 2 of each head of q
-    (..., T, H, D) and k (..., T, Hk, D) are turned by the position times frequency i, as
-    transformers pairs them. The product of q and k then depends on how far apart they are.
+    Rotary position embedding (RoPE, Su et al. 2021). In each head of q (..., T, H, D) and k (...,
+    T, Hk, D), numbers i and i + D / 2 are a pair (transformers' pairing), rotated by the angle
+    position * frequencies[i]. The dot product of q and k then depends on their distance.
     """
     cos, sin = rotation
-    # both at once: on a CPU a decode step takes as long as its many small operations
+    # q and k together: on a CPU, the number of small operations determines a decode step's time
     x = torch.cat((q, k), -2)
     first, second = x.chunk(2, -1)  # (..., T, H + Hk, D / 2) each
-    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
     heads = (q.shape[-2], k.shape[-2])
-    return turned.to(x.dtype).split_with_sizes(heads, -2)
+    return rotated.to(x.dtype).split_with_sizes(heads, -2)
 
 
 def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
-    """Whole texts need no pool: their keys and values are all here."""
+    """Return k and v as they are: whole texts need no pool."""
     return k, v
 
 
 def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
     """
-    Causality: a token sees itself and what came before; with a window, so many tokens in all.
-    Broadcasts to bool.
+    Return a bool tensor, broadcast from the two: may this query see this key? A token sees itself
+    and the tokens before it (causality); with a window, only the last `window` of these.
     """
     seen = key_positions <= query_positions
     if window:
@@ -203,10 +208,10 @@ def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tens
 
 
 def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: WholeTexts) -> Tensor:
-    """Attention of each token to those of its text that it may see: the operator of `TORCH`."""
+    """Compute the attention of each token to those of its own text that it may see."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
-    G = H // k.shape[2]  # grouped-query attention: so many query heads share a KV head
+    G = H // k.shape[2]  # grouped-query attention: G query heads share a KV head
     q = q.transpose(1, 2)  # (B, H, T, D)
     k = k.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
     v = v.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
@@ -218,11 +223,12 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: Whole
 
 def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, softcap=0.0):
     """
-    Scaled dot-product attention (Vaswani et al. 2017) spelled out: q (.., n, D), k and v (.., m,
-    D), attn_mask broadcasting to (.., n, m): 0 where a query may see a key, else -inf; None: it
-    sees all. Returns (.., n, D), computed in fp32 at least. The arguments are those of torch's
-    F.scaled_dot_product_attention, but for `softcap` (Gemma 2): scores stay between -softcap and
-    softcap; 0: as they are.
+    Scaled dot-product attention (Vaswani et al. 2017), spelled out. q is (.., n, D), k and v are
+    (.., m, D). attn_mask broadcasts to (.., n, m): 0 where a query may see a key, otherwise -inf.
+    None: every query sees every key. Return (.., n, D), computed in fp32 or wider.
+
+    The arguments are those of torch's F.scaled_dot_product_attention, plus `softcap` (Gemma 2),
+    which squeezes scores into -softcap .. softcap; 0 leaves them as they are.
     """
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -238,7 +244,7 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """x squeezed smoothly into -cap .. cap."""
+    """Squeeze x smoothly into -cap .. cap."""
     return cap * (x / cap).tanh()
 
 
@@ -260,18 +266,18 @@ def head(x: Tensor, layer: nn.Module, softcap: float = 0.0) -> Tensor:
 
 def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
-    Mean cross-entropy in nats of the logits layer(x): x (B, T, C), targets (B, T) int64, -100 where
-    there is none; softcap as in `attention`.
+    Return the mean cross-entropy in nats of the logits layer(x), for x (B, T, C) and targets (B, T)
+    int64. A target of -100 does not count. softcap: see `attention`.
     """
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
     if softcap:
         logits = soft_cap(logits, softcap)
     targets = targets.flatten()
     total = F.cross_entropy(logits, targets, reduction="sum")
-    return total / (targets >= 0).sum().clamp(min=1)  # with no target at all: 0, not NaN
+    return total / (targets >= 0).sum().clamp(min=1)  # without any target: 0 rather than NaN
 
 
-TORCH = Ops(
+TORCH_OPS = Ops(
     "torch",
     embed,
     rotation,
@@ -289,14 +295,14 @@ TORCH = Ops(
 # --------------------------------------------------------------------------------------------------
 # The architecture
 
-NO_ROPE = -1  # in place of a window: layers whose heads are not turned
+NO_ROPE = -1  # key of GPTConfig.rope for layers whose heads are not rotated, instead of a window
 
 
 class Rope(NamedTuple):
     """
-    Rotary positions: `theta` is the base of the frequencies, `factor` stretches positions, so that
-    longer texts fit. For `llama3` and `yarn` see `frequencies`. yarn's cosines and sines count
-    `attention_factor` times: here the scale of scores does, by its square.
+    Rotary positions. `theta` is the base of the frequencies. `factor` stretches positions, so that
+    longer texts fit. For `llama3` and `yarn` see `frequencies`. yarn multiplies cosines and sines
+    by `attention_factor`; here the attention scale is multiplied by its square, which is the same.
     """
 
     theta: float
@@ -309,24 +315,27 @@ class Rope(NamedTuple):
 
     def frequencies(self, D: int) -> Tensor:
         """
-        (D / 2,) fp32: radians a position, for each pair of numbers of a head. Llama 3.1's scaling
-        divides by `factor` only the frequencies that turn less than low_freq_factor times in the
-        original context length, not those that turn more than high_freq_factor times; those
-        between in part. yarn (Peng et al. 2023) does so from the pair that turns beta_fast times to
-        the one that turns beta_slow times.
+        Return (D / 2,) fp32: the radians per position, for each pair of numbers of a head.
+
+        Both scalings divide the low frequencies by `factor` and keep the high ones; those between
+        are divided in part. A frequency is judged by how many turns it makes in the original
+        context length. For Llama 3.1, it is low below low_freq_factor turns and high above
+        high_freq_factor turns, and the transition is linear in the number of turns. For yarn (Peng
+        et al. 2023), the limits are beta_slow and beta_fast turns, and the transition is linear in
+        the index of the pair.
         """
         pairs = torch.arange(0, D, 2, device="cpu").float() / D
-        # theta^pairs is (e^x)^1024. torch's own powers differ from CPU to CPU in the last digit.
+        # Compute theta^pairs as (e^x)^1024: torch's own powers differ between CPUs in the last bit.
         x = pairs.double() * (float(Decimal(self.theta).ln()) / 1024)
         power = torch.ones_like(x)
-        for n in range(9, 0, -1):  # the series of e^x, each term from the one after it
+        for n in range(9, 0, -1):  # e^x as 1 + x/1 * (1 + x/2 * (1 + x/3 * ..))
             power = 1 + power * x / n
         for _ in range(10):
             power = power * power
         frequencies = 1.0 / power.float()
         if self.llama3:
             low, high, length = self.llama3
-            # in transformers' order: after 2,000 positions the last digit of a frequency matters
+            # the order of operations is transformers': after 2,000 positions the last bit matters
             turns = length / (2 * math.pi / frequencies)
             kept = ((turns - low) / (high - low)).clamp(0, 1)
         elif self.yarn:
@@ -344,52 +353,56 @@ class Rope(NamedTuple):
 
 @dataclass
 class GPTConfig:
-    """The shape of the model; the defaults are gpt2-124M. Raises ValueError for what cannot be."""
+    """
+    The shape of the model. The defaults are gpt2-124M. Raises ValueError for values that are out of
+    range or contradict each other.
+    """
 
     vocab_size: int = 50257
-    context_length: int = 1024  # positions the model has; the longest prompt plus answer
+    context_length: int = 1024  # number of positions: the longest prompt plus answer
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    # grouped-query attention: fewer heads of K and V; None: as many as n_head
+    # grouped-query attention: number of heads of K and V, a divisor of n_head; None: n_head
     n_kv_head: int | None = None
     head_size: int | None = None  # None: n_embd // n_head
     n_inner: int | None = None  # width inside the MLP; None: 4 * n_embd
     norm: str = "layer"  # or "rms"
     norm_epsilon: float = 1e-5
-    norm_weights: bool = True  # nanochat's norms have none
-    pre_norm: bool = True  # OLMo: attention and MLP read x as it is
-    post_norm: bool = False  # Gemma, OLMo: what attention and MLP add is normalised, too
-    embedding_norm: bool = False  # nanochat
-    qk_norm: bool = False  # Qwen 3, Gemma 3: each head of q and k is normalised
-    qk_norm_wide: bool = False  # OLMo: all heads of q together, and those of k
-    qk_norm_late: bool = False  # Hunyuan: after they are rotated
-    bias: bool = True  # in linear layers and layer norms
-    # in these linear layers: None: as `bias`
+    norm_weights: bool = True  # False for nanochat
+    pre_norm: bool = True  # normalise the input of attention and MLP; False for OLMo
+    post_norm: bool = False  # Gemma, OLMo: normalise what attention and MLP add
+    embedding_norm: bool = False  # nanochat: normalise the embeddings
+    qk_norm: bool = False  # Qwen 3, Gemma 3: normalise each head of q and k
+    qk_norm_wide: bool = False  # OLMo: normalise all heads of q together, and all heads of k
+    qk_norm_late: bool = False  # Hunyuan: normalise them after the rotation
+    bias: bool = True  # linear layers and layer norms have biases
+    # biases of these linear layers; None: like `bias`
     qkv_bias: bool | None = None
-    proj_bias: bool | None = None  # of attention
+    proj_bias: bool | None = None  # attention's output projection
     mlp_bias: bool | None = None
     activation: str = "gelu_new"
     gated: bool = False  # SwiGLU, GeGLU: activation(gate) * up
-    # sliding-window attention, for each layer: so many last tokens it sees, itself included; 0: all
-    windows: tuple[int, ...] = ()  # (): all layers see all
-    # window -> the rotary positions of its layers; {}: learned positions
+    # sliding-window attention: for each layer, the number of last tokens that a token sees,
+    # including itself; 0: all of them
+    windows: tuple[int, ...] = ()  # (): 0 for every layer
+    # window -> the rotary positions of the layers with that window; {}: learned positions
     rope: dict[int, Rope] = field(default_factory=dict)
-    no_rope: tuple[int, ...] = ()  # SmolLM3: these layers have rope[NO_ROPE] instead
-    rope_backwards: bool = False  # nanochat
+    no_rope: tuple[int, ...] = ()  # SmolLM3: layers that use rope[NO_ROPE] instead
+    rope_backwards: bool = False  # nanochat: rotate the other way
     attention_scale: float | None = None  # None: head_size ** -0.5
     attention_softcap: float = 0.0  # Gemma 2, see `attention`; 0: none
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # Granite: of what attention and MLP add
-    logit_scale: float = 1.0  # logits are divided by it: families' files, see `checkpoint.py`
-    tied: bool = True  # the head has the weights of the embedding
+    residual_scale: float = 1.0  # Granite: multiplies what attention and MLP add
+    logit_scale: float = 1.0  # divides the logits: checkpoint.py applies it to the last norm
+    tied: bool = True  # the head shares the embedding's weights
     dropout: float = 0.0
     eos_token_ids: tuple[int, ...] = ()  # the tokens that end a text
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first of the tokens that end a text."""
+        """The first of the tokens that end a text, or None."""
         return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
@@ -415,49 +428,51 @@ class GPTConfig:
         self.check_together()
 
     def check_together(self):
-        """Raise ValueError for fields that do not go with each other."""
+        """Raise ValueError for fields that contradict each other."""
         check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
-                raise ValueError(f"eos_token_id is {token!r}: {expected} is wanted")
+                raise ValueError(f"eos_token_id is {token!r}, wanted {expected}")
         for window in self.windows:
             if window != 0:
                 check_value(int, "sliding_window", window)
         if len(self.windows) != self.n_layer:
-            raise ValueError(f"{len(self.windows)} windows for {self.n_layer} layers: one for each")
+            raise ValueError(
+                f"{len(self.windows)} windows for {self.n_layer} layers: give one for each layer"
+            )
         if self.no_rope:
-            self.rope = self.rope | {NO_ROPE: Rope(1.0, math.inf)}  # turns by 0
+            self.rope = self.rope | {NO_ROPE: Rope(1.0, math.inf)}  # all angles are 0
         if self.rope and not self.rope.keys() >= set(self.windows):
             windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
-            raise ValueError(f"{windows}: give each its positions")
+            raise ValueError(f"{windows}: give rotary positions for each window")
         if self.qk_norm and self.norm != "rms":
-            raise ValueError("qk_norm is for norm 'rms' alone: change one of them")
+            raise ValueError("qk_norm needs norm 'rms': change one of them")
         if self.rope and self.head_size % 2:
-            raise ValueError(f"head_size {self.head_size} is odd: rotary positions turn pairs")
+            raise ValueError(f"head_size {self.head_size} is odd: rotary positions need pairs")
         for name, names in (("activation", ACTIVATIONS), ("norm", ("layer", "rms"))):
             value = getattr(self, name)
             if value not in names:
-                raise ValueError(f"{name} {value!r} is unknown; there is {', '.join(names)}")
+                raise ValueError(f"{name} {value!r} is unknown; choose one of {', '.join(names)}")
 
 
-# of each type of field: the types of its values, the least of them, the end (exclusive), in words
+# field type -> (types its values may have, least value, exclusive end, description)
 RULES = {
-    int: ({int}, 1, 2**31, "a whole number of at least 1, and below {:,},"),
+    int: ({int}, 1, 2**31, "a whole number of at least 1, and below {:,}"),
     float: ({int, float}, 0, 1e30, "a number from 0 to below {:g}"),
     bool: ({bool}, 0, 2, "true or false"),
 }
-# of these fields a lower end: so many layers are made before a file is looked at
+# Lower ends for some fields. Layers are built before weight files are checked, hence their limit.
 ENDS = {"n_layer": 2**10, "num_hidden_layers": 2**10, "dropout": 1, "norm_epsilon": 1}
 
 
 def check_value(kind: type, name: str, value):
-    """Raise ValueError unless the value is right for a field of this name and type."""
+    """Raise ValueError unless the value is valid for a field with this name and type."""
     types, least, end, expected = RULES[kind]
     end = ENDS.get(name, end)
-    # not isinstance, to which True is an int
+    # compare types because isinstance(True, int) is True
     if type(value) not in types or not least <= value < end:
-        raise ValueError(f"{name} is {value!r:.40}: {expected.format(end)} is wanted")
+        raise ValueError(f"{name} is {value!r:.40}, wanted {expected.format(end)}")
 
 
 def check_multiple(config: GPTConfig, large: str, small: str):
@@ -468,8 +483,8 @@ def check_multiple(config: GPTConfig, large: str, small: str):
 
 class RMSNorm(nn.Module):
     """
-    Root mean square norm (Zhang and Sennrich 2019), computed in fp32 whatever the dtype of x (...,
-    n). The weights are fp32, too: Gemma's 1 + w would lose its last digits in 16 bits.
+    Root mean square norm (Zhang and Sennrich 2019) of x (..., n), computed in fp32 whatever the
+    dtype of x. The weights are also fp32, because 16 bits would truncate Gemma's 1 + w.
     """
 
     bias = None
@@ -488,7 +503,7 @@ class RMSNorm(nn.Module):
 
 
 def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
-    """A norm of n numbers or, where not given, of the residual stream's (see `GPT.hidden`)."""
+    """Return a norm of n numbers, by default a norm of the residual stream (see `GPT.hidden`)."""
     epsilon = config.norm_epsilon
     if n is None:
         n = config.n_embd
@@ -500,8 +515,8 @@ def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     """
-    Project to queries, keys and values; average the values by attention; project back: (..., T, C)
-    -> (..., T, C).
+    Attention, (..., T, C) -> (..., T, C): project to queries, keys and values, average the values,
+    project back.
     """
 
     def __init__(self, config: GPTConfig, window: int, rope: int | None = None):
@@ -518,15 +533,15 @@ class Attention(nn.Module):
         heads = self.H + 2 * self.Hk
         self.c_attn = nn.Linear(config.n_embd, heads * self.D, bias=config.qkv_bias)
         self.c_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.proj_bias)
-        q, k = (self.H, self.Hk) if config.qk_norm_wide else (1, 1)  # heads that a norm takes
+        q, k = (self.H, self.Hk) if config.qk_norm_wide else (1, 1)  # heads normalised together
         self.q_norm = norm(config, q * self.D) if config.qk_norm else None
         self.k_norm = norm(config, k * self.D) if config.qk_norm else None
         self.norms_late = config.qk_norm_late
         self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
-        # K and V are written here. In serving kv is this layer's part of the pool: project_qkv
-        # stores the new K and V in it, at batch.slot_mapping, and attend reads them there.
+        # This is where K and V are written. When serving, kv is this layer's part of the pool:
+        # project_qkv stores the new K and V in it at batch.slot_mapping, and attend reads them.
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)
@@ -535,8 +550,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """
-    Feed-forward layer, each token by itself: widen, activate, project back: (..., T, C) ->
-    (..., T, C).
+    Feed-forward layer, (..., T, C) -> (..., T, C), of each token by itself: widen, activate,
+    project back.
     """
 
     def __init__(self, config: GPTConfig):
@@ -544,7 +559,7 @@ class MLP(nn.Module):
         C = config.n_embd
         self.activation = config.activation
         self.gated = config.gated
-        halves = 2 if config.gated else 1  # gate and up are one product
+        halves = 2 if config.gated else 1  # gate and up, in one product
         self.c_fc = nn.Linear(C, halves * config.n_inner, bias=config.mlp_bias)
         self.c_proj = nn.Linear(config.n_inner, C, bias=config.mlp_bias)
         self.post_norm = norm(config) if config.post_norm else None
@@ -555,16 +570,21 @@ class MLP(nn.Module):
 
 
 def project_back(x: Tensor, part: Attention | MLP, ops: Ops) -> Tensor:
-    """What a part of a block adds to it: x (..., T, in) -> (..., T, C)."""
+    """Compute what attention or MLP adds to the residual stream: x (..., T, in) -> (..., T, C)."""
     delta = ops.linear(x, part.c_proj, partial_sums=part.post_norm is None)
     return delta if part.post_norm is None else ops.norm(delta, part.post_norm)
 
 
 class Block(nn.Module):
     """
-    Attention and MLP, each normalised before and added to x after. The addition is part of the norm
-    that follows, so a block is given what the block before adds, `delta`, and returns what its own
-    MLP adds.
+    One layer. In plain torch:
+
+        x = x + self.attn(self.ln_1(x))
+        x = x + self.mlp(self.ln_2(x))
+
+    Here the *next* norm does each addition, because one kernel can do both. So a block receives
+    `delta`, which the block before has computed but not yet added, and returns the delta of its own
+    MLP.
     """
 
     def __init__(self, config: GPTConfig, window: int, rope: int):
@@ -584,14 +604,14 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """
-    The decoder: embeddings, L blocks, a last norm, and the head, which may share the embeddings'
-    weights. `forward` takes whole texts; `hidden`, all but the head, serves too.
+    The decoder: embeddings, L blocks, a final norm, and the head, which may share the embedding's
+    weights. `forward` takes whole texts. `hidden` is everything except the head, and also serves.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.config_json = None  # of the checkpoint it was loaded from, to save it as that family
+        self.config_json = None  # of the checkpoint it was loaded from, to save it again
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = None if config.rope else nn.Embedding(config.context_length, C)
@@ -606,7 +626,7 @@ class GPT(nn.Module):
             for i, window in enumerate(config.windows)
         )
         self.ln_f = norm(config)
-        # tied weights: the head compares with the embeddings, and has no weights of its own
+        # tied weights: the head uses the embedding's weights, and has none of its own
         device = "meta" if config.tied else None
         self.lm_head = nn.Linear(C, config.vocab_size, bias=False, device=device)
         self.apply(self._init_weights)
@@ -619,32 +639,32 @@ class GPT(nn.Module):
 
     def _init_weights(self, module: nn.Module):
         """
-        GPT-2's initialisation: N(0, 0.02), the projections into the residual stream scaled by 1 /
-        sqrt(2 L).
+        Initialise as GPT-2 does: N(0, 0.02), with projections into the residual stream scaled by 1
+        / sqrt(2 L).
         """
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
         if isinstance(module, Attention | MLP):
-            shrunk = 0.02 / math.sqrt(2 * self.config.n_layer)
-            nn.init.normal_(module.c_proj.weight, std=shrunk)
+            std = 0.02 / math.sqrt(2 * self.config.n_layer)
+            nn.init.normal_(module.c_proj.weight, std=std)
 
     def hidden(self, batch, kv) -> Tensor:
         """
-        The decoder up to the head: normalised (..., T, C). `batch` is a `WholeTexts` or, to serve,
-        a `kernels.Batch`; `kv` has something for each layer: None, or its part of the pool, in
-        which the new K and V are stored.
+        Compute everything up to the head. Return the normalised hidden states (..., T, C). `batch`
+        is a `WholeTexts` or, when serving, a `kernels.Batch`. `kv` has an entry for each layer:
+        None or, when serving, its part of the pool, where the new K and V are stored.
         """
         batch.rotations = {
             window: batch.ops.rotation(batch.positions, getattr(self, f"frequencies_{window}"))
             for window in self.config.rope
         }
         scale = self.config.embedding_scale
-        if self.wte.weight.element_size() == 2:  # rounded as Gemma's reference rounds it
+        if self.wte.weight.element_size() == 2:  # round it as Gemma's reference does
             scale = torch.tensor(scale, dtype=self.wte.weight.dtype).item()
-        # the residual stream is kept divided by residual_scale, which then is in no sum, and norms
-        # give the same
+        # Granite multiplies each delta by residual_scale. Instead, divide x by it once: then deltas
+        # are added as they are, and a norm of x gives the same (with a scaled epsilon).
         scale /= self.config.residual_scale
         x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe, scale)
         if self.ln_0 is not None:
@@ -657,15 +677,15 @@ class GPT(nn.Module):
         return y
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
-        """Logits (..., V) of hidden states x (..., C)."""
+        """Return the logits (..., V) of hidden states x (..., C)."""
         return ops.head(x, self.lm_head, softcap=self.config.logit_softcap)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH):
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH_OPS):
         """
-        Dense causal pass. tokens (B, T) int64, T <= context_length; targets (B, T) int64, -100
-        where there is none. Returns (logits (B, T, V), None); with targets (None, the mean
-        cross-entropy in nats), because training never looks at the logits and a CPU is much faster
-        when they need not exist all at once. Raises ValueError for texts that are too long.
+        Run whole texts without a cache: tokens (B, T) int64, T <= context_length. Return (logits
+        (B, T, V), None). With targets (B, T) int64, -100 where there is none, return (None, mean
+        cross-entropy in nats) instead: training never needs all logits at once, and a CPU is much
+        faster without storing them. Raises ValueError if the texts are too long.
         """
         T = tokens.shape[1]
         limit = self.config.context_length
@@ -684,12 +704,12 @@ class GPT(nn.Module):
         self, tokens: Tensor, max_new_tokens: int, choose: Callable | None = None
     ) -> Tensor:
         """
-        The reference that tests compare the engine with: no cache, the whole text again for each
-        token. Stops at context_length. tokens (B, T) -> (B, T + new). `choose(logits (B, V),
-        position)` picks the next tokens (B,), the most likely one by default.
+        Continue texts (B, T) -> (B, T + new) without a cache, computing the whole text again for
+        each token. Tests compare the engine with it. Stop at context_length. `choose(logits (B, V),
+        position)` picks the next tokens (B,), by default the most likely ones.
         """
-        room = self.config.context_length - tokens.shape[1]
-        for _ in range(min(max_new_tokens, room)):
+        most = self.config.context_length - tokens.shape[1]
+        for _ in range(min(max_new_tokens, most)):
             logits, _ = self(tokens)
             last = logits[:, -1]  # (B, V)
             new = last.argmax(-1)  # (B,)

@@ -1,23 +1,24 @@
 """
-Which request owns which KV block: the allocator, the prefix cache, the scheduler, and the pool that
-holds the K and V themselves.
+Who owns which KV block: the allocator, the prefix cache, the scheduler, and the pool that stores
+the keys (K) and values (V).
 
     request.block_table     [logical block] -> physical block
-    slot                    physical block * block_size + offset: the K, V of one token
+    slot                    physical block * block_size + offset: where one token's K and V are
 
     Scheduler ── owns ──> BlockAllocator ── owns ──> BlockCache
-        │ allocates, shares, frees                       ^ which block holds which text
+        │ allocates, shares, frees                       ^ finds the block with a given text
         v                                                │
-    Request.block_table ──────── blocks that are full and computed are committed
+    Request.block_table ──────── full, computed blocks are committed
 
-This is paging as operating systems do it: the K, V of a request lie in blocks anywhere in the pool,
-and its block table says where. So blocks can be shared by requests that begin with the same text.
+This is paging as operating systems do it. A request's K and V lie in blocks anywhere in the pool,
+and its block table lists those blocks in order. So requests that begin with the same text can share
+blocks.
 
-Read top to bottom: blocks, the requests that hold them, the scheduler that decides what each step
-computes, the pool, and those helpers of "Adding Paged Attention to NanoGPT" (the post, below) that
-serving does without. Only `KVBlockPool` imports torch: policy is plain Python, so thousands of
-scheduling trials take a second. `Scheduler.check` has the invariants; `python test_paged.py` shows
-all of it at work.
+Read from top to bottom: blocks, requests, the scheduler (which decides what each step computes),
+and the pool. The last section has the helpers of "Adding Paged Attention to NanoGPT" ("the post" in
+comments) that serving no longer needs. Only `KVBlockPool` imports torch. The scheduling policy is
+plain Python, so a test can run thousands of random schedules in a second. The invariants are in
+`Scheduler.check`; `python test_paged.py` shows everything at work.
 """
 
 from array import array
@@ -34,7 +35,7 @@ from typing import ClassVar, NamedTuple
 
 
 class CachedBlock(NamedTuple):
-    """A committed block's content: the K, V of `tokens` after the prefix with the key `parent`."""
+    """The content of a committed block: K and V of `tokens`, after the prefix `parent`."""
 
     key: bytes
     parent: bytes
@@ -42,59 +43,62 @@ class CachedBlock(NamedTuple):
 
 
 def root_key(salt: str = "") -> bytes:
-    """The parent key of every first block. Requests with different salts share no block."""
+    """Return the parent key of first blocks. Requests with different salts never share a block."""
     return sha256(salt.encode("utf-8", "surrogatepass")).digest()
 
 
 def block_key(parent: bytes, tokens) -> bytes:
     """
-    sha256 over the key of the block before and this block's tokens: a hash chain, so a key stands
-    for all of the text up to the block's end.
+    Return the sha256 of the parent block's key and this block's tokens. This is a hash chain, so
+    the key identifies the whole text up to the end of the block.
     """
     return sha256(parent + array("q", tokens).tobytes()).digest()
 
 
 class BlockCache:
-    """The prefix cache: from the tokens of a full block, and all before them, to the block."""
+    """The prefix cache: finds a full block by its tokens and all the tokens before them."""
 
     def __init__(self):
         self.block_of: dict[bytes, int] = {}  # key -> physical block
-        self.held: dict[int, CachedBlock] = {}  # physical block -> its content
+        self.contents: dict[int, CachedBlock] = {}  # physical block -> its content
 
     def lookup(self, content: CachedBlock) -> int | None:
-        """The block with this content. The hash finds it, the comparison makes it certain."""
+        """
+        Return the block with this content, or None. The hash finds the block; comparing the tokens
+        rules out a collision.
+        """
         block = self.block_of.get(content.key)
-        return block if self.held.get(block) == content else None
+        return block if self.contents.get(block) == content else None
 
     def insert(self, block: int, content: CachedBlock) -> bool:
         """
-        Commit a full block. If another block has this key already, that one stays in the cache;
-        this one stays private to its owner, and is free, not idle, once it is given back. Returns
-        whether the block has entered the cache.
+        Add a full block. Return False, and do nothing, if the cache already has a block with this
+        key. Then the new block stays private to its owner, and becomes free rather than idle when
+        its owner releases it.
         """
-        is_new = content.key not in self.block_of and block not in self.held
+        is_new = content.key not in self.block_of and block not in self.contents
         if is_new:
             self.block_of[content.key] = block
-            self.held[block] = content
+            self.contents[block] = content
         return is_new
 
     def forget(self, block: int):
-        """Take out a block that is about to be used for something else."""
-        content = self.held.pop(block)
+        """Remove a block that is about to be reused."""
+        content = self.contents.pop(block)
         del self.block_of[content.key]
 
 
 class BlockAllocator:
     """
-    Hands out blocks 0..num_blocks-1 and takes them back, each in O(1). A block is in exactly one of
-    three states:
+    Allocates and frees blocks 0..num_blocks-1, in O(1) per block. A block is always in exactly one
+    of three states:
 
               allocate               last reference freed, block committed
         free ──────────> referenced ──────────────────────────────────────────> idle, cached
           ^               │      ^                                                 │
           └───────────────┘      └─────────────────────────────────────────────────┘
-          last reference freed,  prefix hit; or evicted, the least recently used first
-          block not committed    (LRU), when an allocation finds no free block
+          last reference freed,  prefix hit; or evicted and reallocated when no block is free,
+          block not committed    the least recently used (LRU) first
 
     >>> allocator = BlockAllocator(num_blocks=3)
     >>> table = allocator.allocate_n(2); table
@@ -106,27 +110,28 @@ class BlockAllocator:
     def __init__(self, num_blocks: int, block_size: int = 4):
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.ref_counts = [0] * num_blocks  # how many block tables hold each block
-        # in no table and not committed; a stack: the block freed last is handed out next
+        self.ref_counts = [0] * num_blocks  # [block] -> number of block tables that contain it
+        # A stack of blocks that are in no table and not committed. The one freed last is allocated
+        # next.
         self.free = list(reversed(range(num_blocks)))
-        # in no table, but committed; the least recently used first, each with its number among all
-        # that have become idle so far
+        # Blocks that are in no table but committed, the least recently used first. The value is a
+        # serial number: the block was the n-th to become idle.
         self.idle: OrderedDict[int, int] = OrderedDict()
         self.num_idled = 0
         self.block_cache = BlockCache()
-        self.evicted: list[int] = []  # the last plan's: blocks that are evicted for it
+        self.evicted: list[int] = []  # blocks evicted for the current plan
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated now: free, or cached and idle."""
+        """Number of blocks that can be allocated now: the free and the idle ones."""
         return len(self.free) + len(self.idle)
 
     def allocate_one(self) -> int:
-        """One block for one owner. Raises RuntimeError when every block is referenced."""
+        """Allocate one block. Raises RuntimeError if every block is referenced."""
         return self.allocate_n(1)[0]
 
     def allocate_n(self, n: int) -> list[int]:
-        """n blocks or, with RuntimeError, none: nothing is lost by asking."""
+        """Allocate n blocks, or raise RuntimeError and allocate none."""
         if n > self.num_free:
             raise RuntimeError(
                 f"block pool exhausted: wanted {n}, available {self.num_free} of "
@@ -142,8 +147,8 @@ class BlockAllocator:
 
     def _evict(self) -> int:
         """
-        Take the least recently used idle block out of the prefix cache, for another use, and note
-        it in `evicted`.
+        Remove the least recently used idle block from the prefix cache, add it to `evicted` and
+        return it.
         """
         block, _ = self.idle.popitem(last=False)
         self.block_cache.forget(block)
@@ -151,7 +156,7 @@ class BlockAllocator:
         return block
 
     def share(self, blocks: list[int]):
-        """One more block table holds these blocks: a fork of a running request, or a prefix hit."""
+        """Add a reference to each block, for a prefix hit or for a fork of a running request."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 del self.idle[block]
@@ -159,17 +164,17 @@ class BlockAllocator:
 
     def free_blocks_for_request(self, block_table: list[int]):
         """
-        Take one reference off each block; the table itself stays as it is. Free the tail first, so
+        Drop one reference to each block; the table itself is not changed. Free the tail first, so
         that it is evicted first: a lookup starts at the head, so a tail without its head could
-        never be found. Raises ValueError for a block without a reference.
+        never be found. Raises ValueError if a block has no reference.
         """
         for block in reversed(block_table):
             if self.ref_counts[block] < 1:
-                raise ValueError(f"block {block} is freed twice: no block table holds it")
+                raise ValueError(f"block {block} is freed twice: it is in no block table")
             self.ref_counts[block] -= 1
             if self.ref_counts[block] > 0:
-                continue  # another table holds it
-            if block in self.block_cache.held:
+                continue  # still in another table
+            if block in self.block_cache.contents:
                 self.num_idled += 1
                 self.idle[block] = self.num_idled
             else:
@@ -180,73 +185,75 @@ class BlockAllocator:
 # Requests
 
 
-# Placeholder in `generated_tokens` for a token that a running step will sample. The token stays on
-# the device, where the next step reads it. The host appends this, so the text's length is right,
-# and lengths are all that planning needs.
+# Placeholder in `generated_tokens` for a token that a running step is about to sample. The token
+# itself stays on the device, where the next step reads it. The placeholder makes the text's length
+# right, and planning needs only lengths.
 TO_COME = None
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """
-    One text being continued. The K, V of all its tokens but the last are in the blocks of
-    `block_table`; the last token is the input of its next step.
+    One text that is being continued. `block_table` holds K and V for every token except the newest,
+    which the next step will compute.
 
         waiting ── admitted ──> prefilling ── prompt computed ──> active ── stop or length ──> done
            ^                        │                               │
            └───── preempted ────────┴───────────────────────────────┘
 
-    Between active and done it is `ending` while its last token is on its way, and `held` while a
-    stage of the engine makes it sit out (engine/grammar.py: until a mask is computed).
+    Two more states lie between active and done. A request is `finishing` while its last token is
+    being computed. It is `paused` while a stage of the engine takes it out of the steps: for
+    example, engine/grammar.py waits for a mask.
 
-    Cursors over its positions; each is at most the next. Example, between two steps: blocks of 4, a
-    prompt of 6 tokens, 4 tokens of the answer known.
+    A request has cursors over its positions, each at most the next. Example, between two steps:
+    blocks of 4, a prompt of 6 tokens, 4 tokens of the answer known.
 
         position        0  1  2  3    4  5  6  7    8  9 10 11
         block         [      7    ] [      2    ] [      9    ]
         committed  8   ────────────────────────>                 num_committed, in blocks
-        filled     9   ─────────────────────────────>            num_filled_slots: K, V in the pool
+        filled     9   ─────────────────────────────>            num_filled_slots: have K and V
         allocated 12   ──────────────────────────────────────>   len(block_table), in blocks
 
-    The last of its 10 tokens, at position 9, is the next step's input: that step writes its K, V.
-    With overlap it is under way already, and the text has 11 tokens, of which the last is TO_COME.
-    Then `filled` counts the slots that it writes, and one more cursor those that are there:
+    The newest of its 10 tokens, at position 9, is the next step's input: that step writes its K and
+    V. With overlap, that step is already running. The text then has 11 tokens, the last of them
+    TO_COME, and two cursors differ: `filled` counts the slot that the step is writing, `computed`
+    does not.
 
-        computed   9   ─────────────────────────────>            num_computed_slots: K, V exist
-        filled    10   ────────────────────────────────>         num_filled_slots: or under way
+        computed   9   ─────────────────────────────>            num_computed_slots: written
+        filled    10   ────────────────────────────────>         num_filled_slots: or being written
     """
 
-    # the post's eight
+    # the post's eight fields
     id: int | str
     prompt_tokens: list[int]
     max_new_tokens: int
     generated_tokens: list[int | None] = field(default_factory=list)
     status: str = "waiting"
-    prefill_cursor: int = 0  # of the prefill target, tokens that are computed or were found cached
+    prefill_cursor: int = 0  # leading tokens of prefill_target that are computed or prefix hits
     block_table: list[int] = field(default_factory=list)
-    num_filled_slots: int = 0  # tokens whose K, V are in the pool after the steps started so far
+    num_filled_slots: int = 0  # tokens whose K and V exist, or are written by a running step
 
-    # what overlap, sampling and sharing add: first what the caller may set
-    arrival_time: float = 0.0  # in seconds; to policy fcfs the unit does not matter
-    priority: int = 0  # lower is served first
-    cache_salt: str = ""  # prefixes are shared only between requests of one salt
-    # score the prompt's tokens, and with each this many of the likeliest; None: do not
+    # Fields for overlap, sampling and sharing. The caller may set these:
+    arrival_time: float = 0.0  # in seconds, though policy fcfs accepts any unit
+    priority: int = 0  # the lowest is served first
+    cache_salt: str = ""  # only requests with the same salt share prefixes
+    # return log-probabilities of the prompt's tokens, and of this many top tokens at each position
     prompt_logprobs: int | None = None
 
-    # then the scheduler's books
-    row: int | None = None  # its place in the engine's device arrays while it runs
+    # The scheduler sets these:
+    row: int | None = None  # its index in the engine's device arrays while it runs
     arrival_number: int = 0  # breaks ties of arrival_time
-    # tokens to compute before sampling: the prompt; after a preemption also what was generated
+    # tokens to compute before sampling: the prompt and, after a preemption, the generated tokens
     prefill_target: int = 0
-    num_hit_tokens: int = 0  # of the prompt, found in the prefix cache when it was first admitted
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     num_preemptions: int = 0
-    num_to_come: int = 0  # tokens at the end of generated_tokens that are TO_COME
-    num_computed_slots: int = 0  # of the filled slots, those whose step has ended: K, V exist
-    # leading full blocks that `commit_blocks` is done with: most are in the prefix cache
+    num_to_come: int = 0  # number of TO_COME tokens at the end of generated_tokens
+    num_computed_slots: int = 0  # filled slots whose step has ended, so K and V exist
+    # leading full blocks that `commit_blocks` has handled: cached, or skipped
     num_committed: int = 0
-    block_keys: list[bytes] = field(default_factory=list)  # root key, then those of full blocks
-    finish_reason: str | None = None  # stop, length, abort or error, once done
-    # tokens that end its answer; the engine's requests have their own (engine/step.py)
+    block_keys: list[bytes] = field(default_factory=list)  # root key, then the keys of full blocks
+    finish_reason: str | None = None  # once done: stop, length, abort or error
+    # tokens that end the answer; the engine's requests override it (engine/step.py)
     stop_token_ids: ClassVar[frozenset[int]] = frozenset()
 
     def __post_init__(self):
@@ -263,7 +270,7 @@ class Request:
 
     @property
     def num_tokens_in_cache(self) -> int:
-        """The post's name: its cache is the pool, not the prefix cache."""
+        """The post's name for num_filled_slots. Its cache is the pool, not the prefix cache."""
         return self.num_filled_slots
 
     @property
@@ -272,7 +279,7 @@ class Request:
 
     @property
     def num_known(self) -> int:
-        """Tokens of the answer that are not TO_COME."""
+        """Number of answer tokens that are not TO_COME."""
         return len(self.generated_tokens) - self.num_to_come
 
     @property
@@ -284,15 +291,15 @@ class Request:
         return self.prefill_cursor >= self.prefill_target
 
     def tokens_between(self, start: int, end: int) -> list[int | None]:
-        """Tokens start..end-1 of prompt and answer, TO_COME included, without copying the rest."""
+        """Return tokens start..end-1 of prompt and answer, including TO_COME. Copies only those."""
         P = len(self.prompt_tokens)
         generated = self.generated_tokens[max(start - P, 0) : max(end - P, 0)]
         return self.prompt_tokens[start:end] + generated
 
     def content_of(self, index: int, block_size: int) -> CachedBlock:
         """
-        The content of logical block `index`, up to whose end all tokens must be known. Its key,
-        which is made once, follows from that of the block before: call it for that one first.
+        Return the content of logical block `index`. All tokens up to its end must be known. Call
+        this for the blocks in order: a key is computed from the key of the block before, once.
         """
         keys = self.block_keys
         tokens = tuple(self.tokens_between(index * block_size, (index + 1) * block_size))
@@ -301,7 +308,7 @@ class Request:
         return CachedBlock(keys[index + 1], keys[index], tokens)
 
     def clear_cache(self, block_allocator: BlockAllocator):
-        """Give the blocks back and forget what was computed; the tokens stay."""
+        """Free the blocks and reset the cursors; the tokens stay."""
         block_allocator.free_blocks_for_request(self.block_table)
         self.block_table = []
         self.prefill_cursor = 0
@@ -312,10 +319,11 @@ class Request:
 
 def find_cached_prefix(request: Request, block_cache: BlockCache, block_size: int) -> list[int]:
     """
-    The physical blocks of the longest cached prefix, not referenced yet. The block with the last
-    token is never a hit: we need that token's logits, hits are whole blocks, and shared blocks are
-    read-only. Of 8 tokens in blocks of 4, all in the cache, (8 - 1) // 4 = 1 block is a hit; 4
-    tokens are computed again, into a block of the request's own.
+    Return the physical blocks of the longest cached prefix, without adding references. The block
+    with the last token is never a hit: to choose the next token we need the last token's logits,
+    and we cannot recompute just that token inside a shared, read-only block. For example, if all 8
+    tokens of a text are cached in blocks of 4, only (8 - 1) // 4 = 1 block is a hit. The other 4
+    tokens are recomputed into a new block.
     """
     hits = []
     for index in range((request.num_tokens - 1) // block_size):
@@ -330,25 +338,28 @@ def commit_blocks(
     request: Request, block_cache: BlockCache, block_size: int, num_slots: int, ref_counts=None
 ) -> list[int]:
     """
-    Enter the full blocks among the request's first num_slots slots, whose K, V exist, into the
-    prefix cache, and count them in `num_committed`. Returns the blocks that are new there. With
-    `ref_counts`, a block with other owners is skipped for good: a fork may still write into it (the
-    last owner writes without copying), so its content is not final. How a full block can be shared
-    and not final, by n = 2 choices of a prompt of P = 3 tokens, with blocks of 4 and overlap:
+    Commit the request's full blocks: add each block that lies within its first `num_slots` slots,
+    whose K and V exist, to the prefix cache. Advance `num_committed` past them. Return the blocks
+    that are new in the cache. For example, with blocks of 4 and num_slots = 9, logical blocks 0 and
+    1 are committed; block 2 has only one token so far.
+
+    Pass `ref_counts` to skip shared blocks: the last holder of a shared block writes in place, so
+    its content may still change. Skipped blocks are never tried again. Here is how a full block can
+    change. A prompt of three tokens, p p p, gets two answers, with blocks of 4 and overlap:
 
         block 5    references
-        p p p -    1    step 1 has computed the prompt; step 2 is under way, with its first token, a
-        p p p -    2    step 1 is known: choice b is forked at P - 1 slots, to compute the last p
-                        again, whose logits give b a first token of its own
-        p p p a    2    step 2 is known: the block is full, and skipped
-        p p p a    1    the first choice has stopped, before it was b's turn to decode
-        p p p b    1    b, now its only owner, writes in place: found by "p p p a", it would lie
+        p p p -    1    step 1 has computed the prompt; step 2, already running, will write token a
+        p p p -    2    step 1 is resolved: answer 2 is forked, and will recompute the last p,
+                        because it needs the logits to sample a first token of its own
+        p p p a    2    step 2 is resolved: the block is full but shared, so it is skipped
+        p p p a    1    answer 1 stops before answer 2 has decoded
+        p p p b    1    answer 2 is now the only owner, and overwrites a in place
 
     >>> cache, first = BlockCache(), Request("first", [1, 2, 3], 9, generated_tokens=[50])
     >>> first.block_table = [5]
     >>> commit_blocks(first, cache, 4, num_slots=4, ref_counts=[0, 0, 0, 0, 0, 2])
     []
-    >>> first.num_committed, cache.held
+    >>> first.num_committed, cache.contents
     (1, {})
     """
     new = []
@@ -363,28 +374,28 @@ def commit_blocks(
 
 
 # --------------------------------------------------------------------------------------------------
-# In which order requests are served
+# The order in which requests are served
 #
-# Sort key: arrival time plus a bounded delay, for low priority or great length. Because the delay
-# is bounded, every request reaches the front: no starvation. A key never changes, so the queue
-# stays sorted, also after a preemption (which does not make a job shorter: all of its tokens are
-# computed again).
+# The sort key is the arrival time plus a bounded delay for low priority or for length. The delay is
+# bounded, so every request reaches the front eventually and none starves. A request's key never
+# changes, not even when it is preempted, so the queue stays sorted. (A preemption does not make a
+# job shorter: all of its tokens must be recomputed.)
 
-PRIORITY_AGEING = 240.0  # seconds, as arrival times; no priority counts for more
-SJF_AGEING = 0.05  # seconds a token: a request 1,000 tokens longer is overtaken for 50 seconds
+PRIORITY_AGEING = 240.0  # in seconds, like arrival times: the limit of a priority's effect
+SJF_AGEING = 0.05  # seconds per token: 1,000 tokens more count like arriving 50 seconds later
 
 
 def priority_delay(r: Request) -> float:
     """
-    Seconds that a priority counts against a request: 60 for 1, 96 for 2, 185 for 10, -60 for -1,
-    and less than PRIORITY_AGEING for any. So a request waits at most for those that come within 2 *
-    PRIORITY_AGEING seconds after it, whatever their priority.
+    Return the delay in seconds for a request's priority: 60 for priority 1, 96 for 2, 185 for 10,
+    -60 for -1. It is always below PRIORITY_AGEING. So a request can be overtaken only by requests
+    that arrive less than 2 * PRIORITY_AGEING seconds after it.
     """
     return PRIORITY_AGEING * (r.priority / (abs(r.priority) + 3))
 
 
 def length_delay(r: Request) -> float:
-    """Shortest job first."""
+    """Return the delay in seconds for a request's length: shortest job first."""
     return SJF_AGEING * (len(r.prompt_tokens) + r.max_new_tokens)
 
 
@@ -398,34 +409,34 @@ POLICIES = {"fcfs": lambda r: 0.0, "priority": priority_delay, "sjf": length_del
 @dataclass(slots=True)
 class Plan:
     """
-    The work of one step: which requests compute how many tokens. Once the step is launched, nothing
-    in it changes any more.
+    The work of one step: which requests take part, and how many tokens each computes. A plan does
+    not change after its step is launched.
     """
 
-    decodes: list[Request] = field(default_factory=list)  # one token each, and their guesses
-    # of decodes: tokens that are guessed to follow the last one, and checked by this step
+    decodes: list[Request] = field(default_factory=list)  # each computes one token and its guesses
+    # speculative decoding: tokens guessed to follow a decode's last token, which this step checks
     guesses: dict[Request, list[int]] = field(default_factory=dict)
-    chunks: list[tuple[Request, int]] = field(default_factory=list)  # and its prefill tokens
-    completed: list[Request] = field(default_factory=list)  # whose prefill a chunk completes
-    # copy-on-write: new block -> the block it is a copy of, made before the step writes
+    chunks: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of tokens)
+    completed: list[Request] = field(default_factory=list)  # requests whose last chunk is in it
+    # copy-on-write: new block -> source block, copied before the step writes
     copies: dict[int, int] = field(default_factory=dict)
-    admitted: list[Request] = field(default_factory=list)  # got a row and a block table
-    preempted: list[Request] = field(default_factory=list)  # gave theirs back, and wait again
-    grown: list[Request] = field(default_factory=list)  # tables changed for their next token
-    evicted: list[int] = field(default_factory=list)  # blocks taken out of the prefix cache
+    admitted: list[Request] = field(default_factory=list)  # just got a row and a block table
+    preempted: list[Request] = field(default_factory=list)  # lost them, and wait again
+    grown: list[Request] = field(default_factory=list)  # block table changed for the next token
+    evicted: list[int] = field(default_factory=list)  # blocks removed from the prefix cache
 
     @property
     def sampled(self) -> list[Request]:
-        """The requests that get a token, or with guesses several."""
+        """Requests that get a new token, or several if they have guesses."""
         return self.decodes + self.completed
 
     def num_sampled(self, request: Request) -> int:
-        """The tokens sampled for one of these: one after its last token and after each guess."""
+        """Return how many tokens it samples: one after its last token and one after each guess."""
         return 1 + len(self.guesses.get(request, ()))
 
     @property
     def work(self) -> list[tuple[Request, int]]:
-        """Each request that takes part, and how many of its tokens are computed."""
+        """Every request in the step, with the number of tokens it computes."""
         return [(r, self.num_sampled(r)) for r in self.decodes] + self.chunks
 
     @property
@@ -435,8 +446,8 @@ class Plan:
 
 def setting(default, help: str, **more):
     """
-    A field with its default and its meaning, of which flags.py makes a flag. `more` may have
-    `least`, `choices` and, where the flag has another name, `flag`.
+    Return a dataclass field that flags.py turns into a command-line flag with this help text.
+    `more` may contain `least`, `choices`, and `flag` if the flag's name differs from the field's.
     """
     return field(default=default, metadata={"help": help, **more})
 
@@ -444,20 +455,20 @@ def setting(default, help: str, **more):
 @dataclass(frozen=True)
 class SchedulerSettings:
     """
-    The scheduler's settings besides the post's four arguments. Raises ValueError for a value out of
-    range.
+    The scheduler's settings, in addition to the post's four arguments. Raises ValueError for a
+    value out of range.
     """
 
-    max_num_seqs: int = setting(256, "requests running at once; each owns a row", least=1)
-    watermark: float = 0.0  # share of the blocks that admissions leave to running requests
-    prefill_share: float = setting(0.25, "share of the token budget that is kept for prompts")
-    # prompts with even shares of a step; later ones get what is left over
+    max_num_seqs: int = setting(256, "maximum number of running requests", least=1)
+    watermark: float = 0.0  # share of the blocks kept free for running requests at an admission
+    prefill_share: float = setting(0.25, "share of the token budget reserved for prompts")
+    # this many prompts share a step's budget evenly; later ones get what is left over
     max_num_partial_prefills: int = 4
-    max_long_partial_prefills: int = 1  # long prompts among these; further long ones come last
-    long_prefill_threshold: int = 512  # tokens above which a prompt is long
-    # the help text is that of the flag, which turns it off
+    max_long_partial_prefills: int = 1  # at most this many of them may be long
+    long_prefill_threshold: int = 512  # a prompt with more tokens than this is long
+    # the help text describes the flag, which turns the cache off
     prefix_cache: bool = setting(
-        True, "compute each prompt from its first token", flag="--no-prefix-cache"
+        True, "do not reuse cached prefixes of prompts", flag="--no-prefix-cache"
     )
 
     def __post_init__(self):
@@ -479,11 +490,11 @@ class SchedulerSettings:
 
 class Scheduler:
     """
-    Decides what each step computes for which request, and owns every block. One step:
+    Decides what each step computes, and owns all blocks. One step:
 
-        plan = scheduler.plan()           # admit, allocate, preempt; which requests compute what
-        ...                               # compute it, sample one token for each of plan.sampled
-        scheduler.update(plan, tokens)    # append them, commit full blocks, free what finished
+        plan = scheduler.plan()           # admit, allocate, preempt: which requests compute what
+        ...                               # run the model, sample a token for each of plan.sampled
+        scheduler.update(plan, tokens)    # append tokens, commit full blocks, free what finished
 
     The default sizes are the post's; `Engine` chooses its own.
     """
@@ -500,7 +511,7 @@ class Scheduler:
         settings = settings or SchedulerSettings()
         num_blocks = max_kv_tokens // block_size
         if policy not in POLICIES:
-            raise ValueError(f"unknown policy {policy!r}: there is {', '.join(POLICIES)}")
+            raise ValueError(f"unknown policy {policy!r}: choose one of {', '.join(POLICIES)}")
         if token_budget < 1:
             raise ValueError(f"token_budget is {token_budget}, wanted at least 1")
         if num_blocks < 1:
@@ -511,19 +522,19 @@ class Scheduler:
         self.delay = POLICIES[policy]
         self.token_budget = token_budget
         self.block_size = block_size
-        self.watermark = int(settings.watermark * num_blocks)  # in blocks
+        self.watermark_blocks = int(settings.watermark * num_blocks)
         self.prefill_tokens = max(1, int(token_budget * settings.prefill_share))
         self.block_allocator = BlockAllocator(num_blocks, block_size)
         self.max_num_seqs = settings.max_num_seqs
         self.free_rows = list(reversed(range(self.max_num_seqs)))
-        # each request is on the list that its status names
+        # every request is on the list named by its status
         self.waiting: list[Request] = []  # sorted by queue_key
         self.prefilling: list[Request] = []  # in order of admission
         self.active: list[Request] = []  # decoding
-        self.ending: list[Request] = []  # their last token is on its way
-        self.held: list[Request] = []  # sit out until a stage moves them back to `active`
-        # called with each request whose computed slots have been committed: it may give back blocks
-        # that the request no longer needs (engine/window.py)
+        self.finishing: list[Request] = []  # their last token is being computed
+        self.paused: list[Request] = []  # until a stage of the engine moves them back to `active`
+        # Called after a request's computed slots were committed. It may free blocks that the
+        # request no longer needs (engine/window.py).
         self.after_commit: Callable[[Request], None] | None = None
         # for metrics and traces
         self.num_added = 0
@@ -533,10 +544,10 @@ class Scheduler:
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
         self.peak_blocks = 0
-        # where the first in the queue was not admitted: (blocks it needs, blocks spare)
+        # (blocks needed, blocks available) if the head of the queue was not admitted
         self.admission_shortfall: tuple[int, int] | None = None
-        self.committed: list[int] = []  # blocks that the last `resolve` put into the prefix cache
-        self.checked: dict[int, CachedBlock] = {}  # blocks whose key `check` has found right
+        self.committed: list[int] = []  # blocks that the last `resolve` added to the prefix cache
+        self.checked: dict[int, CachedBlock] = {}  # blocks whose keys `check` has verified
 
     @property
     def block_cache(self) -> BlockCache:
@@ -544,7 +555,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        return self.active + self.prefilling + self.ending + self.held
+        return self.active + self.prefilling + self.finishing + self.paused
 
     def is_done(self) -> bool:
         return not self.waiting and not self.running
@@ -552,12 +563,12 @@ class Scheduler:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # -- requests in: queue, admit -----------------------------------------------------------------
+    # -- requests arrive: enqueue, admit -----------------------------------------------------------
 
     def add_request(self, request: Request):
         """
-        Queue a request that has its arrival time. Raises ValueError for an empty prompt, and for
-        one that the whole pool cannot hold.
+        Add a request to the queue; its arrival_time must be set. Raises ValueError if the prompt is
+        empty, or larger than the whole pool.
         """
         if not request.prompt_tokens:
             raise ValueError(
@@ -576,7 +587,7 @@ class Scheduler:
         self._enqueue(request)
 
     def queue_key(self, request: Request) -> tuple[float, int]:
-        """The smallest is served first."""
+        """Return the sort key of a request. The smallest is served first."""
         return request.arrival_time + self.delay(request), request.arrival_number
 
     def _enqueue(self, request: Request):
@@ -585,9 +596,10 @@ class Scheduler:
 
     def _maybe_admit(self, step: int = 0) -> list[Request]:
         """
-        Admit from the head of the queue while rows and blocks (the watermark apart) are free.
-        Returns the admitted. The first that does not fit waits, and so do all after it, or smaller
-        ones could overtake it for ever. `step` is the post's parameter, not needed.
+        Admit requests from the head of the queue while there are rows and enough blocks (above the
+        watermark). Return the admitted requests. If one does not fit, those behind it wait too;
+        otherwise small requests could overtake a large one forever. `step` is the post's parameter,
+        and is not used.
         """
         admitted = []
         while self.waiting:
@@ -599,24 +611,25 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """
-        Give a waiting request a row and the blocks for all its tokens, those of a cached prefix
-        shared; it is prefilling then. Returns False, with nothing changed, if there is no room.
+        Give a waiting request a row and blocks for all its tokens, sharing the blocks of a cached
+        prefix. The request is prefilling then. Return False, and change nothing, if it does not
+        fit.
         """
-        # a request that was preempted with a token to come cannot be computed before it is known
+        # a request preempted with a pending token cannot be recomputed until that token is known
         if not self.free_rows or request.num_to_come:
             return False
         allocator = self.block_allocator
         num_tokens = request.num_tokens
         hits = []
-        # to score a prompt takes the logits of all its tokens, so all are computed
+        # prompt_logprobs needs the logits of every prompt token, so all of them are computed
         if self.settings.prefix_cache and request.prompt_logprobs is None:
             hits = find_cached_prefix(request, self.block_cache, self.block_size)
         num_hit_tokens = len(hits) * self.block_size
         needed = self.blocks_for(num_tokens) - len(hits)
-        # an idle hit counts as free, but is about to be referenced
+        # num_free counts idle hits, but this request is about to reference them
         spare = allocator.num_free - len(allocator.idle.keys() & hits)
-        # with no other request to grow, one may take the whole pool
-        reserve = self.watermark if self.active or self.prefilling else 0
+        # a request that runs alone may take the whole pool
+        reserve = self.watermark_blocks if self.active or self.prefilling else 0
         if needed + reserve > spare:
             self.admission_shortfall = (needed + reserve, spare)
             return False
@@ -635,19 +648,20 @@ class Scheduler:
         self.num_hit_tokens += num_hit_tokens
         return True
 
-    # -- before a step: plan it --------------------------------------------------------------------
+    # -- before a step: plan -----------------------------------------------------------------------
 
     def plan(self, step: int = 0) -> Plan:
         """
-        Decide one step: every active request decodes one token (they take turns if there are more
-        than the budget), and prefill chunks get the rest of the budget. Allocates the blocks that
-        the step writes. Raises RuntimeError if a request that is alone in the pool cannot grow.
+        Plan one step. Every active request decodes one token (if there are more requests than the
+        budget, they take turns), and prefill chunks get the rest of the budget. Allocate the blocks
+        that the step will write. Raises RuntimeError if the only running request needs a block and
+        none is left.
         """
         plan = Plan()
         self.block_allocator.evicted = plan.evicted
         self.admission_shortfall = None
         self._plan_decodes(plan)
-        if not plan.preempted:  # a victim does not come back in the same step
+        if not plan.preempted:  # do not admit the victim again in the same step
             plan.admitted = self._maybe_admit(step)
         if self.prefilling:
             self._plan_chunks(plan)
@@ -656,39 +670,40 @@ class Scheduler:
         return plan
 
     def schedule(self, step: int) -> tuple[Request | None, list[Request]]:
-        """The post's view of a plan: the first request with a prefill chunk, and the decodes."""
+        """Plan, and return it as the post does: the first request with a chunk, and the decodes."""
         plan = self.plan(step)
         prefill = plan.chunks[0][0] if plan.chunks else None
         return prefill, plan.decodes
 
     def _plan_decodes(self, plan: Plan):
-        """Choose the decodes and make room for their tokens; prompts keep their share."""
+        """Choose the decodes, leaving prompts their share of the budget, and ensure their slots."""
         limit = self.token_budget
         if self.prefilling:
             limit = max(1, limit - self.prefill_tokens)
         plan.decodes = self.active[:limit]
-        if len(self.active) > limit:  # more running than budget: take turns
+        if len(self.active) > limit:  # take turns: next time the others are first
             self.active = self.active[limit:] + plan.decodes
         S = self.block_size
         ref_counts = self.block_allocator.ref_counts
-        # The hot loop. Usually the last block has room, and there is nothing to do. Prompts got
-        # their blocks at admission.
+        # Usually the last block has a free slot of its own, so this loop does nothing. (Prompts got
+        # their blocks at admission.)
         for request in plan.decodes.copy():
             table = request.block_table
             if request.num_filled_slots == len(table) * S or ref_counts[table[-1]] > 1:
-                self._make_room(request, plan)
+                self._ensure_slot(request, plan)
         if plan.preempted:
             plan.decodes = [r for r in plan.decodes if r.status == "active"]
-            # all whose turn it was may have been preempted: then the others decode
-            if not plan.decodes and self.active and not self.ending:
+            # if every request whose turn it was got preempted, let the others decode
+            if not plan.decodes and self.active and not self.finishing:
                 self._plan_decodes(plan)
 
-    def _make_room(self, request: Request, plan: Plan):
+    def _ensure_slot(self, request: Request, plan: Plan):
         """
-        Give a request a slot of its own for its next token: a new block if the last one is full, a
-        copy if it is shared. While no block is free, preempt and look again: by then the last block
-        may no longer be shared, or the request itself may have been preempted. If ending requests
-        are about to give blocks back, the request leaves plan.decodes instead.
+        Give a request a private slot for its next token: append a new block if the last one is
+        full, or copy the last one if it is shared. If no block is free, preempt a request and
+        check again: the last block may no longer be shared, or the victim may be this request.
+        But if requests are about to finish and free their blocks, only take this request out of
+        plan.decodes.
         """
         allocator = self.block_allocator
         while request.row is not None:
@@ -701,12 +716,12 @@ class Scheduler:
                 block = allocator.allocate_one()
                 if is_full:
                     table.append(block)
-                else:  # copy-on-write: the fork's siblings keep the old block
+                else:  # copy-on-write: the other holders keep the old block
                     plan.copies[block] = table[-1]
                     allocator.free_blocks_for_request(table[-1:])
                     table[-1] = block
                     self.num_copies += 1
-            elif self.ending:  # blocks are about to come back
+            elif self.finishing:  # blocks are about to be freed
                 plan.decodes.remove(request)
                 return
             else:
@@ -714,9 +729,9 @@ class Scheduler:
 
     def _preempt_for(self, request: Request) -> Request:
         """
-        Preemption by recomputation: of the running requests the last in the queue's order, maybe
-        `request` itself, gives back its blocks and goes back to the queue. Returns it. In any other
-        order the first in line could be preempted for newcomers again and again, and starve.
+        Preempt the running request that comes last in queue order, which may be `request` itself:
+        free its blocks and enqueue it again, to be recomputed later. Return it. With any other
+        order, newcomers could preempt the first request again and again, and it would starve.
         """
         running = self.running
         if len(running) == 1:
@@ -725,7 +740,7 @@ class Scheduler:
                 f"request {request.id} cannot grow: it is alone in the pool and holds "
                 f"{num_blocks} of {num_blocks} blocks for "
                 f"{request.num_filled_slots} tokens, wanted 1 more; make the pool larger "
-                "(max_kv_tokens, --kv-blocks) or max_new_tokens smaller"
+                "(max_kv_tokens, --kv-blocks) or lower max_new_tokens"
             )
         victim = max(running, key=self.queue_key)
         self._leave(victim)
@@ -736,17 +751,17 @@ class Scheduler:
 
     def _plan_chunks(self, plan: Plan):
         """
-        Split what is left of the budget among the prompts (chunked prefill): the first
-        `max_num_partial_prefills` get even shares, the others what those leave over. Long prompts
-        but the first `max_long_partial_prefills` come last, among the others. Shares are rounded
-        up: 9 tokens for two prompts are 5 and 4. The prompt admitted first always has a share, so
-        none waits for ever.
+        Split the rest of the budget among the prompts (chunked prefill). The first
+        `max_num_partial_prefills` prompts get even shares, and later ones get what is left over. At
+        most `max_long_partial_prefills` long prompts keep their place in this order; further long
+        ones move to its end. Shares are rounded up: for example, 9 tokens are split into 5 and 4.
+        The prompt admitted first always has a share, so no prompt waits forever.
         """
         limits = self.settings
         threshold = limits.long_prefill_threshold
         long = [r for r in self.prefilling if r.prefill_target - r.num_hit_tokens > threshold]
         last = set(long[limits.max_long_partial_prefills :])
-        # a sort is stable, so the others stay in the order of their admission
+        # the sort is stable, so the others stay in order of admission
         in_order = sorted(self.prefilling, key=lambda r: r in last)
         num_sharers = min(limits.max_num_partial_prefills, len(in_order) - len(last))
         left = self.token_budget - len(plan.decodes)
@@ -761,31 +776,32 @@ class Scheduler:
                 plan.completed.append(request)
             left -= n
 
-    def extend(self, request: Request, n: int) -> int:
+    def extend_if_free(self, request: Request, n: int) -> int:
         """
-        Lengthen a block table for the next n tokens, as far as blocks are free (the watermark
-        apart). Returns how many it has room for.
+        Append blocks for the next n tokens, as far as there are free blocks above the watermark;
+        preempt nothing. Return the number of tokens that now have a slot.
         """
         allocator = self.block_allocator
         table = request.block_table
         start = request.num_filled_slots
         missing = self.blocks_for(start + n) - len(table)
-        table += allocator.allocate_n(max(0, min(missing, allocator.num_free - self.watermark)))
+        spare = allocator.num_free - self.watermark_blocks
+        table += allocator.allocate_n(max(0, min(missing, spare)))
         return min(n, len(table) * self.block_size - start)
 
     def shorten(self, request: Request, num_tokens: int):
-        """Give back the blocks at the end of a table that num_tokens tokens do not need."""
+        """Free the blocks at the end of a table that num_tokens tokens do not need."""
         end = self.blocks_for(num_tokens)
         self.block_allocator.free_blocks_for_request(request.block_table[end:])
         del request.block_table[end:]
 
-    # -- after a step: take in what it computed ----------------------------------------------------
+    # -- after a step: process its results ---------------------------------------------------------
 
     def update(self, plan: Plan, tokens: list[int]) -> list[Request]:
         """
-        Take in what the step computed: `tokens[i]` was sampled for `plan.sampled[i]`. Returns the
-        requests that finished, their blocks freed. In two halves, `advance` and `resolve`, so that
-        an engine can plan a step while the one before still runs.
+        Process a step's results: `tokens[i]` was sampled for `plan.sampled[i]`. Free the requests
+        that finished, and return them. The two halves, `advance` and `resolve`, are separate so
+        that an engine can plan a step while the one before is still running.
         """
         sampled = plan.sampled
         if len(tokens) != len(sampled):
@@ -797,46 +813,49 @@ class Scheduler:
 
     def advance(self, plan: Plan):
         """
-        Call it once the step has been started: counts its slots as filled, promotes requests whose
-        prompt it completes, and appends TO_COME for each token that it will sample.
+        Update requests once their step is launched: count its slots as filled, promote requests
+        whose prompt it completes, and append TO_COME for each token that it will sample.
         """
         for request, n in plan.chunks:
             request.prefill_cursor += n
-            request.num_filled_slots += n - (request in plan.completed)  # the last one: see below
+            # the slot of a prompt's last token is counted in the third loop
+            request.num_filled_slots += n - (request in plan.completed)
             if request.is_fully_prefilled:
                 self.promote(request)
         for request, guesses in plan.guesses.items():
             request.num_filled_slots += len(guesses)
             request.num_to_come += len(guesses)
             request.generated_tokens += [TO_COME] * len(guesses)
-        for request in plan.sampled:  # the hot loop
+        for request in plan.sampled:
             request.num_filled_slots += 1
             request.num_to_come += 1
             request.generated_tokens.append(TO_COME)
             if len(request.generated_tokens) >= request.max_new_tokens:
-                self.move(request, "ending")
+                self.move(request, "finishing")
 
     def resolve(self, plan: Plan, tokens: dict[Request, list[int]]) -> list[Request]:
         """
-        Call it once the step is done. Puts its tokens in their places, commits full blocks (their
-        K, V exist only now), and ends the requests that got their last token; returns those.
+        Update requests once their step has ended: replace its TO_COME by tokens, commit full blocks
+        (their K and V exist only now), and complete the requests that got their last token. Return
+        those.
 
-        A request with fewer tokens than were sampled goes back to the last of them: a guess was
-        wrong, or a stage refused a token. A request that is left out gets none, because it has
-        ended or gone back since the step was launched. For example, with overlap a request that a
-        stop token ends has one more token under way.
+        `tokens` may have fewer tokens for a request than were sampled: a guess was wrong, or a
+        stage refused a token. The request is then rolled back to the last token it got. Requests
+        missing from `tokens` get none, because they have ended or were rolled back since the
+        launch. For example, with overlap, a stop token arrives when the next token is already
+        being computed.
         """
         S = self.block_size
         guesses = plan.guesses
         self.committed = []
         finished = []
         for request, n in plan.chunks:
-            if request.row is None:  # preempted since
+            if request.row is None:  # preempted since the launch
                 continue
             is_last = request in plan.completed
-            request.num_computed_slots += n - is_last  # the last slot counts with its token, below
+            request.num_computed_slots += n - is_last  # the last slot is counted in the next loop
             self.commit(request)
-        for request, new in tokens.items():  # the hot loop
+        for request, new in tokens.items():
             num_new = len(new)
             if guesses or num_new != 1:
                 self._take(request, new, plan.num_sampled(request))
@@ -850,7 +869,7 @@ class Scheduler:
             if num_new and new[-1] in request.stop_token_ids:
                 request.finish_reason = "stop"
                 finished.append(request)
-            elif request.status == "ending" and not request.num_to_come:
+            elif request.status == "finishing" and not request.num_to_come:
                 request.finish_reason = "length"
                 finished.append(request)
         for request in finished:
@@ -859,9 +878,9 @@ class Scheduler:
 
     def _take(self, request: Request, new: list[int], n: int):
         """
-        Put these tokens in the places of the n that were sampled. With fewer the request goes back:
-        drop all tokens to come, also those of a later step, and the slots and blocks after the last
-        known token, which is the request's next input again.
+        Replace a request's first n TO_COME by the tokens in `new`. If `new` has fewer than n, roll
+        the request back: drop all its other TO_COME, even those of a later step, and free the slots
+        and blocks after the last known token. That token is then the next input again.
         """
         start = request.num_known
         request.generated_tokens[start : start + n] = new
@@ -874,11 +893,11 @@ class Scheduler:
             return
         request.num_filled_slots = request.num_tokens - 1
         self.shorten(request, request.num_tokens)
-        if request.status == "ending":  # not any more
+        if request.status == "finishing":
             self.move(request, "active")
 
     def commit(self, request: Request):
-        """Commit the request's full blocks, and note those that are new in the prefix cache."""
+        """Commit the request's full blocks, and add the new ones to `committed`."""
         if self.settings.prefix_cache:
             S = self.block_size
             computed = request.num_computed_slots
@@ -888,21 +907,21 @@ class Scheduler:
             self.after_commit(request)
 
     def promote(self, request: Request):
-        """Move a request whose prompt is computed: from now on it decodes."""
+        """Make a request decode, now that its prompt is computed."""
         self.move(request, "active")
 
     def move(self, request: Request, status: str):
-        """Move a request from the list of its status to that of another."""
+        """Change a request's status, and move it to the list of that name."""
         getattr(self, request.status).remove(request)
         request.status = status
         getattr(self, status).append(request)
 
-    # -- requests out, and forks -------------------------------------------------------------------
+    # -- requests leave, and fork ------------------------------------------------------------------
 
     def complete(self, request: Request):
         """
-        End a request in whatever state, an aborted one too: free its blocks, commit nothing, drop
-        tokens to come. Its `finish_reason` is the caller's to set.
+        End a request in any state, also to abort it: free its blocks, drop its TO_COME, commit
+        nothing. The caller sets `finish_reason`.
         """
         self._leave(request)
         request.status = "done"
@@ -910,7 +929,7 @@ class Scheduler:
         request.num_to_come = 0
 
     def _leave(self, request: Request):
-        """Take the request off its list and give back its blocks and its row."""
+        """Remove the request from its list, and free its blocks and its row."""
         getattr(self, request.status).remove(request)
         request.clear_cache(self.block_allocator)
         if request.row is not None:
@@ -919,20 +938,22 @@ class Scheduler:
 
     def fork(self, parent: Request, id: int | str, **changes) -> Request:
         """
-        A second continuation of an active request, from where it stands: all blocks are shared, and
-        the first to write to the last, partial one copies it. `changes` are fields in which the
-        child differs. Raises ValueError for a parent that is not active or whose last token is not
-        known, RuntimeError where no row is free.
+        Return a second continuation of an active request, from its current text. Both share all
+        blocks; the first to write to the last, partial block copies it. `changes` are fields in
+        which the child differs. Raises ValueError if the parent is not active or its last token is
+        still TO_COME, and RuntimeError if no row is free.
         """
         if parent.status != "active":
             raise ValueError(
                 f"request {parent.id} is {parent.status}: only an active request can be forked"
             )
         if parent.num_to_come and "generated_tokens" not in changes:
-            raise ValueError(f"request {parent.id} has a token to come: fork it once that is known")
+            raise ValueError(
+                f"request {parent.id} has a token to come: fork it after that token is known"
+            )
         if not self.free_rows:
             raise RuntimeError(
-                f"no room to fork {parent.id}: wanted 1 row, available 0 of {self.max_num_seqs}"
+                f"cannot fork {parent.id}: wanted 1 row, available 0 of {self.max_num_seqs}"
             )
         for name in ("generated_tokens", "block_table", "block_keys"):
             changes.setdefault(name, list(getattr(parent, name)))
@@ -950,12 +971,12 @@ class Scheduler:
 
     def check(self, plan: Plan | None = None):
         """
-        Raise AssertionError, with the numbers, where an invariant of blocks, requests or `plan`
-        does not hold. After each step in tests, and with --check.
+        Raise AssertionError, with the numbers, if an invariant of blocks, requests or `plan` is
+        violated. Tests call this after each step, and so does an engine with --check.
         """
         self._check_blocks()
         self._check_cache()
-        for status in ("waiting", "prefilling", "active", "ending", "held"):
+        for status in ("waiting", "prefilling", "active", "finishing", "paused"):
             for r in getattr(self, status):
                 assert r.status == status, f"{r.id} is {r.status} but on the {status} list"
                 self._check_request(r)
@@ -965,51 +986,51 @@ class Scheduler:
             self.check_plan(plan)
 
     def _check_blocks(self):
-        """Each block is free, referenced or idle, and referenced by as many tables as it counts."""
+        """Check that each block is in one state, and that reference counts match the tables."""
         allocator = self.block_allocator
-        held = Counter(block for request in self.running for block in request.block_table)
+        found = Counter(block for request in self.running for block in request.block_table)
         counted = {block: n for block, n in enumerate(allocator.ref_counts) if n != 0}
-        assert held == counted, f"block tables hold {held}, reference counts say {counted}"
-        everything = sorted([*held, *allocator.free, *allocator.idle])
+        assert found == counted, f"block tables hold {found}, reference counts say {counted}"
+        everything = sorted([*found, *allocator.free, *allocator.idle])
         assert everything == list(range(allocator.num_blocks)), (
-            f"{len(held)} referenced + {len(allocator.free)} free + {len(allocator.idle)} "
+            f"{len(found)} referenced + {len(allocator.free)} free + {len(allocator.idle)} "
             f"cached and idle blocks are not the {allocator.num_blocks} of the pool, each once"
         )
 
     def _check_cache(self):
-        """Committed blocks are found by their keys, which are those of their content."""
+        """Check that keys match the committed blocks, and that unreferenced ones are idle."""
         allocator = self.block_allocator
         cache = self.block_cache
-        if cache.held != self.checked:  # a block's tokens are hashed once, not in every step
-            keys = {content.key: block for block, content in cache.held.items()}
-            assert keys == cache.block_of, f"keys lead to {cache.block_of}, held are {keys}"
-            for block, content in cache.held.items() - self.checked.items():
+        if cache.contents != self.checked:  # hash a block's tokens once, not in every step
+            keys = {content.key: block for block, content in cache.contents.items()}
+            assert keys == cache.block_of, f"keys lead to {cache.block_of}, wanted {keys}"
+            for block, content in cache.contents.items() - self.checked.items():
                 assert content.key == block_key(content.parent, content.tokens), (
-                    f"the key of block {block} is not of its parent and tokens"
+                    f"the key of block {block} is not the hash of its parent and tokens"
                 )
-            self.checked = dict(cache.held)
-        unused = {block for block in cache.held if allocator.ref_counts[block] == 0}
+            self.checked = dict(cache.contents)
+        unused = {block for block in cache.contents if allocator.ref_counts[block] == 0}
         assert unused == allocator.idle.keys(), (
-            f"committed and in no block table are {unused}, idle {list(allocator.idle)}"
+            f"committed and in no block table: {unused}, idle: {list(allocator.idle)}"
         )
 
     def _check_request(self, r: Request):
-        """Committed <= computed <= filled slots <= slots of its blocks; a row while it runs."""
+        """Check the cursors: committed <= computed <= filled <= allocated; and the row."""
         is_waiting = r.status == "waiting"
         assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id}: row without blocks"
         committed = r.num_committed * self.block_size
-        room = len(r.block_table) * self.block_size
-        assert 0 <= committed <= r.num_computed_slots <= r.num_filled_slots <= room, (
-            f"{r.id}: of {room} slots {committed} are committed, {r.num_computed_slots} computed, "
-            f"{r.num_filled_slots} filled"
+        allocated = len(r.block_table) * self.block_size
+        assert 0 <= committed <= r.num_computed_slots <= r.num_filled_slots <= allocated, (
+            f"{r.id}: of {allocated} slots {committed} are committed, {r.num_computed_slots} "
+            f"computed, {r.num_filled_slots} filled"
         )
-        if r.status in ("active", "held"):
+        if r.status in ("active", "paused"):
             assert r.num_filled_slots == r.num_tokens - 1, f"{r.id}: an input is missing"
 
     def check_plan(self, plan: Plan):
         """
-        After `plan`, before `update`: within budget, every request advances, and every written
-        block has one owner.
+        Check a plan before its step: the budget is kept, every request advances, and every block
+        that is written has one owner and is not committed.
         """
         S = self.block_size
         assert plan.num_tokens <= self.token_budget, (
@@ -1026,7 +1047,7 @@ class Scheduler:
                 assert self.block_allocator.ref_counts[block] == 1, (
                     f"{request.id} writes shared block {block}"
                 )
-                assert block not in self.block_cache.held, (
+                assert block not in self.block_cache.contents, (
                     f"{request.id} writes committed block {block}"
                 )
 
@@ -1037,12 +1058,12 @@ class Scheduler:
 
 class KVBlockPool:
     """
-    The K, V of all blocks of all layers in one tensor, `kv` [L, 2, num_blocks + 1, Hk, S, D]:
-    layers, K or V, blocks, KV heads, slots of a block, head size. One head of one block is a
-    contiguous slab of S * D numbers. Block `num_blocks` is the sink: never allocated, padding
-    writes there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views [num_blocks, S, D]
-    of one head; ops/cpu.c keeps K in its slabs the other way round, as [D, S]. `n_head` counts KV
-    heads; without `dtype` the numbers are torch's default, fp32.
+    K and V of all blocks and layers in one tensor, `kv` [L, 2, num_blocks + 1, Hk, S, D]: layers, K
+    or V, blocks, KV heads, slots of a block, head size. One head of one block is a contiguous slab
+    of S * D numbers. Block `num_blocks` is the padding block: it is never allocated, and padding
+    tokens write there. `k_pool[(layer, head)]` and `v_pool[(layer, head)]` are views [num_blocks,
+    S, D] of one head; in K's slabs, ops/cpu.c stores [D, S] instead. `n_head` is the number of KV
+    heads. `dtype` defaults to torch's default, fp32.
     """
 
     def __init__(
@@ -1050,7 +1071,7 @@ class KVBlockPool:
     ):
         import torch
 
-        self.sink = num_blocks
+        self.padding_block = num_blocks
         shape = (n_layer, 2, num_blocks + 1, n_head, block_size, head_size)
         self.kv = torch.zeros(shape, device=device, dtype=dtype)
         self.k_pool = {}
@@ -1060,35 +1081,37 @@ class KVBlockPool:
                 self.k_pool[layer, head] = k[:, head]
                 self.v_pool[layer, head] = v[:, head]
 
-    def copy_blocks(self, to, source):
+    def copy_blocks(self, targets, sources):
         """
-        Copy block source[i] to block to[i], of all layers; lists or tensors of ids. All blocks are
-        read before any is written.
+        Copy block sources[i] to block targets[i] in all layers, for each i. The arguments are lists
+        or tensors of block ids. All blocks are read before any is written.
         """
-        self.kv[:, :, to] = self.kv[:, :, source]
+        self.kv[:, :, targets] = self.kv[:, :, sources]
 
 
 # --------------------------------------------------------------------------------------------------
-# The post's helpers, to be read and compared with. In serving, the scheduler grows tables and
-# commits by itself, and there is nothing to assemble. Of the post's names
+# The post's helpers, kept to be read and compared. Serving does not need them: the scheduler itself
+# grows tables and commits blocks, and no batch is assembled. The post's names in this file:
 #
-#   serving runs:    add_request, _maybe_admit, promote, complete, allocate_one, clear_cache,
-#                    free_blocks_for_request, is_fully_prefilled, find_cached_prefix
-#   to be read:      schedule, maybe_allocate_block, commit_completed_blocks, write_kv_to_pool,
-#                    gather_kv_from_pool, num_tokens_in_cache, tokens_so_far
-#   examples/post.py has the rest and the post's loop, and says what replaces each here.
+#   used in serving:   add_request, _maybe_admit, promote, complete, allocate_one, clear_cache,
+#                      free_blocks_for_request, is_fully_prefilled, find_cached_prefix
+#   only to be read:   schedule, maybe_allocate_block, commit_completed_blocks, write_kv_to_pool,
+#                      gather_kv_from_pool, num_tokens_in_cache, tokens_so_far
 #
-# Where are K and V written? In each layer: project_qkv in model.py's Attention.forward writes them
-# into the pool, at the batch's slot_mapping.
-# Does the head change? Yes: it writes the pool, and reads it through the block tables. In the post
-# K and V are gathered before the model and written after it. Weights and arithmetic are the same.
-# What replaces assemble_fused_batch? A kernels.Batch, all new tokens on one flat axis, unpadded:
-# flat_batch in interleaved.py makes one to be read.
+# examples/post.py has the other names and the post's loop, and says what replaces each name here.
+#
+# Where are K and V written? In each layer: in model.py, Attention.forward calls project_qkv, which
+# writes them into the pool at the batch's slot_mapping.
+# Does the attention head change? Yes: it writes to the pool and reads through the block tables. The
+# post gathers K and V before the model runs and writes them afterwards. Weights and arithmetic are
+# the same.
+# What replaces assemble_fused_batch? A kernels.Batch: all new tokens on one flat axis, without
+# padding. For a simple version see flat_batch in interleaved.py.
 
 
 def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, block_size: int):
     """
-    Append a block to the table if the next token has no slot yet. Raises RuntimeError when the pool
+    Append a block to the table if the next token has no slot yet. Raises RuntimeError if the pool
     is exhausted.
     """
     if request.num_filled_slots == len(request.block_table) * block_size:
@@ -1097,14 +1120,14 @@ def maybe_allocate_block(request: Request, block_allocator: BlockAllocator, bloc
 
 def commit_completed_blocks(request: Request, block_cache: BlockCache, block_size: int, pool=None):
     """
-    Enter every full block of the request into the prefix cache, prompt and generated. Nothing is
-    copied, the blocks become findable where they are; `pool` is the post's parameter, not needed.
+    Add every full block of the request, of prompt and answer, to the prefix cache. Nothing is
+    copied: the blocks stay where they are. `pool` is the post's parameter, and is not used.
     """
     commit_blocks(request, block_cache, block_size, request.num_filled_slots)
 
 
 def write_kv_to_pool(pool, block_table, block_size, start_pos, k_new, v_new, layer, head):
-    """Write k_new, v_new (1, T, D) of one head for positions start_pos.. of a request."""
+    """Write k_new, v_new (1, T, D) of one head, for a request's positions from start_pos on."""
     for i in range(k_new.shape[1]):
         position = start_pos + i
         block = block_table[position // block_size]
@@ -1114,7 +1137,7 @@ def write_kv_to_pool(pool, block_table, block_size, start_pos, k_new, v_new, lay
 
 
 def gather_kv_from_pool(pool, block_table, block_size, num_filled_slots, layer, head):
-    """K and V of the first num_filled_slots tokens of one head: copies (1, num_filled_slots, D)."""
+    """Return copies of K and V of one head's first num_filled_slots tokens, (1, that many, D)."""
     k = pool.k_pool[layer, head][block_table].flatten(0, 1)  # [M, S, D] -> [M * S, D]
     v = pool.v_pool[layer, head][block_table].flatten(0, 1)
     return k[None, :num_filled_slots], v[None, :num_filled_slots]

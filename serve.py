@@ -1,22 +1,22 @@
 """
-Serve a trained model as vLLM would: OpenAI's HTTP interface in front, the paged engine in a process
-of its own.
+Serve a trained model the way vLLM does: an OpenAI-compatible HTTP server, with the paged engine in
+a separate process.
 
     python serve.py                                     # out/stdlib at http://127.0.0.1:8000
     python serve.py --model out/shakespeare_char --port 9000
-    python serve.py --prompt "def" --max-tokens 100    # no HTTP: continues a text at the terminal
-    python serve.py --chat                              # no HTTP: a conversation at the terminal
+    python serve.py --prompt "def" --max-tokens 100     # no HTTP: continue a text at the terminal
+    python serve.py --chat                              # no HTTP: have a conversation there
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def"}'
 
-The engine's process never waits for HTTP. The HTTP process imports no torch, so it stays small, and
-never waits for a step: an `EngineClient` links it to the engine. Its answers are in server/app.py
-and the flags in flags.py. The terminal, which has its engine in its own process and needs no HTTP
-packages, is in server/terminal.py.
+The two processes never wait for each other's work: the engine does not wait for HTTP, and HTTP does
+not wait for a step. An `EngineClient` connects them. The HTTP process does not import torch, so it
+stays small. Endpoints are in server/app.py, flags in flags.py. At the terminal (server/terminal.py)
+the engine runs in the same process, and no HTTP packages are needed.
 """
 
-if __name__ == "__main__":  # before all else takes its time
+if __name__ == "__main__":  # first, because the other imports take a while
     from common import end_with_one_line
 
     end_with_one_line()
@@ -45,18 +45,18 @@ from common import (
 )
 from flags import KEY_VARIABLE, engine_settings, parse_args
 
-# Not a fork, which would inherit sockets, and keep the port open, and the event loop; and CUDA does
-# not survive one.
+# A forked process would inherit the event loop and the sockets, and keep the port open. Also, CUDA
+# does not work after a fork.
 context = multiprocessing.get_context("spawn")
 
 # --------------------------------------------------------------------------------------------------
-# The engine, here or in a process of its own
+# The engine, in this process or its own
 
 
 def build_engine(args: Namespace):
     """
-    Load the model and build its Engine. Raises ValueError that says what to change (CheckpointError
-    is one).
+    Load the model and build its Engine. Raises ValueError (CheckpointError is one) with a message
+    that says what to change.
     """
     import torch
 
@@ -68,7 +68,7 @@ def build_engine(args: Namespace):
     count = torch.cuda.device_count()
     if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
         raise ValueError(
-            f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; name "
+            f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; choose "
             "another, or leave the flag out"
         )
     settings = engine_settings(args)
@@ -84,7 +84,7 @@ def build_engine(args: Namespace):
 
 
 def engine_process(args: Namespace, sock: socket.socket):
-    """The engine's process runs this: its loop, until the HTTP process is gone."""
+    """Run the engine in its own process, until the HTTP process is gone."""
     from engine.link import Link
 
     link = Link(sock)
@@ -93,11 +93,11 @@ def engine_process(args: Namespace, sock: socket.socket):
 
         from engine.process import serve
 
-        # One core is left to HTTP: on two the p99 of the time between tokens is then 5 ms, not 30.
+        # Leave one core to HTTP: on two cores, the p99 time between tokens is then 5 ms, not 30.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         engine = build_engine(args)
         say(engine.statement())
-    except Exception as error:  # of any kind: the server's user gets one line
+    except Exception as error:  # show any error to the user as one line
         link.send({"op": "fatal", "message": last_words(error)})
         return
     collect_garbage_rarely()
@@ -105,24 +105,26 @@ def engine_process(args: Namespace, sock: socket.socket):
 
 
 def set_environment():
-    """Variables that torch's libraries read when the engine loads them."""
-    # OpenMP: a waiting thread then spins less, as HTTP needs the cores too
+    """Set variables that torch's libraries read when the engine loads them."""
+    # OpenMP: let waiting threads spin less, because HTTP also needs the cores
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
-    # oneDNN caches code for each number of rows: without a limit 500 MB in a minute of mixed load
+    # oneDNN caches code for each number of rows: without a limit, 500 MB in a minute of mixed load
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
 
 
 def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
     """
-    Start the engine's process. Returns it, and the link to it: each ends with the other. SIGINT,
-    SIGTERM and SIGHUP are blocked there: Ctrl-C at a terminal reaches both processes, but the HTTP
-    process decides when to stop. A process inherits what is blocked, so they are blocked here, too,
-    and held back, until it has started.
+    Start the engine's process. Return the process and our end of the link to it. If either process
+    ends, the link closes, and the other one ends as well.
+
+    SIGINT, SIGTERM and SIGHUP are blocked in the engine's process. Ctrl-C at a terminal reaches
+    both processes, but the HTTP process decides when to stop. A process inherits blocked signals,
+    so they are also blocked here, but only until the process has started.
     """
     ours, theirs = socket.socketpair()
     process = context.Process(target=engine_process, args=(args, theirs), daemon=True)
-    # starting the resource tracker with the process would let SIGINT and SIGTERM through
+    # otherwise process.start would start the resource tracker, and that unblocks the signals
     resource_tracker.ensure_running()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -130,7 +132,7 @@ def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()  # the process has its own, and when that is closed, the link ends
+    theirs.close()  # the process has a copy: the link closes when that copy does
     return process, ours
 
 
@@ -140,8 +142,8 @@ def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
 
 def api_keys(args: Namespace) -> list[str]:
     """
-    The keys of --api-key-file, one a line, without blank lines and repetitions; or the key of
-    --api-key or of the environment. Raises ValueError or OSError.
+    Return the keys in --api-key-file (one per line; blank and repeated lines are dropped), or the
+    key from --api-key or the environment. Raises ValueError.
     """
     if args.api_key_file is not None:
         try:
@@ -150,11 +152,11 @@ def api_keys(args: Namespace) -> list[str]:
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"--api-key-file {args.api_key_file} cannot be read ({error}): name a file with "
-                "a key in each line"
+                "one key per line"
             ) from None
         if not keys:
             raise ValueError(
-                f"--api-key-file {args.api_key_file} has no key in it: write one a line"
+                f"--api-key-file {args.api_key_file} has no key in it: write one key per line"
             )
         return list(dict.fromkeys(keys))
     where = "--api-key"
@@ -164,13 +166,13 @@ def api_keys(args: Namespace) -> list[str]:
         key = os.environ.get(KEY_VARIABLE)
     if key is None:
         return []
-    if not key.strip():  # a secret that a deployment failed to fill in must not open the server
-        raise ValueError(f"{where} is blank: give it a key, or unset it to serve without one")
+    if not key.strip():  # a secret that a deployment forgot to set must not open the server
+        raise ValueError(f"{where} is blank: set a key, or unset it to serve without one")
     return [key.strip()]
 
 
 def warn_of_readable_keys(path: str):
-    """A warning on stderr where others than the file's owner can read the keys."""
+    """Print a warning on stderr if other users than the file's owner can read the keys."""
     if os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         print(
             f"warning: other users can read --api-key-file {path}: chmod 600 {path}",
@@ -179,33 +181,34 @@ def warn_of_readable_keys(path: str):
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A socket that listens there; at :: for IPv4, too."""
+    """Return a listening socket. At host "::" it also accepts IPv4."""
     family = socket.getaddrinfo(host, None)[0][0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     sock = socket.create_server((host, port), family=family, dualstack_ipv6=both)
-    # without Nagle's algorithm, which would hold answers back for 40 ms; connections inherit it
+    # Disable Nagle's algorithm, which would delay answers by 40 ms. Connections inherit the option.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 
 
 def listen(args: Namespace) -> socket.socket:
     """
-    Open the listening socket before anything is loaded. Exits with one message where that fails.
+    Open the listening socket, before anything is loaded. Exit with a message if that fails, or if
+    other machines could use the server without an API key.
     """
     try:
         sock = open_port(args.host, args.port)
     except OSError as error:
-        # socket.create_server adds the address to the system's words
+        # socket.create_server appends the address to the system's message
         reason = error.strerror.partition(" (while")[0]
-        remedy = "stop what is there, or choose another --port"
+        remedy = "stop the program that listens there, or choose another --port"
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            remedy = "--host is a name or address of this machine, without a port"
+            remedy = "--host must be a name or address of this machine, without a port"
         sys.exit(f"cannot listen at {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
     if not (api_keys(args) or is_local or args.allow_remote):
         sys.exit(
             f"--host {args.host} opens the model to other machines without a password: set "
-            f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if you mean it"
+            f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if that is intended"
         )
     if args.api_key_file is not None:
         warn_of_readable_keys(args.api_key_file)
@@ -213,7 +216,7 @@ def listen(args: Namespace) -> socket.socket:
 
 
 def client_and_encoder(args: Namespace):
-    """An EngineClient, which starts the engine; and the Encoder of its model."""
+    """Return an EngineClient, which starts the engine, and the Encoder of its model."""
     from server.client import EngineClient
     from server.text import Encoder
 
@@ -223,26 +226,26 @@ def client_and_encoder(args: Namespace):
 
 def terminate_on_hang_up():
     """
-    SIGHUP, sent when the terminal is closed, ends the server with a drain, as SIGTERM does. Under
-    nohup it stays ignored.
+    Let SIGHUP, which is sent when the terminal is closed, drain and end the server as SIGTERM does.
+    Under nohup, SIGHUP stays ignored.
     """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
 
 
 def serve_http(args: Namespace) -> str | None:
-    """Serve until a signal. Returns None for exit code 0, or the message of what went wrong."""
-    # until there is an event loop, which drains; the engine ends, too, when its link closes
+    """Serve until a signal arrives. Return None for exit code 0, or an error message."""
+    # Exit at once until the event loop runs, which drains. The engine ends when its link closes.
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     terminate_on_hang_up()
-    from server.app import Service  # a missing package is found before a model is loaded
+    from server.app import Service  # here, so a missing package is found before a model is loaded
 
-    check_model(args.model)  # a wrong name is said before a port in use
+    check_model(args.model)  # a wrong model name is reported before a port in use
     sock = listen(args)
     keys = api_keys(args)
     import uvicorn
 
-    # uvloop, where it is installed: a quarter more tokens a second at 32 streams on 2 cores
+    # use uvloop if installed: 25% more tokens per second with 32 streams on 2 cores
     make_loop = uvicorn.Config(None).get_loop_factory()
     client, encoder = client_and_encoder(args)
     collect_garbage_rarely()
@@ -250,31 +253,31 @@ def serve_http(args: Namespace) -> str | None:
         with asyncio.Runner(loop_factory=make_loop) as runner:
             return runner.run(Service(client, encoder, args, keys).run(sock))
     finally:
-        # from here on a further signal must not leave the engine behind
+        # ignore further signals, which could leave the engine running
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         encoder.close()
-        # while the engine loads a model, it does not notice that its link closes
+        # the engine does not notice a closed link while it is loading a model
         client.process.join(5 if client.state == "ready" else 0)
         client.process.kill()
 
 
 def create_record(path: str):
-    """Make the file of --record now, before a model is loaded. Raises OSError."""
+    """Create the file of --record, before a model is loaded. Raises OSError."""
     try:
         with open(path, "a") as file:
-            is_empty = file.tell() == 0  # new, or of a start that failed
+            is_empty = file.tell() == 0  # new, or left by a start that failed
     except OSError as error:
         raise OSError(f"--record {path}: {error.strerror}; name another file") from None
     if not is_empty:
-        raise OSError(f"--record {path} exists already: name a new file")
+        raise OSError(f"--record {path} already exists: name a new file")
 
 
 def main(argv: list[str] | None = None):
     set_environment()
     args = parse_args(argv)
     announce(f"loading {args.model}")
-    if args.sampling_note:  # the sampling defaults that the model brings
+    if args.sampling_note:  # about sampling defaults that come with the model
         print(args.sampling_note, file=sys.stderr)
     try:
         if args.record is not None:
@@ -286,7 +289,7 @@ def main(argv: list[str] | None = None):
         else:
             problem = serve_http(args)
     except (ValueError, RuntimeError, OSError, ModuleNotFoundError, MemoryError) as error:
-        # such as no model, a broken one, or flags that do not go together
+        # for example, a missing or broken model, or flags that contradict each other
         problem = last_words(error)
     except KeyboardInterrupt:
         problem = "interrupted"

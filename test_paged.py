@@ -272,8 +272,8 @@ def serve(
 
 def test_blocks_are_handed_out_taken_back_and_run_out():
     """
-    Would catch: a block handed out twice or lost, the sink block handed out, a failed request for
-    blocks that keeps some of them.
+    Would catch: a block handed out twice or lost, the padding block handed out, a failed request
+    for blocks that keeps some of them.
     """
     allocator = BlockAllocator(num_blocks=4, block_size=4)
     assert allocator.allocate_n(3) == [0, 1, 2]
@@ -326,7 +326,7 @@ def test_life_of_a_shared_prefix():
     assert allocator.evicted == []
     assert allocator.allocate_n(2) == [1, 0], "then idle ones, the least recently used first"
     assert allocator.evicted == [1, 0]
-    assert not scheduler.block_cache.held
+    assert not scheduler.block_cache.contents
     assert not scheduler.block_cache.block_of
 
 
@@ -358,12 +358,12 @@ def test_a_block_is_findable_only_once_it_is_computed():
         scheduler.add_request(request)
     plan = scheduler.plan()
     assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing to share yet"
-    assert not cache.held, "nothing is computed yet, and nothing may be found"
+    assert not cache.contents, "nothing is computed yet, and nothing may be found"
     scheduler.update(plan, [1009, 1009])
-    assert list(cache.held) == [0, 1], "full blocks only, and of one key the first"
+    assert list(cache.contents) == [0, 1], "full blocks only, and of one key the first"
     while not scheduler.is_done():
         step(scheduler)
-    assert {block: content.tokens for block, content in cache.held.items()} == {
+    assert {block: content.tokens for block, content in cache.contents.items()} == {
         0: (0, 1, 2, 3),
         1: (4, 5, 6, 7),
         2: (8, 1009, 1010, 1011),
@@ -381,13 +381,13 @@ def test_a_block_is_found_only_after_the_same_prefix():
     for expected in (0, 8):
         hits = [serve_alone(scheduler, "again", tokens).num_hit_tokens for tokens in (one, two)]
         assert hits == [expected, expected], f"found {hits} of the first eight tokens"
-    assert len(scheduler.block_cache.held) == 4, "two different blocks of the tokens 5, 6, 7, 8"
+    assert len(scheduler.block_cache.contents) == 4, "two different blocks of the tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
     assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
     assert root_key("salt") != root_key("pepper") != root_key()
 
     cache = scheduler.block_cache
-    content = cache.held[0]
+    content = cache.contents[0]
     assert cache.lookup(content) == 0
     assert cache.lookup(content._replace(tokens=(1, 2, 3, 5))) is None, "a collision of hashes"
     assert cache.lookup(content._replace(parent=bytes(32))) is None

@@ -293,7 +293,7 @@ class TextStream:
         self.opening_bytes = opening_bytes
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
         self.num_characters = 0  # decoded so far
-        self.held = ""  # the longest end of the text that a stop string begins with
+        self.held_back = ""  # the longest end of the text that a stop string begins with
         self.matched: str | None = None
         self.stop_at([])
         end = b""
@@ -329,7 +329,7 @@ class TextStream:
     def push(self, token: int) -> str:
         """The text that this token makes certain, often but not always the token's own."""
         text = self._decode(self._bytes_of(token))
-        if not self.held and self.first_characters.isdisjoint(text):
+        if not self.held_back and self.first_characters.isdisjoint(text):
             return text  # most tokens: no stop string has begun before, and none begins here
         return self._release(text)
 
@@ -340,17 +340,17 @@ class TextStream:
     def flush(self) -> str:
         """The rest, when no token follows: U+FFFD for half a character, and what was held back."""
         text = self._decode(b"", final=True)
-        text = self._release(text) + self.held
-        self.held = ""
+        text = self._release(text) + self.held_back
+        self.held_back = ""
         return text
 
     def _release(self, text: str) -> str:
         """The part of the text, what was held back included, that no stop string can begin in."""
-        text = self.held + text
-        for end in range(len(self.held) + 1, len(text) + 1):
+        text = self.held_back + text
+        for end in range(len(self.held_back) + 1, len(text) + 1):
             if text.endswith(self.stop, 0, end):
                 text = text[:end]
-                self.held = ""
+                self.held_back = ""
                 self.matched = max(filter(text.endswith, self.stop), key=len)
                 return text.removesuffix(self.matched)
         # each round releases a character for good, so the work for a character does not grow with
@@ -358,7 +358,7 @@ class TextStream:
         start = 0
         while not self._begins_stop(text[start:]):
             start += 1
-        self.held = text[start:]
+        self.held_back = text[start:]
         return text[:start]
 
     def _begins_stop(self, text: str) -> bool:

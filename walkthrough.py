@@ -34,7 +34,7 @@ from assets.workloads import fixed_length, median_seconds
 from engine.engine import Engine
 from kernels import INTERPRETED, jit, tl, triton
 from ops import gather, inputs
-from ops.choice import TORCH
+from ops.choice import TORCH_OPS
 from params import Settings
 
 LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
@@ -70,9 +70,9 @@ def next_step(engine, kv=None, **own):
     device.fill_rows(*plan.admitted or plan.decodes)
     packed = engine.runner.pack(plan)
     uploaded = inputs.upload(packed.inputs, DEVICE)
-    batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH._replace(**own))
+    batch, _ = inputs.lay_out(uploaded, packed.shape, plan, device.known, TORCH_OPS._replace(**own))
     pool = device.pool.kv
-    batch.prepared = {0: gather.prepare_torch(batch, H, pool[0])}
+    batch.attention_plans = {0: gather.plan_attention_torch(batch, H, pool[0])}
 
     def compute():
         x = device.model.hidden(batch, pool if kv is None else kv)
@@ -198,7 +198,7 @@ def pool(engine):
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
     everything = gather.gather(batch, slice(8), slice(8), width, H, kv, 0)
-    batch.prepared[0].calls[:] = [everything]
+    batch.attention_plans[0].calls[:] = [everything]
     rows = gather.pool_rows(batch.slot_mapping, kv)[0]
     slot = batch.slot_mapping[2].item()
     print(f"slot {slot}: offset {slot % S} of block {slot // S}; K in rows {rows[:, 2].tolist()}")

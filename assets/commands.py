@@ -1,14 +1,14 @@
 """
-The command line of bench.py and assets/draw.py: a table of functions.
+A table of functions as the command line of bench.py and assets/draw.py.
 
     def count(n=3) -> dict:
         return {"sum": sum(range(n))}
 
     main(__doc__, {"count": count}, {"n": "how far"})      # python bench.py count --n 9
 
-The arguments of a command are its flags, and their defaults give the flags' types; an argument
-without a default has no dashes. Its docstring says what is measured, and is printed first. It
-returns its figures, which are printed after the flags' values, as one line of JSON.
+The arguments of a command are its flags, and their defaults give the flags' types. An argument
+without a default is positional. The docstring says what is measured, and is printed first. The
+command returns its figures, which are printed after the flags' values, as one line of JSON.
 """
 
 import argparse
@@ -37,7 +37,9 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter, h
 
 
 def build_parser(about: str, commands: dict[str, Callable], flags: dict[str, str]) -> Parser:
-    """Return a parser with a subcommand for each function; `flags` has the help of arguments."""
+    """
+    Return a parser with a subcommand for each function; `flags` has the help of each argument.
+    """
     as_written = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(description=about, **as_written)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -49,16 +51,16 @@ def build_parser(about: str, commands: dict[str, Callable], flags: dict[str, str
 
 
 def main(about: str, commands: dict[str, Callable], flags: dict[str, str]):
-    """Run the command of the command line, and print its figures."""
+    """Run the command that the command line names, and print its figures."""
     arguments = vars(build_parser(about, commands, flags).parse_args())
     name = arguments.pop("command")
     print(inspect.getdoc(commands[name]), file=sys.stderr)
     try:
         figures = commands[name](**arguments)
-    except ValueError as error:  # a --model that is missing or broken; what this machine cannot do
+    except ValueError as error:  # a missing --model, say, or no GPU
         sys.exit(str(error))
     machine = {"device": machine_name(DEVICE), "torch": torch.__version__}
     result = {"bench": name, **arguments, **machine, **figures}
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result, default=str))  # a path is no JSON
+    print(json.dumps(result, default=str))  # such as a path

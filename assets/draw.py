@@ -1,16 +1,16 @@
 """
-The README's pictures, and records to look at; run by hand when one of them changes.
+The README's pictures, and records to look at. Run this by hand when one of them changes.
 
     python assets/draw.py batching      # one by one, in static batches, continuously
     python assets/draw.py memory        # slabs against blocks: what fits
     python assets/draw.py phases        # prefill against decode: tokens per second
     python assets/draw.py tables        # two texts, their block tables, and the pool
     python assets/draw.py record NAME   # writes a run as a record: tour or preemption
-    python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts
+    python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts events
     python assets/draw.py page FILE     # the page of serve.py with a record inside, as one file
 
-Files go to out/, in the folder where it runs. Those of the README are in assets/; blockmap.png is
-preemption.jsonl, replayed. The figures are printed as those of bench.py, which measures.
+Files go to out/, in the current folder. Those of the README are in assets/; blockmap.png is a
+replay of preemption.jsonl. Figures are printed as by bench.py.
 """
 
 # ruff: noqa: E402  the root is put on the path before its files are imported
@@ -36,7 +36,7 @@ if __name__ == "__main__":
 import torch
 
 from assets.commands import main
-from assets.records import RecordError, Tallies, open_record, replay
+from assets.records import PoolState, RecordError, open_record, replay
 from assets.workloads import (
     DEVICE,
     Work,
@@ -60,7 +60,7 @@ OUT = Path("out")
 
 
 def new_figure():
-    """A figure and its axes. It draws into memory, so no display is needed."""
+    """Return a figure and its axes. It draws into memory, so no display is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -85,16 +85,16 @@ def write(name: str, text: str) -> dict:
 
 def draw_batching() -> dict:
     """
-    96 requests, all waiting at the start: prompts and answers of 12 to 128 tokens (the offline
-    workload's 100 to 1024 over 8), greedy, one model, the same engine and kernels, KV memory for
-    4,096 tokens. One by one; in static batches of 16, a slab of 256 tokens each, padded to the
-    longest prompt and run to the longest answer; continuously, 16 at once; and continuously with as
-    many as blocks of 16 have room for. Only tokens that were asked for count.
+    Serve 96 requests that all wait at the start: prompts and answers of 12 to 128 tokens (the
+    offline workload's 100 to 1024, divided by 8), greedy, with one model, the same engine and
+    kernels, and KV memory for 4,096 tokens. They run one by one; in static batches of 16, a slab of
+    256 tokens each, padded to the longest prompt and run to the longest answer; continuously, 16 at
+    once; and continuously, as many as fit with blocks of 16. Only tokens that were asked for count.
     """
     gpt = build_model("10M")
     work = offline_workload(96, 8, gpt.config.vocab_size)
     rectangles = [padded(work[i : i + 16]) for i in range(0, 96, 16)]
-    ways = {  # at most this many together, and batches, one after the other
+    ways = {  # maximum concurrent requests, and the batches in order
         "one by one": (1, [work]),
         "static batches": (16, rectangles),
         "continuous, 16 at once": (16, [work]),
@@ -119,7 +119,7 @@ def draw_batching() -> dict:
 
 
 def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
-    """Serve one batch after the other. Returns when each request ended, in seconds."""
+    """Serve the batches in order. Returns when each request ended, in seconds."""
     ended = []
     started = perf_counter()
     for batch in batches:
@@ -133,7 +133,9 @@ def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
 
 
 def padded(batch: Work) -> Work:
-    """The batch as a rectangle: every prompt as long as the longest, every answer too."""
+    """
+    Return the batch as a rectangle: every prompt as long as the longest, and every answer too.
+    """
     longest = max(len(prompt) for prompt, _ in batch)
     answer = max(n for _, n in batch)
     rectangle = []
@@ -148,10 +150,10 @@ SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool
 
 def draw_memory() -> dict:
     """
-    KV memory for 32,768 tokens, as slabs of the longest text (2,048) or as blocks: how many of 256
-    requests (prompts and answers of 100 to 1024 tokens) run at once while others wait; waste inside
-    (taken, but empty) and outside (free, but too little for the next prompt). A slab is a block as
-    long as the longest text.
+    Compare KV memory for 32,768 tokens, as slabs of the longest text (2,048) and as blocks: how
+    many of 256 requests (prompts and answers of 100 to 1024 tokens) run at once while others wait,
+    and how much memory is wasted, inside (taken, but empty) and outside (free, but too little for
+    the next prompt). A slab is simulated as a block that is as long as the longest text.
     """
     pools = {S: fill_pool(S, 32_768) for S in (2048, 128, 64, 32, 16, 8, 4)}
     figure, axes = new_figure()
@@ -169,18 +171,18 @@ def draw_memory() -> dict:
     return pools | save(figure, "memory.png")
 
 
-def fill_pool(S: int, room: int) -> dict:
+def fill_pool(S: int, capacity: int) -> dict:
     """
-    Serve the offline workload from a pool of `room` tokens in blocks of S, by the scheduler and
-    without a model. Returns means over the steps in which a request waits.
+    Serve the offline workload from a pool of `capacity` tokens in blocks of S, with the scheduler
+    but without a model. Returns means over the steps in which a request waits.
     """
-    budget = 2**20  # tokens a step: any prompt is computed in one
+    budget = 2**20  # tokens a step: any prompt fits into one step
     settings = SchedulerSettings(prefix_cache=False)
-    scheduler = Scheduler("fcfs", budget, room, S, settings=settings)
+    scheduler = Scheduler("fcfs", budget, capacity, S, settings=settings)
     for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
     allocator = scheduler.block_allocator
-    crowded = []  # of each step in which a request waits: requests, tokens taken, tokens filled
+    crowded = []  # requests, tokens taken, tokens filled: of each step in which a request waits
     while not scheduler.is_done():
         plan = scheduler.plan()
         if scheduler.waiting:
@@ -190,15 +192,15 @@ def fill_pool(S: int, room: int) -> dict:
         scheduler.update(plan, [0] * len(plan.sampled))
     at_once, taken, filled = map(mean, zip(*crowded, strict=True))
     row = {"at once": round(at_once, 1)}
-    for name, tokens in zip(SHARES, (filled, taken - filled, room - taken), strict=True):
-        row[name] = round(100 * tokens / room, 1)
+    for name, tokens in zip(SHARES, (filled, taken - filled, capacity - taken), strict=True):
+        row[name] = round(100 * tokens / capacity, 1)
     return row
 
 
 def draw_phases() -> dict:
     """
-    Prefill against decode, in tokens per second, of gpt2-124M on a CPU: steps that compute a whole
-    prompt of 1 to 1,024 tokens, and steps of 1 to 64 decodes with contexts of about 128.
+    Compare prefill and decode, in tokens per second, for gpt2-124M on a CPU: steps that compute a
+    whole prompt of 1 to 1,024 tokens, and steps of 1 to 64 decodes with contexts of about 128.
     """
     gpt = build_model("gpt2-124M")
     settings = Settings(
@@ -257,34 +259,36 @@ orient="auto"><path d="M0 0L8 4L0 8z"/></marker>
 
 
 def draw_tables() -> dict:
-    """Two texts that begin alike, their block tables, twelve blocks of 16, and a token's slot."""
+    """
+    Draw two texts that begin alike, their block tables, twelve blocks of 16, and a token's slot.
+    """
     shapes = []
     for block in range(12):
         x = 112 + 56 * block
         shapes.append(box(x, 150, 56, "empty", block))
     for name, y, direction in ("a", 44, 1), ("b", 250, -1):
         length = LENGTHS[name]
-        shapes.append(words(14, y + 18, f"text {name}:"))
-        shapes.append(words(14, y + 36, "block table"))
+        shapes.append(caption(14, y + 18, f"text {name}:"))
+        shapes.append(caption(14, y + 36, "block table"))
         for logical, block in enumerate(TABLES[name]):
             x = 112 + 150 * logical
             last = min(length, S * (logical + 1)) - 1
             shapes.append(box(x, y, 130, name, block))
             label = y - 8 if direction > 0 else y + 62
-            shapes.append(words(x, label, f"tokens {S * logical} to {last}"))
-            to = 140 + 56 * block
+            shapes.append(caption(x, label, f"tokens {S * logical} to {last}"))
+            middle = 140 + 56 * block
             start, end = (y + 44, 148) if direction > 0 else (y, 196)
-            shapes.append(f'<path d="M{x + 65} {start}L{to} {end}"/>')
+            shapes.append(f'<path d="M{x + 65} {start}L{middle} {end}"/>')
             owners = [other for other in TABLES if block in TABLES[other]]
             height = 44 / len(owners)
             top = 150 + height * owners.index(name)
             shapes.insert(0, rectangle(112 + 56 * block, top, 56, height, f"{name} half"))
-    shapes.append(words(14, 177, "the pool"))
+    shapes.append(caption(14, 177, "the pool"))
     return write("tables.svg", DIAGRAM.format(shapes="\n".join([*shapes, *slots_of_the_token()])))
 
 
 def slots_of_the_token() -> list[str]:
-    """The block of `TOKEN`, enlarged at the lower right: a cell is a slot."""
+    """Return the block of `TOKEN`, enlarged at the lower right: each cell is a slot."""
     logical, offset = divmod(TOKEN, S)
     block = TABLES["a"][logical]
     slot = S * block + offset
@@ -293,10 +297,10 @@ def slots_of_the_token() -> list[str]:
         filled = "a" if i <= offset else "empty"
         shapes.append(rectangle(448 + 20 * i, 268, 20, 26, filled))
     shapes.append(rectangle(448 + 20 * offset, 268, 20, 26, "mark"))
-    shapes.append(words(448, 318, f"block {block}: slots {S * block} to {S * block + S - 1}"))
+    shapes.append(caption(448, 318, f"block {block}: slots {S * block} to {S * block + S - 1}"))
     rule = f"token {TOKEN}: logical block {logical}, offset {offset}"
-    shapes.append(words(448, 338, rule))
-    shapes.append(words(448, 358, f"its slot: {block} × {S} + {offset} = {slot}"))
+    shapes.append(caption(448, 338, rule))
+    shapes.append(caption(448, 358, f"its slot: {block} × {S} + {offset} = {slot}"))
     return shapes
 
 
@@ -305,20 +309,20 @@ def rectangle(x, y, width, height, kind: str) -> str:
 
 
 def box(x, y, width, kind: str, number: int) -> str:
-    """A cell of the pool or of a table, with a block's number."""
+    """Return a cell of the pool or of a table, with a block's number."""
     text = f'<text x="{x + width // 2}" y="{y + 27}">{number}</text>'
     return rectangle(x, y, width, 44, kind) + text
 
 
-def words(x, y, text: str) -> str:
+def caption(x, y, text: str) -> str:
     return f'<text class="left" x="{x}" y="{y}">{text}</text>'
 
 
 # --------------------------------------------------------------------------------------------------
 # Records: runs to look at, and their picture
 
-# Requests: the step in which each arrives, how many tokens of a common beginning it has, tokens of
-# its own, tokens of the answer, and how many answers.
+# A line is a request: the step in which it arrives, its tokens of a common beginning, its own
+# tokens, the tokens of an answer, and the number of answers.
 TOUR = """\
      0 40 20 32 1
      5 40 12 32 1
@@ -345,7 +349,9 @@ RUNS = {
 
 
 def recorded(settings: Settings, table: str) -> list[str]:
-    """The lines of a run's record. The tokens are random, and not in it."""
+    """
+    Return the lines of a run's record. The tokens are random, and the record does not have them.
+    """
     engine = Engine(build_model("1M"), settings)
     recorder = engine.stages["record"]
     lines = []
@@ -355,23 +361,23 @@ def recorded(settings: Settings, table: str) -> list[str]:
     beginning = random_tokens(rng, 40, 64)
     requests = [[int(number) for number in row.split()] for row in table.splitlines()]
     last, *_ = requests[-1]
-    for turn in count():
+    for step in count():
         for id, (arrival, common, own, answer, n) in enumerate(requests):
-            if arrival == turn:
+            if arrival == step:
                 prompt = beginning[:common] + random_tokens(rng, own, 64)
                 engine.add_request(id, prompt, fixed_length(answer, 0.8, seed=id), n=n)
-        if turn > last and not engine.has_work:
+        if step > last and not engine.has_work:
             return lines
         engine.step()
 
 
 def draw_record(name: str) -> dict:
     """
-    A run to look at, written as a record. tour: what can happen to requests; preemption: a tight
-    pool. Those in assets/ are made so; the tour's captions, in its first line, are kept.
+    Write a run as a record to look at. tour: what can happen to requests; preemption: a tight pool.
+    This makes the records in assets/. The tour's captions, in its first line, are kept.
     """
     if name not in RUNS:
-        raise ValueError(f"{name}: wanted {' or '.join(RUNS)}")
+        raise ValueError(f"{name}: choose {' or '.join(RUNS)}")
     with open_record(ROOT / f"assets/{name}.jsonl") as record:
         _, old = next(replay(record))
     captions = {"tour": old["tour"]} if "tour" in old else {}
@@ -382,7 +388,7 @@ def draw_record(name: str) -> dict:
 
 
 def page_with_record(record: str) -> str:
-    """Return the page with a record inside, and its policy: one file, to be hosted anywhere."""
+    """Return the page with a record and a policy inside: one file that can be hosted anywhere."""
     page = live.page()
     policy = live.content_policy(page)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -391,39 +397,39 @@ def page_with_record(record: str) -> str:
 
 
 def draw_page(file: str) -> dict:
-    """The page of serve.py with a record inside, as one file that can be hosted anywhere."""
+    """Write the page of serve.py with a record inside, as one file that can be hosted anywhere."""
     with open_record(file) as record:
         page = page_with_record(record.read().decode())
     return write("page.html", page)
 
 
 MAX_COLUMNS = 1000  # steps of a picture
-MAX_ROWS = 1024  # and blocks
-MOST_NUMBERED = 16  # requests: of more the numbers would cover the picture
-PARTS = 384  # of all blocks together: a block has a part for each of those that share it
+MAX_ROWS = 1024  # blocks of a picture
+MOST_NUMBERED = 16  # the numbers of more requests would cover the picture
+PARTS = 384  # of all blocks together: requests that share a block divide up its parts
 COUNTED = {
     "requests": "new",
     "preemptions": "preempted",
     "copies": "copies",
     "evictions": "evicted",
 }
-COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, but C7, which is grey
+COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, except C7, which is grey
 
 
 def draw_replay(file: str) -> dict:
     """
     Say what happened in a record, in numbers and as a picture. A colour is a request, numbered
-    where it begins; grey is cached and idle, white is free; a block of several requests is split.
-    Draws at most 1024 of the blocks and 1000 of the steps, evenly spaced.
+    where it begins. Grey is cached and idle, white is free. A block of several requests is split.
+    At most 1024 of the blocks and 1000 of the steps are drawn, evenly spaced.
     """
     from matplotlib.colors import to_rgb
 
     record = open_record(file)
     counts = Counter()
     columns = []  # [step][block and part]
-    begins = {}  # a request's number: its first step, and its last block then
-    every = 1  # one step of this many is drawn
-    for tallies, line in replay(record):
+    begins = {}  # request number -> its first step, and its last block in it
+    every = 1  # draw one of this many steps
+    for state, line in replay(record):
         if line["event"] != "step":
             continue
         for name, field in COUNTED.items():
@@ -432,19 +438,19 @@ def draw_replay(file: str) -> dict:
         counts["tokens out"] += line.get("sampled", 0)
         counts["hit tokens"] += sum(hits for _, hits, _ in line.get("admitted", ()))
         counts["steps"] += "step" in line
-        for r, table in tallies.tables.items():
+        for r, table in state.tables.items():
             if table:
                 begins.setdefault(r, (counts["steps"], table[-1]))
         if counts["steps"] == every * (len(columns) + 1):
-            columns.append([to_rgb(colour) for colour in column_of(tallies)])
+            columns.append([to_rgb(colour) for colour in column_of(state)])
         if len(columns) > MAX_COLUMNS:
             columns = columns[1::2]
             every *= 2
     if not columns:
-        raise RecordError("no step to draw in this record: its engine has computed none")
+        raise RecordError("no step to draw in this record: its engine computed none")
     figure, axes = new_figure()
     image = list(zip(*columns, strict=True))  # [block and part][step]
-    size = (0, counts["steps"], 0, tallies.num_blocks)
+    size = (0, counts["steps"], 0, state.num_blocks)
     axes.imshow(image, extent=size, aspect="auto", interpolation="nearest", origin="lower")
     if len(begins) <= MOST_NUMBERED:
         for r, (step, block) in begins.items():
@@ -453,27 +459,27 @@ def draw_replay(file: str) -> dict:
     return counts | save(figure, "replay.png")
 
 
-def column_of(tallies: Tallies) -> list[str]:
+def column_of(state: PoolState) -> list[str]:
     """
-    The colours of each block's parts: of those that hold it, or whether it is idle or free. Of a
-    large pool some blocks, evenly spaced.
+    Return the colours of each block's parts: those of the requests that hold it or, without any,
+    the colour of idle or free. Of a large pool only some blocks are taken, evenly spaced.
     """
-    blocks = range(0, tallies.num_blocks, math.ceil(tallies.num_blocks / MAX_ROWS))
+    blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
     owners = {block: [] for block in blocks}
-    for r, table in sorted(tallies.tables.items()):
+    for r, table in sorted(state.tables.items()):
         for block in owners.keys() & table:
             owners[block].append(COLOURS[r % len(COLOURS)])
     parts = max(1, PARTS // len(owners))  # of a block
     column = []
     for block, colours in owners.items():
-        colours = colours or ["lightgrey" if block in tallies.idle else "white"]
+        colours = colours or ["lightgrey" if block in state.idle else "white"]
         column += [colours[part * len(colours) // parts] for part in range(parts)]
     return column
 
 
 FLAGS = {  # the help of each argument of a command
     "name": "the run to record: tour or preemption",
-    "file": "a record: of serve.py --record, or in assets/",
+    "file": "a record: from serve.py --record, or one in assets/",
 }
 COMMANDS = {
     "batching": draw_batching,

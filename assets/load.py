@@ -4,11 +4,11 @@ sockets; for `bench.py server` and the tests.
 
     rows = run_clients(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
 
-Why not asyncio and an HTTP library: all clients in one process are slower than the server that they
-measure, and report their own lateness as the server's. Here each process has a few connections,
-reads all that has come, looks for texts in it, and notes the time. The processes are forked from
-one that has loaded no torch (`python -m assets.load`). `completion` is a request, `Stream.row` what
-is measured of it. The clock is the machine's, so processes share it.
+Why not asyncio and an HTTP library? Clients that share one process are slower than the server that
+they measure, and blame their own delays on it. Here each process has only a few connections. It
+reads everything that has arrived, looks for text in it, and notes the time. The processes are
+forked from one that has not loaded torch (`python -m assets.load`). `completion` makes a request,
+and `Stream.row` returns what was measured. The clock is the machine's, so all processes share it.
 """
 
 import itertools
@@ -23,15 +23,15 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-READ_SIZE = 2**16  # bytes read at a time
-START_SECONDS = 0.3  # until every client process has its share
+READ_SIZE = 2**16  # bytes to read at a time
+START_SECONDS = 0.3  # until every client process has its requests
 
 
-def completion(prompt: list[int], tokens: int, at: float = 0.0) -> dict:
-    """A streamed request for an answer of that length, to be sent `at` seconds after the start."""
+def completion(prompt: list[int], tokens: int, delay: float = 0.0) -> dict:
+    """Return a streamed request for that many tokens, to send `delay` seconds after the start."""
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
-    return {"body": body, "at": at}
+    return {"body": body, "delay": delay}
 
 
 class Stream:
@@ -40,8 +40,8 @@ class Stream:
     def __init__(self, address: tuple[str, int], request: dict, start: float):
         self.address = address
         self.request = request
-        self.due = start + request["at"]
-        self.arrivals: list[float] = []  # of text, on the clock
+        self.due = start + request["delay"]
+        self.arrivals: list[float] = []  # times at which text arrived
         self.tail = b""  # the end of what has arrived
 
     def connect(self):
@@ -59,7 +59,7 @@ class Stream:
         self.sock.sendall(head.encode() + body)
 
     def receive(self) -> bool:
-        """Read what has arrived. False at the end."""
+        """Read what has arrived. Returns False at the end."""
         data = self.sock.recv(READ_SIZE)
         if b'"text"' in data:
             self.arrivals.append(time.monotonic())
@@ -68,8 +68,9 @@ class Stream:
 
     def row(self) -> dict:
         """
-        The measurements, in seconds: from when it was due to the first text; between arrivals of
-        text; from the start to the last text. Raises ValueError when the answer was not whole.
+        Return the measurements, in seconds: from when the request was due to its first text;
+        between arrivals of text; and from the start to the last text. Raises ValueError if the
+        answer is incomplete.
         """
         tokens = self.request["body"]["max_tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
@@ -77,7 +78,7 @@ class Stream:
             raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
         times = [moment - self.due for moment in self.arrivals]
         gaps = [after - before for before, after in itertools.pairwise(times)]
-        end = self.request["at"] + times[-1]
+        end = self.request["delay"] + times[-1]
         return {"first": times[0], "gaps": gaps, "end": end, "tokens": tokens}
 
 
@@ -105,8 +106,8 @@ def send_and_read(address: tuple[str, int], requests: list[dict], start: float) 
 
 def run_clients(host: str, port: int, requests: list[dict], processes: int) -> list[dict]:
     """
-    Spread requests over client processes; returns a row for each, in their order. Raises ValueError
-    where a connection failed or an answer was not whole.
+    Spread requests over client processes. Returns a row for each request, in order. Raises
+    ValueError if a connection failed or an answer is incomplete.
     """
     job = json.dumps([[host, int(port)], requests, min(processes, len(requests))])
     command = [sys.executable, "-m", "assets.load"]
@@ -132,7 +133,7 @@ def main():
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """The 50th, 90th and 99th percentile of values in seconds, in milliseconds."""
+    """Return the 50th, 90th and 99th percentile of values in seconds, as milliseconds."""
     ordered = sorted(values) or [math.nan]
     result = {}
     for p in (50, 90, 99):

@@ -1,11 +1,11 @@
 """
-vLLM in a process of its own, for `bench.py engine`: run by a Python that has vllm.
+vLLM in a process of its own, for `bench.py engine`. Run it with a Python that has vllm.
 
     python assets/vllm_offline.py MODEL_DIRECTORY
 
-Prints a line, its version, once it is ready. Then it answers a line of stdin, requests as [prompt,
-how many tokens to answer], with a line: the seconds they took, and the answers, greedy. Both are
-JSON. What vLLM itself prints goes to stderr.
+It prints its version as a line once it is ready. Then it answers each line of stdin with a line;
+both are JSON. It reads requests as [prompt, number of tokens to answer], and writes the seconds
+that they took and the greedy answers. What vLLM itself prints goes to stderr.
 """
 
 import json
@@ -13,12 +13,12 @@ import os
 import sys
 from time import perf_counter
 
-MEMORY = 0.4  # of the GPU's, beside the engine that it is compared with
+MEMORY = 0.4  # of the GPU's memory; the engine that it is compared with needs some as well
 
 
 def main(directory: str):
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM's log, and that of its processes
+    os.dup2(2, 1)  # for the log of vLLM and of its processes
 
     import torch
     import vllm

@@ -1,5 +1,5 @@
 """
-Models and requests to measure, and how their time is taken; for bench.py, assets/draw.py and
+Models and requests to measure, and how their time is measured; for bench.py, assets/draw.py and
 walkthrough.py.
 
     model = build_model("gpt2-124M", DEVICE)
@@ -7,7 +7,7 @@ walkthrough.py.
     seconds, answers = timed(Engine(model), work)
     tokens_in, tokens_out = num_tokens(work)
 
-Weights are random: the figures depend only on the shape. Seeds are fixed.
+Weights are random, because the figures depend only on the shape. Seeds are fixed.
 """
 
 import math
@@ -44,8 +44,8 @@ MODELS = {
 
 def build_model(name: str, device="cpu") -> GPT:
     """
-    A model directory's, or random weights of a shape in MODELS as if they were loaded: fp32 on a
-    CPU, bf16 on a GPU, but rms norms in fp32.
+    Return the model of a directory, or random weights of a shape in MODELS as if they were loaded:
+    fp32 on a CPU, bf16 on a GPU, except RMS norms in fp32.
     """
     dtype = serving_dtype("auto", device)
     if name not in MODELS:
@@ -67,7 +67,7 @@ def random_tokens(rng: Random, n: int, V: int) -> list[int]:
 
 
 def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
-    """n requests of the same size, with random prompts."""
+    """Return n requests of the same size, with random prompts."""
     rng = Random(seed)
     prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
     return [(prompt, tokens_out) for prompt in prompts]
@@ -75,8 +75,9 @@ def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Wo
 
 def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     """
-    The offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in and as many out. Or the
-    first n of them, lengths divided by `scale`, token ids modulo the vocabulary V.
+    Return the offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in, as many out. Or
+    return the first n of them, with lengths divided by `scale` and token ids modulo the vocabulary
+    V.
     """
     rng = Random(seed)
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
@@ -89,13 +90,13 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
 
 
 def scale_for(config: GPTConfig) -> int:
-    """The divisor that makes the offline workload's lengths fit into the model's context."""
+    """Return the divisor that makes the offline workload fit into the model's context."""
     longest = 2048  # prompt and answer
     return max(1, math.ceil(longest / config.context_length))
 
 
 def num_tokens(work: Work) -> tuple[int, int]:
-    """Tokens in and tokens out."""
+    """Return the number of tokens in, and of tokens out."""
     prompts, answers = zip(*work, strict=True)
     return sum(map(len, prompts)), sum(answers)
 
@@ -107,17 +108,17 @@ def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
 
 def let_decode(engine: Engine, n: int, context: int, choices=1):
     """
-    Drop what the engine has, and bring it to where n requests decode at this context length, so
-    many of them choices of one prompt.
+    Drop the engine's requests, and bring it to where n requests decode at this context length. Each
+    prompt has `choices` of them.
     """
     for id in list(engine.requests):
         engine.abort(id)
     while engine.has_work:
         engine.step()
-    room = engine.config.context_length - context
-    work = even_workload(n // choices, context, room, engine.config.vocab_size)
+    length = engine.config.context_length - context
+    work = even_workload(n // choices, context, length, engine.config.vocab_size)
     for i, (prompt, _) in enumerate(work):
-        engine.add_request(i, prompt, fixed_length(room, 0.6, seed=i), n=choices)
+        engine.add_request(i, prompt, fixed_length(length, 0.6, seed=i), n=choices)
     while engine.scheduler.waiting or engine.scheduler.prefilling:
         engine.step()
 
@@ -127,14 +128,14 @@ def let_decode(engine: Engine, n: int, context: int, choices=1):
 
 
 def ms(seconds: float, digits=3) -> float:
-    """Milliseconds, rounded."""
+    """Return rounded milliseconds."""
     return round(1e3 * seconds, digits)
 
 
 def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> float:
     """
-    Median seconds of call(), after one warm-up. `before` is called before each, and not counted; by
-    default it does nothing.
+    Return the median seconds of call(), after one warm-up. `before` is called before each call, and
+    is not timed; by default it does nothing.
     """
     times = []
     for _ in range(repeats + 1):
@@ -147,9 +148,9 @@ def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> fl
 
 def graph_us(call: Callable, number: int) -> float:
     """
-    Median microseconds of call(i) on the GPU. One CUDA graph holds the calls for i in
-    0 .. number - 1, so that the GPU waits for no launch; each should read data of its own, so that
-    none of it is in the L2 cache.
+    Return the median microseconds of call(i) on the GPU. One CUDA graph contains the calls for i in
+    0 .. number - 1, so that the GPU waits for no launch. Each call should read data of its own, so
+    that none of it is in the L2 cache.
     """
     for i in range(number):
         call(i)  # compiles
@@ -171,7 +172,10 @@ def graph_us(call: Callable, number: int) -> float:
 
 
 def read_bandwidth(device="cpu") -> float:
-    """Bytes per second at which memory is read: the sum of a tensor too large for any cache."""
+    """
+    Measure the bytes per second at which memory is read, by the sum of a tensor that is too large
+    for any cache.
+    """
     if device == "cpu":
         x = torch.ones(2**26)
         seconds = median_seconds(x.sum, 10)
@@ -183,8 +187,8 @@ def read_bandwidth(device="cpu") -> float:
 
 def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
-    Seconds to serve requests that all wait at the start, and their answers. Asserts that all
-    prompts were computed and all answers have their length.
+    Serve requests that all wait at the start. Returns the seconds that it took, and the answers.
+    Asserts that all prompts were computed and all answers have their length.
     """
     prompts = [prompt for prompt, _ in work]
     params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
@@ -194,7 +198,7 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     seconds = perf_counter() - started
     computed = engine.counts()["prefill tokens"] - before
     tokens_in, tokens_out = num_tokens(work)
-    assert sum(map(len, answers)) == tokens_out, "an answer has not all of its tokens"
-    # more after a preemption
+    assert sum(map(len, answers)) == tokens_out, "an answer is incomplete"
+    # after a preemption, more are computed
     assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
     return seconds, answers

@@ -1,14 +1,15 @@
 """
-What an engine has on its device, and what is computed there.
+The engine's state on its device, and the computation of a step there.
 
     device = Device(model, settings)
-    device.fill_rows(request)           # which starts to run
+    device.fill_rows(request)           # for a request that starts to run
     launched = device.run(packed)       # a step: forward and sampling, in one of three ways
-    device.send(launched)               # its tokens, to the host
+    device.send(launched)               # copy its tokens to the host
 
-The host's part of a step is in runner.py. Nothing in a step waits for the device here.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary; N rows, one for each
-request that may run at once, and row N for padding; of a step, n decodes and C chunks.
+The host's part of a step is in runner.py. The code here never waits for the device during a step.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary. A step has n decodes
+and C chunks. N is the most requests that run at the same time: each has a row, and row N is for
+padding.
 """
 
 import gc
@@ -34,57 +35,64 @@ from params import GREEDY, Settings
 
 def kv_dtype(model: GPT) -> torch.dtype:
     """
-    The dtype of the KV pool: the weights', but fp32 on a CPU, where attention of one query in bf16
-    is slow.
+    Return the dtype of the KV pool. It is the dtype of the weights, except on a CPU. There it is
+    fp32, because attention with a single query is slow in bf16.
     """
     weight = model.wte.weight
     return torch.float32 if weight.device.type == "cpu" else weight.dtype
 
 
 class PackedPlan(NamedTuple):
-    """A plan as the device takes it."""
+    """A plan in the form that the device takes."""
 
     plan: Plan
-    shape: StepShape  # of the step, with its padding
-    places: list[int]  # of plan.completed among the tokens [n + C] that the step samples
-    inputs: array  # see ops.inputs.pack; empty for a program, which reads the plan
+    shape: StepShape  # including padding
+    # for each request of plan.completed: the index of its token among the sampled ones [n + C]
+    completed_indices: list[int]
+    inputs: array  # see ops.inputs.pack; empty for a program, which reads the plan itself
 
 
 @dataclass
 class Launched:
-    """A step on the device: where its results are."""
+    """A step that was started on the device, and its results."""
 
     packed: PackedPlan
-    tokens: Tensor  # [n + C] on the device until the next step
-    logits: Tensor  # [n + C, V] there
-    hidden: Tensor  # [n + T, width] there, of the last layer
-    on_host: Tensor | None = None  # [n + C], or longer
+    # on the device, valid until the next step
+    tokens: Tensor  # [n + C]
+    logits: Tensor  # [n + C, V]
+    hidden: Tensor  # [n + T, width], of the last layer
+    # on the host, valid once `done` has happened
+    on_host: Tensor | None = None  # the tokens [n + C], or longer
     done: torch.cuda.Event | None = None
 
-    def place_of(self) -> dict[Request, int]:
-        """Return the place in `tokens` of the first token of each request."""
+    def token_indices(self) -> dict[Request, int]:
+        """Return, for each request, the index of its first token in `tokens`."""
         plan = self.packed.plan
-        places = {}
-        place = 0
+        indices = {}
+        index = 0
         for request in plan.decodes:
-            places[request] = place
-            place += plan.num_sampled(request)
-        return places | dict(zip(plan.completed, self.packed.places, strict=True))
+            indices[request] = index
+            index += plan.num_sampled(request)
+        return indices | dict(zip(plan.completed, self.packed.completed_indices, strict=True))
 
 
-FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; the next ones are twice as large
-# Rows of a step that cost little more than one: the smallest tiles of ops/linear.py, and what
-# ops/cpu.c multiplies at once. The most tokens that may be guessed, all requests together.
+FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; each further shape has twice as many
+# The number of rows that take hardly longer than one: the smallest tile of ops/linear.py, and the
+# rows that ops/cpu.c multiplies together. It limits the guessed tokens of a step, summed over all
+# requests.
 CHEAP_ROWS_ON_GPU = 16
 CHEAP_ROWS = 8
-COARSE = (8, 32, 64, 128, 256)  # decodes beside chunks: a step of many tokens bears more padding
-TOKENS_OF_A_CHUNK = 64  # a shape of T chunk tokens has room for T / this chunks, at least 8
+# Numbers of decodes in shapes with chunks. They are few, because in a step of many tokens some more
+# rows of padding hardly matter.
+COARSE = (8, 32, 64, 128, 256)
+TOKENS_OF_A_CHUNK = 64  # a shape with T chunk tokens fits T / TOKENS_OF_A_CHUNK chunks, at least 8
 
 
 def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     """
-    The shapes that steps of at most N decodes are padded to, graphs or not: without chunks, then
-    with chunks of up to `token_budget` tokens together; by tokens of chunks, then by decodes.
+    Return the shapes that steps of at most N decodes are padded to, with CUDA graphs and without.
+    Shapes without chunks come first. The others have chunks of up to `token_budget` tokens in
+    total. They are sorted by chunk tokens, then by decodes.
     """
     decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
     decodes.append(N)
@@ -97,25 +105,26 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
-            if n in COARSE or n == N:  # with N, no step has too many decodes
+            if n in COARSE or n == N:  # N, so that every step fits
                 shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
     return shapes
 
 
 class Device:
     """
-    The model, the KV pool, and what must be known there of each running request, in arrays indexed
-    by its row: a plan carries only what changed. The last row belongs to padding, and its block
-    table is all sink.
+    The model, the KV pool, and the state of each running request. The state is kept in arrays that
+    are indexed by the request's row, so a plan carries only what changed. The last row is for
+    padding, and its block table points only to the padding block.
 
-    Where the operators allow it (`Ops.fixed_shapes`), steps are padded to a few `shapes`, each
-    captured once as a CUDA graph: forward, sampling and the update of these arrays are one launch.
+    If the operators allow it (`Ops.fixed_shapes`), steps are padded to a few `shapes`. Each shape
+    is captured once as a CUDA graph, so that forward, sampling and the update of the arrays are one
+    launch.
     """
 
     def __init__(self, model: GPT, settings: Settings):
         """
-        Allocate the pool and the arrays of rows. `settings` has sizes that are numbers, not None
-        (sizing.py). Raises ValueError for operators that do not work here.
+        Allocate the pool and the arrays. All sizes in `settings` must be filled in (sizing.py).
+        Raises ValueError for operators that do not work here.
         """
         config = model.config
         device = model.wte.weight.device
@@ -138,16 +147,18 @@ class Device:
         self.known = KnownRows(
             last_token=self.sampling.last_token,
             context_len=torch.zeros(N + 1, dtype=torch.int64, device=device),
-            block_tables=torch.full((N + 1, M), self.pool.sink, dtype=torch.int32, device=device),
+            block_tables=torch.full(
+                (N + 1, M), self.pool.padding_block, dtype=torch.int32, device=device
+            ),
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
-        self.shapes = []  # to which steps are padded, if they are
+        self.shapes = []  # that steps are padded to; empty: steps are not padded
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
-        self.finder = None  # of groups of decodes that begin alike
+        self.finder = None  # finds groups of decodes with a common prefix
         self.shapes_with_groups = []
-        if self.ops.group_finder and 0 in config.windows:  # some layer sees whole prefixes
+        if self.ops.group_finder and 0 in config.windows:  # some layer attends to whole prefixes
             G = config.n_head // config.n_kv_head
             self.finder = self.ops.group_finder(G, settings.block_size)
             if self.shapes:
@@ -159,10 +170,11 @@ class Device:
             self.program = self.ops.program(self.model, self.ops, self.pool.kv, self.known, T)
             self.run = self.run_program
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
-        # where graphs send their tokens, and how often they have: see fused.send
+        # the ring of rows that graphs send their tokens to, and the number of rows sent so far: see
+        # fused.send
         self.ring: Tensor | None = None
-        self.turn: Tensor | None = None
-        self.last_inputs = array("q")  # what `static_inputs`, the graphs' input, begins with now
+        self.num_sent: Tensor | None = None
+        self.last_inputs = array("q")  # the last inputs that were written into `static_inputs`
         if settings.graphs and self.shapes:
             self.capture_all()
             self.run = self.replay
@@ -170,7 +182,7 @@ class Device:
     # -- host to device ----------------------------------------------------------------------------
 
     def fill_rows(self, *requests: Request):
-        """Fill the rows of requests that start to run, start again, or were forked."""
+        """Fill the rows of requests that start to run, resume, or were forked."""
         starts = []
         for r in requests:
             tokens = r.generated_tokens or r.prompt_tokens
@@ -182,26 +194,26 @@ class Device:
         self.sampling.fill(*map(sampling_row, requests))
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests, padded with the sink to the longest."""
+        """Fill the block tables of requests. Shorter tables are padded with the padding block."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
             missing = M - len(r.block_table)
-            tables.extend([r.row, *r.block_table] + [self.pool.sink] * missing)
+            tables.extend([r.row, *r.block_table] + [self.pool.padding_block] * missing)
         tables = upload(tables, self.device).view(-1, 1 + M)
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
 
     def copy_blocks(self, copies: dict[int, int]):
-        """Copy blocks, {to: from}: all are read before any is written."""
-        to = upload(list(copies), self.device)
-        source = upload(list(copies.values()), self.device)
-        self.pool.copy_blocks(to, source)
+        """Copy blocks, {copy: source}. All are read before any is written."""
+        targets = upload(list(copies), self.device)
+        sources = upload(list(copies.values()), self.device)
+        self.pool.copy_blocks(targets, sources)
 
     # -- a step ------------------------------------------------------------------------------------
 
-    # Three ways to run a step; a device has one of them (`run`). A program is a list of calls into
-    # C. A batch is computed operator by operator. `replay` launches the batch's CUDA graph, if one
-    # was captured for its shape.
+    # There are three ways to run a step, and `run` is the one that this device uses. A program is a
+    # list of calls into C. A batch is computed operator by operator. `replay` launches the CUDA
+    # graph of the batch's shape, if there is one.
 
     @torch.inference_mode()
     def run_program(self, packed: PackedPlan) -> Launched:
@@ -219,14 +231,15 @@ class Device:
         if packed.shape not in self.graphs:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
-        if packed.inputs != self.last_inputs:  # else the same requests decode on in their blocks
-            upload(packed.inputs, self.device, to=self.static_inputs)
+        # equal inputs: the same requests decode another token, each in the same block as before
+        if packed.inputs != self.last_inputs:
+            upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs
         graph.replay()
         return Launched(packed, *outputs, on_host=next(self.sent))
 
     def send(self, launched: Launched):
-        """Start to bring the tokens to the host, if a graph has not done so itself."""
+        """Start to copy the tokens to the host, unless a graph has done so itself."""
         if launched.on_host is None:
             launched.on_host = launched.tokens.to("cpu", non_blocking=True)
         if launched.tokens.is_cuda:
@@ -235,83 +248,91 @@ class Device:
 
     def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """
-        A step of n decodes and C chunks of T tokens together. Returns the sampled tokens [n + C] of
-        all of them, their logits [n + C, V], and the hidden states of the last layer [n + T,
-        width]. With `fixed_shapes` the host does not wait for the device, so a CUDA graph can hold
-        it; `plan` (None at a capture) shows what can be skipped.
+        Compute a step of n decodes and of C chunks with T tokens in total. Returns the sampled
+        tokens [n + C], their logits [n + C, V], and the hidden states of the last layer
+        [n + T, width]. With `fixed_shapes` the host never waits for the device in here, so the step
+        can be captured as a CUDA graph. `plan` shows what can be skipped; it is None during a
+        capture.
         """
         batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
-        batch.prepared = {w: self.ops.prepare(batch, H, kv, w) for w in self.windows}
+        batch.attention_plans = {w: self.ops.plan_attention(batch, H, kv, w) for w in self.windows}
         x = self.model.hidden(batch, self.pool.kv)
-        last = x[batch.logits_index] if shape.C else x  # a decode needs every token's
+        last = x[batch.logits_index] if shape.C else x  # with only decodes, every row is wanted
         logits = self.model.logits(last, self.ops)
         return self.sample(logits, rows, batch.context_lens, plan), logits, x
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
-        """Sample by the parameters in these rows. A plain request is greedy."""
-        asked = [getattr(r, "params", GREEDY) for r in plan.sampled] if plan else None
-        return self.ops.sample(logits, rows, positions, self.sampling, asked)
+        """Sample a token for each of these rows. A request without `params` is greedy."""
+        params = [getattr(r, "params", GREEDY) for r in plan.sampled] if plan else None
+        return self.ops.sample(logits, rows, positions, self.sampling, params)
 
     @torch.inference_mode()
     def sample_masked(
         self, launched: Launched, requests: dict[Request, int], masks: list[np.ndarray]
     ):
         """
-        Sample for these requests once more: each among the tokens of its mask [V / 32] int32, after
-        as many tokens of this step as `requests` says.
+        Sample again for these requests, each only among the tokens that its mask allows. A mask is
+        [V / 32] int32. `requests` maps each request to the number of its tokens of this step that
+        come before the new one.
         """
-        place_of = launched.place_of()
-        places = [place_of[r] + n for r, n in requests.items()]
-        at = upload(places, self.device)
+        index_of = launched.token_indices()
+        indices = upload([index_of[r] + n for r, n in requests.items()], self.device)
         rows = upload([r.row for r in requests], self.device)
         known = [r.num_tokens - r.num_to_come + n for r, n in requests.items()]
         positions = upload(known, self.device)
         allowed = torch.from_numpy(np.stack(masks))
         allowed = upload(allowed, self.device, torch.int32)
         tokens = launched.tokens
-        self.sampling.uncount(rows, tokens[at])
-        asked = [r.params for r in requests]
-        logits = launched.logits[at]
-        tokens[at] = self.ops.sample(logits, rows, positions, self.sampling, asked, allowed)
-        launched.on_host = None  # a graph has sent the others
+        self.sampling.uncount(rows, tokens[indices])
+        params = [r.params for r in requests]
+        logits = launched.logits[indices]
+        tokens[indices] = self.ops.sample(logits, rows, positions, self.sampling, params, allowed)
+        launched.on_host = None  # a graph may have sent the old tokens: `send` copies the new ones
 
     @torch.inference_mode()
-    def sampled_logprobs(self, launched: Launched, places: list[int], most: int) -> tuple:
-        """Return `logprobs` of the tokens at these places, with `most` candidates of each."""
-        at = upload(places, self.device)
-        return self.ops.logprobs(launched.logits[at], launched.tokens[at], most)
+    def sampled_logprobs(self, launched: Launched, indices: list[int], most: int) -> tuple:
+        """
+        Return the log-probabilities of the sampled tokens at these indices, with `most` candidates
+        for each (`logprobs` in ops/sampling.py).
+        """
+        indices = upload(indices, self.device)
+        return self.ops.logprobs(launched.logits[indices], launched.tokens[indices], most)
 
     @torch.inference_mode()
     def prompt_logprobs(
         self, launched: Launched, rows: slice, targets: list[int], most: int
     ) -> list[Tensor]:
-        """Return `logprobs` of these tokens, after the hidden states in these rows."""
+        """
+        Return the log-probabilities of these tokens, each predicted by the hidden state in the
+        corresponding row, with `most` candidates for each.
+        """
         logits = self.model.logits(launched.hidden[rows], self.ops)
         targets = upload(targets, self.device)
         return self.ops.logprobs(logits, targets, most)
 
     # -- CUDA graphs -------------------------------------------------------------------------------
 
-    def follow_turn(self):
+    def sync_ring(self):
         """
-        Go on reading at the row that the next graph sends its tokens to. Also called after Ctrl-C,
-        which may have come after a graph was launched and before the host counted it.
+        Let the host continue to read at the row of the ring that the next graph sends its tokens
+        to. Also called after Ctrl-C, which may have struck after a graph was launched but before
+        the host had counted it.
         """
         if self.ring is not None:
-            turn = self.turn.item() % len(self.ring)
-            self.sent = itertools.islice(itertools.cycle(self.ring), turn, None)
+            first = self.num_sent.item() % len(self.ring)
+            self.sent = itertools.islice(itertools.cycle(self.ring), first, None)
 
     def padding(self, shape: StepShape) -> array:
-        """Return the inputs of a step that is all padding."""
-        return pack(Plan(), shape, self.padding_row, self.pool.sink)
+        """Return the inputs of a step that consists of padding only."""
+        return pack(Plan(), shape, self.padding_row, self.pool.padding_block)
 
     @torch.inference_mode()
     def warm_up(self):
         """
-        Compute the largest step there is, all of it padding, so that its kernels are compiled and
-        its memory is taken. Does nothing where steps are not padded.
+        Compute the largest step, with nothing but padding, to compile its kernels and to allocate
+        its memory. Does nothing if steps are not padded.
         """
         if self.shapes:
             largest = max(self.shapes, key=lambda shape: shape.n + shape.T)
@@ -321,17 +342,17 @@ class Device:
     @torch.inference_mode()
     def capture_all(self):
         """
-        Capture every shape as a CUDA graph, the largest first, so that the smaller ones reuse their
-        memory. A step runs once before: that compiles its kernels. At the end all objects of the
-        process are exempt from garbage collection.
+        Capture every shape as a CUDA graph. The largest shape comes first, so that the smaller ones
+        reuse its memory. Before its capture each step runs once, which compiles its kernels. At the
+        end, all existing objects are exempted from garbage collection.
         """
         shapes = self.shapes + self.shapes_with_groups
         longest = max(sum(sizes(shape)) for shape in shapes)
         self.static_inputs = torch.full((longest,), self.padding_row, device=self.device)
-        # two steps are under way at most
+        # at most two steps are in flight, so four rows are enough
         most = max(shape.n + shape.C for shape in shapes)
         self.ring = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
-        self.turn = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.num_sent = torch.zeros(1, dtype=torch.int64, device=self.device)
         pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         reserved = torch.cuda.memory_reserved()
@@ -339,19 +360,19 @@ class Device:
         largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
             packed = upload(self.padding(shape), self.device, to=self.static_inputs)
-            stream.wait_stream(torch.cuda.current_stream())  # which made all that it reads
+            stream.wait_stream(torch.cuda.current_stream())  # its inputs were made there
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)
-                self.ops.send(tokens, self.ring, self.turn)
+                self.ops.send(tokens, self.ring, self.num_sent)
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=stream):
                 outputs = self.compute(packed, shape)
-                self.ops.send(outputs[0], self.ring, self.turn)
+                self.ops.send(outputs[0], self.ring, self.num_sent)
             self.graphs[shape] = graph, *outputs
-        self.follow_turn()
+        self.sync_ring()
         gc.collect()
-        # all objects so far stay: to look through them would hold up a step for 50 ms
+        # these objects live as long as the process; to scan them would delay a step by 50 ms
         gc.freeze()
         memory = (torch.cuda.memory_reserved() - reserved) / 2**20
         seconds = time.perf_counter() - started

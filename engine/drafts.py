@@ -1,25 +1,26 @@
 """
-Speculative decoding without a draft model: the text so far guesses how it goes on.
+Speculative decoding without a draft model: the text so far is used to guess how it continues.
 
-    drafts.planned(step)        # guess, in the room that the plan leaves
-    ...                         # compute the step, guesses and all
-    drafts.settled(step)        # keep the tokens up to the first wrong guess, and one more
+    drafts.planned(step)        # add guesses to the plan, as far as there is capacity
+    ...                         # compute the step, including the guesses
+    drafts.settled(step)        # keep the tokens up to the first wrong guess, plus one more
 
-A step reads all weights even for one token, and hardly takes longer for a few. So if the last
-tokens of a text occurred in it before, the tokens that followed them there are its draft (prompt
-lookup, Saxena 2023; vLLM's method "ngram"). After the last token t and a draft a b c, four tokens
-are sampled at once:
+A step reads all weights of the model, so it takes hardly longer for a few tokens than for one. If
+the last tokens of a text have occurred in it before, the tokens that followed them there are its
+draft (prompt lookup, Saxena 2023; vLLM's method "ngram"). For example, after the last token t and a
+draft a b c, four tokens are sampled in one step:
 
     computed    t  a  b  c
     sampled     a  b  x  y      a and b were right; x comes after them; y follows a wrong c: dropped
 
 The noise of a token depends on its request's seed and on its position. So a wrong guess costs time,
-never a token, greedy or sampled; and where logits do not depend on the rows beside them (ops/cpu.c,
-ops/deterministic.py) a text is to the bit what it would be without drafts.
+but it never changes a token, whether sampling is greedy or not. If logits do not depend on the
+other rows of a batch (ops/cpu.c, ops/deterministic.py), a text is equal to the bit to what it would
+be without drafts.
 
-A guess needs all tokens before it, but with overlap a step is planned before the last one is known.
-So the engine overlaps steps until the known tokens promise a draft, and then waits for each step
-before it plans the next, as long as there are drafts.
+A guess needs all tokens before it. But with overlap, a step is planned before the last token is
+known. So the engine overlaps steps until the known tokens of some text promise a draft. From then
+on it waits for each step before it plans the next one, as long as there are drafts.
 """
 
 from engine.step import Answer, Stage, Step
@@ -31,23 +32,23 @@ LONGEST_PAUSE = 64  # tokens without a draft, after many wrong guesses in a row
 
 
 class GrowingText:
-    """A request's text, and where in it each n-gram occurred last."""
+    """The text of a request, with an index of where each n-gram occurred last."""
 
     def __init__(self, request: Request):
         self.request = request
         self.can_guess = can_guess(request)
-        self.tokens: list[int] = []  # as far as they were known at the last guess
-        self.place_after: dict[tuple, int] = {}  # n-gram -> the place after it
-        self.num_indexed = MATCHED  # the next place to enter; never the end of the text
-        # what its guesses were worth
-        self.length = 1  # of the next draft
-        self.pause = 1  # tokens without a draft, after the next wrong guess
-        self.pause_ends = 0  # when the text has this many tokens
+        self.tokens: list[int] = []  # prompt and answer, as far as known at the last guess
+        self.place_after: dict[tuple, int] = {}  # n-gram -> the place after its last occurrence
+        self.num_indexed = MATCHED  # the next place to index; never the end of the text
+        # how well it was guessed so far determines these
+        self.length = 1  # maximum length of the next draft
+        self.pause = 1  # number of tokens without a draft, after the next wrong draft
+        self.pause_ends = 0  # no draft before the text has this many tokens
 
     def guess(self, most: int) -> list[int]:
         """
-        At most `most` tokens that may follow the known ones; [] if the last MATCHED of these have
-        not occurred before.
+        Return a draft: up to `most` tokens that may follow the known ones. Return [] if the last
+        MATCHED tokens have not occurred before.
         """
         if not self.can_guess or most < 1:
             return []
@@ -60,14 +61,16 @@ class GrowingText:
         place = self.place_after.get(tuple(tokens[-MATCHED:]))
         if place is None or len(tokens) < self.pause_ends:
             return []
-        # a text that repeats a few tokens over and over goes on with them
+        # If the draft reaches the end of the text, it starts over at `place`: a text that repeats a
+        # few tokens over and over is expected to continue so.
         period = len(tokens) - place
         return [tokens[place + i % period] for i in range(min(most, self.length))]
 
     def learn(self, num_right: int):
         """
-        Longer drafts after right guesses, longer pauses after wrong ones: while half of the guesses
-        are wrong, or more, guessing does not pay.
+        Adapt to the last draft, of which `num_right` guesses were right. After right guesses drafts
+        get longer. After a wrong draft the pauses get longer, because guessing does not pay while
+        half of the guesses or more are wrong.
         """
         self.length = 2 * num_right + 1
         if num_right:
@@ -78,15 +81,15 @@ class GrowingText:
 
 
 class Drafts(Stage):
-    """The drafts of an engine, if its settings want them."""
+    """The drafts of an engine, if its settings turn them on (`speculate`)."""
 
     def __init__(self, engine):
         super().__init__(engine)
         self.is_on = engine.settings.speculate
         self.texts: dict[Request, GrowingText] = {}
-        self.promised: set[Request] = set()  # the engine has waited for drafts of these
-        self.num_guessed = 0  # tokens, and of these the right ones
-        self.num_right = 0
+        self.promised: set[Request] = set()  # requests whose drafts the engine has waited for
+        self.num_guessed = 0  # tokens
+        self.num_right = 0  # tokens guessed right
 
     def stats(self) -> dict:
         return {"guessed": self.num_guessed, "right": self.num_right}
@@ -97,58 +100,58 @@ class Drafts(Stage):
 
     def waits_for(self, step: Step) -> bool:
         """
-        Return whether the step under way must end before the next one is planned: it has drafts, or
-        some text is likely to get one.
+        Return True if the step in flight must end before the next one is planned. This is the case
+        if it has drafts, or if some text is likely to get one.
         """
         if not self.is_on or step.plan.guesses:
             return self.is_on
         scheduler = self.engine.scheduler
-        room = self._room(scheduler.active)
-        if room <= 0 or scheduler.prefilling:
+        capacity = self._capacity(scheduler.active)
+        if capacity <= 0 or scheduler.prefilling:
             return False
-        self.promised = {r for r in scheduler.active if self._guess(r, room)}
+        self.promised = {r for r in scheduler.active if self._guess(r, capacity)}
         return bool(self.promised)
 
     def planned(self, step: Step):
         """
-        Add guesses to a plan that only has decodes, as far as the rows of a step, the budget and
-        free blocks allow.
+        Add guesses to a plan that only has decodes, as far as the cheap rows of a step, the token
+        budget and the free blocks allow.
         """
         plan = step.plan
-        room = self._room(plan.decodes) if self.is_on else 0
-        if room <= 0 or plan.chunks:
+        capacity = self._capacity(plan.decodes) if self.is_on else 0
+        if capacity <= 0 or plan.chunks:
             return
         for request in plan.decodes:
             if request.num_to_come:
                 continue
-            draft = self._guess(request, room)
+            draft = self._guess(request, capacity)
             if draft:
                 self._add_draft(plan, request, draft)
-                room -= len(draft)
+                capacity -= len(draft)
 
-    def _room(self, decodes: list[Request]) -> int:
-        """How many guesses there is room for beside these decodes."""
+    def _capacity(self, decodes: list[Request]) -> int:
+        """Return the number of guesses that a step can compute in addition to these decodes."""
         engine = self.engine
         return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
-    def _guess(self, request: Request, room: int) -> list[int]:
-        """Return the draft of a request, for so much room."""
+    def _guess(self, request: Request, capacity: int) -> list[int]:
+        """Return the draft of a request, at most `capacity` tokens."""
         if request not in self.texts:
             self.texts[request] = GrowingText(request)
-        wanted = min(room, request.max_new_tokens - request.num_generated - 1)
+        wanted = min(capacity, request.max_new_tokens - request.num_generated - 1)
         return self.texts[request].guess(wanted)
 
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
-        """Put the draft into the plan, as much of it as there are free blocks for."""
+        """Add the draft to the plan, as far as there are free blocks for it."""
         num_blocks = len(request.block_table)
-        num_slots = self.engine.scheduler.extend(request, 1 + len(draft))
+        num_slots = self.engine.scheduler.extend_if_free(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
             plan.grown.append(request)
         if num_slots > 1:
             plan.guesses[request] = draft[: num_slots - 1]
 
     def launched(self, step: Step):
-        """Waiting for a draft that did not come was as bad as a wrong guess."""
+        """Treat a draft that the engine has waited for, and that did not come, as a wrong one."""
         if not self.promised:
             return
         for request in self.promised - step.plan.guesses.keys():
@@ -157,7 +160,7 @@ class Drafts(Stage):
         self.promised = set()
 
     def settled(self, step: Step):
-        """Keep the tokens that right guesses led to, and the one after the last of them."""
+        """Keep the tokens that confirm right guesses, plus the one sampled after the last."""
         for request, draft in step.plan.guesses.items():
             self.num_guessed += len(draft)
             tokens = step.tokens.get(request)
@@ -169,7 +172,10 @@ class Drafts(Stage):
 
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
-    """How many tokens of a draft, up to the first stop token, equal those that were sampled."""
+    """
+    Return how many tokens of a draft equal the sampled ones. Counting ends at the first difference,
+    and at a stop token.
+    """
     for i, token in enumerate(draft):
         if token != sampled[i] or token in stop_token_ids:
             return i
@@ -178,8 +184,9 @@ def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[in
 
 def can_guess(request: Request) -> bool:
     """
-    False if the choice of a token needs more than its logits and its position, as the counts of a
-    penalty or a grammar's mask before filters; and if its tokens are to be scored.
+    Return whether a request's tokens can be guessed. They cannot if sampling depends on more than
+    the logits and the position, for example on the counts of a penalty, or on a grammar's mask that
+    comes before filters. Nor can they if log-probabilities are wanted.
     """
     params = getattr(request, "params", GREEDY)
     masked_first = params.grammar and params.filters

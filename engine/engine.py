@@ -1,13 +1,13 @@
 """
-Requests in, tokens out: plan -> launch -> resolve, a step at a time.
+Requests in, tokens out: each step is plan -> launch -> resolve.
 
     engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes, the `Runner` (runner.py) brings it to the
-`Device` (device.py), and the `Engine` ties them to requests that come and go: continuous batching.
-Whatever else can happen to a step is done by stages (step.py). The server's loop is in process.py,
-the post's in interleaved.py.
+The `Scheduler` (paged.py) decides what a step computes. The `Runner` (runner.py) sends it to the
+`Device` (device.py). The `Engine` drives both for requests that come and go, which is continuous
+batching. Everything else that can happen in a step is done by stages (step.py). The server's loop
+is in process.py, and the post's loop in interleaved.py.
 """
 
 import random
@@ -30,18 +30,25 @@ from model import GPT
 from paged import Scheduler
 from params import NO_TOKEN, SamplingParams, Settings
 
-MAX_DELAYS = 10_000  # of each kind are kept: `stats` empties them, but only servers call it
+# delays kept of each kind; `stats` empties the lists, but only servers call it
+MAX_DELAYS = 10_000
 BROKEN = "the model's logits are not numbers: its weights are broken"
 
 
 class Engine:
-    """Requests come and go, `step` by step. Not thread-safe: one thread calls all methods."""
+    """
+    Serves requests that come and go; each `step` computes some tokens of each. Not thread-safe:
+    call all methods from one thread.
+    """
 
     def __init__(self, model: GPT, settings: Settings | None = None):
-        """Raises ValueError for settings that cannot work here, with what to change."""
+        """
+        Raises ValueError for settings that cannot work here. The message says what to change.
+        """
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
-        if on_gpu and settings.num_blocks is None:  # what a step takes is not free for the pool
+        # a step's own memory must be taken before the pool is sized by the memory that is free
+        if on_gpu and settings.num_blocks is None:
             with explain_lack_of_memory("the weights and a step"):
                 Device(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
         settings = with_pool_size(settings, model)
@@ -64,10 +71,11 @@ class Engine:
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.stages = build_stages(self)
-        self.acting = by_moment(self.stages.values())
+        self.acting = by_moment(self.stages.values())  # moment of a step -> stages that act then
         self.in_flight: Step | None = None
         self.requests: dict[int | str, Answer] = {}  # waiting or running
-        self.promised: dict[int | str, list[Answer]] = {}  # other answers, still to be forked
+        # a request with n > 1 -> its other answers, which are still to be forked
+        self.promised: dict[int | str, list[Answer]] = {}
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
         self.num_steps = 0
@@ -76,7 +84,7 @@ class Engine:
 
     @property
     def blocks(self) -> str:
-        """The size of the pool, for messages: "40 blocks of 16"."""
+        """The size of the pool for messages, for example "40 blocks of 16"."""
         return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
@@ -98,12 +106,12 @@ class Engine:
         name: str = "",
     ) -> Answer:
         """
-        Queue a request; a lower priority is served first. With n > 1, n - 1 further choices with
-        the ids "id.1", "id.2", ... are forked from the request once its prompt is computed; if it
-        fails before that, there are none. `prompt_logprobs`: score the prompt, with that many
-        candidates for each token. `name`: what its client calls it. Returns the queued request.
-        Raises ValueError at once, with the numbers, for what can never be served, and for an id
-        that is in use.
+        Queue a request, and return it. Lower priorities are served first. With n > 1, the request
+        is forked once its prompt is computed: n - 1 further answers get the ids "id.1", "id.2", and
+        so on. If the request fails before that, they are never started. `prompt_logprobs`: score
+        the prompt, with this many candidates for each token. `name`: the client's name for the
+        request. Raises ValueError, with the numbers, if the request could never be served or its id
+        is in use.
         """
         prompt_tokens = list(prompt_tokens)
         params.check_vocabulary(self.config.vocab_size)
@@ -137,7 +145,7 @@ class Engine:
         return request
 
     def _announce(self, request: Answer):
-        """Register a request that the scheduler has got, and tell the stages."""
+        """Register a request that is in the scheduler, and notify the stages."""
         self.requests[request.id] = request
         for stage in self.stages.values():
             stage.added(request)
@@ -154,7 +162,7 @@ class Engine:
             raise ValueError("the prompt is empty: give it at least one token")
         V = self.config.vocab_size
         for t in prompt_tokens:
-            if type(t) is not int or not 0 <= t < V:  # numpy's numbers are no int either
+            if type(t) is not int or not 0 <= t < V:  # this also refuses numpy's integers
                 raise ValueError(
                     f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
                     "tokenizer, to a list"
@@ -171,10 +179,10 @@ class Engine:
     def _fork_answers(self, first: Answer):
         """
         Start the other answers to the prompt of `first`, which was just computed (parallel
-        sampling). A fork shares all blocks of the prompt and computes only the prompt's last token
-        again, which gives the logits to sample from. Where nothing can be shared (no row is free,
-        the first answer has ended, the last block is full and committed) an answer waits like any
-        request and finds the blocks in the prefix cache.
+        sampling). A fork shares all blocks of the prompt. It computes only the prompt's last token
+        again, for the logits to sample from. Sharing is not possible if no row is free, if the
+        first answer has ended, or if the prompt's last block is full and committed. Then an answer
+        waits like any request, and finds the blocks in the prefix cache.
         """
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
@@ -200,8 +208,9 @@ class Engine:
 
     def abort(self, id: int | str):
         """
-        Forget a request, in any state, and free its blocks. One that has finished already is no
-        error. Answers that are not forked yet never are; the others have ids of their own.
+        Forget a request, whatever its state, and free its blocks. It is no error if the request has
+        already finished. Its other answers are not started, unless they were already forked: those
+        go on, and have ids of their own to abort them by.
         """
         self.promised.pop(id, None)
         request = self.requests.get(id)
@@ -219,16 +228,19 @@ class Engine:
 
     def step(self) -> list[Output]:
         """
-        Compute one step; with overlap, start one and return what the one before has brought, so
-        that the host works while the device does. For that the last token of a request stays on the
-        device (`KnownRows.last_token`), where the next step reads it, and the host appends a place
-        for it (`paged.TO_COME`) in `advance`, which `resolve` fills in a step later:
+        Compute one step, and return its outputs. With overlap, start one step and return the
+        outputs of the step before, so that the host works while the device does:
 
             host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
             device                  [ step 1             ][ step 2                      ][ step 3 ..
 
-        A stage that must know all tokens has the step under way resolved first. If a step fails,
-        the requests that took part end with an error and the others go on.
+        Overlap needs no token on the host to plan the next step. The last token of each request
+        stays on the device (`KnownRows.last_token`), where the next step reads it. On the host,
+        `advance` appends a placeholder (`paged.TO_COME`), and `resolve` replaces it a step later.
+
+        Some stages must know all tokens before the next plan. For these the step in flight is
+        resolved first (`waits_for`). If a step fails, the requests in it end with an error and the
+        others continue.
         """
         acting = self.acting
         outputs = []
@@ -243,8 +255,9 @@ class Engine:
             failed, step = self._launch()
             outputs += failed
         finally:
-            # Also if Ctrl-C ended the launch: the next plan may admit a request again that this one
-            # has preempted, and its chunk under way would then count for the new attempt.
+            # The step before is resolved even if Ctrl-C ended this launch. Otherwise, if this plan
+            # has preempted a request that the next plan admits again, the request's chunk in flight
+            # would count for the new attempt.
             if self.overlap:
                 step, self.in_flight = self.in_flight, step
             if step is not None:
@@ -255,8 +268,8 @@ class Engine:
 
     def _launch(self) -> tuple[list[Output], Step | None]:
         """
-        Plan a step and start it on the device. Returns the outputs of the requests that have failed
-        with it, and the step, or None where there is nothing to compute.
+        Plan a step and start it on the device. Returns the outputs of the requests that failed, and
+        the step. The step is None if there was nothing to compute or the launch failed.
         """
         acting = self.acting
         for stage in acting["begin"]:
@@ -269,8 +282,9 @@ class Engine:
             if not plan.decodes and not plan.chunks:
                 return [], None
             self.num_steps += 1
-            for request in plan.admitted:  # noted now: on a CPU, launching a step is computing it
-                if not request.num_preemptions:  # waiting again after that is not counted
+            # before the launch: on a CPU, `launch` only returns when the step is computed
+            for request in plan.admitted:
+                if not request.num_preemptions:  # the wait after a preemption is not counted
                     request.admitted_time = self._note_delay("waited", request.arrival_time)
             if self.settings.check:
                 self.scheduler.check(plan)
@@ -286,20 +300,20 @@ class Engine:
         return [], step
 
     def _note_delay(self, name: str, since: float) -> float:
-        """Note a delay for `stats`. Returns the time."""
+        """Note the delay since this time, for `stats`. Returns the current time."""
         now = time.monotonic()
         self.delays[name].append(now - since)
         return now
 
     def _resolve(self, step: Step) -> list[Output]:
-        """Wait for a step, and give its tokens to the scheduler. Returns its requests' outputs."""
+        """Wait for a step, and pass its tokens to the scheduler. Returns the requests' outputs."""
         plan = step.plan
         try:
             tokens = self.runner.wait_for(step.launched)
         except BaseException as error:
             return self._fail(step, error)
         prefilled = [r for r in plan.completed if r.num_to_come]
-        # without those that were aborted, or went back, since the launch
+        # leave out requests that were aborted or sent back since the launch
         dropped = step.dropped
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.acting["settled"]:
@@ -333,8 +347,8 @@ class Engine:
         return Output(request.id, [], "error", error=error)
 
     def _after_prefill(self, request: Answer, step: Step):
-        """A step has computed its prompt: note its first token, and fork the other answers."""
-        # one that is resumed after a preemption has had its first token; a fork has no time
+        """Note the delay of a request's first token, and fork the other answers to its prompt."""
+        # After a preemption this is not the first token. A fork has no `admitted_time`.
         is_first = request.num_known == 1 and step.tokens.get(request)
         if is_first and request.admitted_time is not None:
             self._note_delay("prefilled", request.admitted_time)
@@ -343,18 +357,19 @@ class Engine:
 
     def _fail(self, step: Step, error: BaseException) -> list[Output]:
         """
-        Abort the requests that took part in a step that failed: what it wrote of their K, V and
-        device state is unknown. Returns their outputs; Ctrl-C (BaseException) is raised again.
+        Abort the requests that took part in a failed step, because it is unknown what the step has
+        written to their K, V and device state. Returns their outputs. Raises Ctrl-C (any
+        BaseException that is not an Exception) again.
         """
         took_part = dict.fromkeys([r for r, _ in step.plan.work] + step.plan.admitted)
         reason = f"{type(error).__name__}: {error}"
-        # those that have not ended since
+        # leave out requests that have ended since
         running = [r for r in took_part if self.requests.get(r.id) is r]
         failed = [self._end_with(request, reason) for request in running]
         for stage in self.stages.values():
             stage.failed()
         if not isinstance(error, Exception):
-            self.device.follow_turn()
+            self.device.sync_ring()
             raise error
         return failed
 
@@ -367,16 +382,18 @@ class Engine:
         progress: bool = True,
     ) -> list[list[int]]:
         """
-        Continue all prompts (lists of token ids), batched continuously, by one SamplingParams or
-        one for each prompt; `progress`: with a bar on stderr. Returns the answers in order, a stop
-        token included. Raises ValueError for what does not fit, RuntimeError if a step failed;
-        either way, and after Ctrl-C, nothing of the call stays in the engine.
+        Continue all prompts (lists of token ids) with continuous batching. `params` is one
+        SamplingParams for all prompts, or a list with one for each. `progress` shows a bar on
+        stderr. Returns the answers in the order of the prompts; an answer that ended with a stop
+        token includes it. Raises ValueError for a prompt that does not fit, and RuntimeError if a
+        step failed. After an error or Ctrl-C, no request of the call stays in the engine.
         """
         prompts = list(prompts)
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
         requests = []
         try:
-            for i, (prompt, p) in enumerate(zip(prompts, each, strict=True)):
+            for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                 requests.append(self.add_request(f"generate-{i}", prompt, p))
             with tqdm(total=len(prompts), unit=" requests", disable=not progress) as bar:
                 while self.has_work:
@@ -388,14 +405,15 @@ class Engine:
             for request in requests:
                 self.abort(request.id)
             if not self.requests:
-                # its results are of no use; later work on its blocks comes later on the same stream
+                # The step in flight is not needed. Later steps may reuse its blocks, because they
+                # come after it on the same stream.
                 self.in_flight = None
         return [r.generated_tokens for r in requests]
 
     # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
-        """A line about memory, room, attention and graphs, printed before the engine serves."""
+        """Return a line about memory, pool, attention and graphs, printed before serving."""
         device = self.device
         S = self.scheduler.block_size
         size = device.pool.kv.nbytes / 2**20
@@ -413,7 +431,7 @@ class Engine:
         return "; ".join(parts)
 
     def counts(self) -> dict[str, int]:
-        """Running totals since the engine was built."""
+        """Return running totals since the engine was built."""
         return {
             "steps": self.num_steps,
             "prefill tokens": self.num_prefill_tokens,
@@ -425,9 +443,9 @@ class Engine:
 
     def stats(self) -> dict:
         """
-        Return the numbers for a server's metrics. `waited` has the seconds that each request
-        admitted since the last call spent in the queue. `prefilled` has the seconds from there to
-        the first token, for each request that got its first token since.
+        Return the numbers for a server's metrics. Two lists cover the time since the last call:
+        `waited` has the seconds in the queue of each request that was admitted, and `prefilled` the
+        seconds from admission to the first token of each request that got its first token.
         """
         scheduler = self.scheduler
         delays = {name: list(values) for name, values in self.delays.items()}

@@ -1,19 +1,19 @@
 """
-Records: what the engine does, line by line; written to a file, and sent to the page at /.
+Records of what the engine does, line by line. They are written to a file and sent to the page at /.
 
     recorder = engine.stages["record"]
-    recorder.listen(print)                  # a line for each step, as JSON
+    recorder.listen(print)                  # prints a line of JSON for each step
 
-Without listeners nothing is computed. A record begins with a snapshot; each line after it has the
-changes of a step: what its `Plan` says, and the block tables that differ.
+Without listeners, no line is computed. A record begins with a snapshot of the state. Each line
+after that has the changes of a step: the contents of its `Plan`, and the block tables that differ.
 
     {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
     {"event": "step", "step": 0, "admitted": [[1, 0, 20]], "chunks": [[1, 0, 20]], "resolved": 0,
      "sampled": 1, "new": [{"r": 1, "prompt": 20, ..}], "tables": [[1, 0, [0, 1]]], ..}
     {"event": "idle"}
 
-REFERENCE.md lists all fields. The page reads them in state.js, Python in assets/records.py. Imports
-no torch.
+REFERENCE.md lists all fields. The page parses records in state.js, and Python in assets/records.py.
+This file does not import torch.
 """
 
 import json
@@ -27,45 +27,49 @@ from common import say
 from engine.step import Stage, Step
 from paged import Request
 
-VERSION = 2  # of the lines
+VERSION = 2  # of the format
 SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len")
-LINES_A_SNAPSHOT = 1000  # a reader can begin at any snapshot
-PUBLISH_SECONDS = 0.1  # between two messages to listeners
-KEEP_SECONDS = 600  # for which lines are still published without listeners: pages are reloaded
+LINES_A_SNAPSHOT = 1000  # lines from one snapshot to the next; a reader can begin at any snapshot
+PUBLISH_SECONDS = 0.1  # at least this long between two messages to listeners
+KEEP_SECONDS = 600  # how long to go on without listeners, because pages are reloaded
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder(Stage):
     """
-    Calls `listeners`, functions of a text, with each line. With `has_tokens` the lines have token
-    ids, which reveal text.
+    Passes each line to all `listeners`, which are functions of a string. If `has_tokens`, the lines
+    include token ids, which reveal texts.
     """
 
     def __init__(self, engine):
         super().__init__(engine)
         self.listeners: list[Callable[[str], None]] = []
         self.has_tokens = False
-        self.time = -math.inf  # of the last line, in seconds since the engine was started
+        self.time = -math.inf  # of the last line: seconds since the engine started
 
     def listen(self, listener: Callable[[str], None], tokens: bool = False):
-        """Call it with each line from now on. The first listener decides whether of `tokens`."""
+        """
+        Call `listener` with each line from now on. The first listener decides whether the lines
+        have token ids.
+        """
         if not self.listeners:
             self.has_tokens = tokens
             self.scheduler = self.engine.scheduler
-            self.line = {}  # of the step under way
+            self.line = {}  # the fields of the next line
             self._take_stock()
         self.listeners.append(listener)
 
     def _take_stock(self):
-        """Keep the present state, as a snapshot has it: later lines have the changes since."""
+        """Save the present state, as a snapshot shows it. Later lines have the changes since."""
         scheduler = self.scheduler
         everyone = scheduler.waiting + scheduler.running
-        self.tables = {r: r.block_table.copy() for r in everyone}  # as the lines so far have them
-        self.changed: list[Request] = []  # whose tables may differ from that
+        # the block tables as a reader of the lines so far knows them
+        self.tables = {r: r.block_table.copy() for r in everyone}
+        self.changed: list[Request] = []  # requests whose block tables may differ from these
         self.decodes: list[Request] | None = []
         self.num_added = scheduler.num_added
         self.num_idled = scheduler.block_allocator.num_idled
-        self.lines_left = LINES_A_SNAPSHOT  # until the next one
+        self.lines_left = LINES_A_SNAPSHOT  # until the next snapshot
 
     # -- in a server's loop ------------------------------------------------------------------------
 
@@ -89,8 +93,8 @@ class Recorder(Stage):
 
     def planned(self, step: Step):
         """
-        A step is about to start, and its tokens are not counted as filled yet; or a plan with
-        nothing to compute has preempted a request.
+        Note the plan of a step before the step starts, when its tokens do not count as filled yet.
+        A plan with nothing to compute is noted too if it has preempted a request.
         """
         plan = step.plan
         is_step = bool(plan.decodes or plan.chunks)
@@ -102,14 +106,17 @@ class Recorder(Stage):
                 self.decodes = plan.decodes.copy()
                 self.line["decodes"] = numbers(plan.decodes)
         admitted = [[r.arrival_number, r.num_filled_slots, r.num_tokens] for r in plan.admitted]
-        # by its new blocks, which a request that was preempted after all no longer has
+        # A copy is attributed to the request that has the new block. If that request was preempted
+        # in the same plan, no request has the block, and the copy is left out.
         S = self.scheduler.block_size
         writers = {
             block: r.arrival_number
             for r in plan.grown
             for block in r.block_table[r.num_filled_slots // S :]
         }
-        copies = [[writers[to], to, of] for to, of in plan.copies.items() if to in writers]
+        copies = [
+            [writers[copy], copy, source] for copy, source in plan.copies.items() if copy in writers
+        ]
         self._add(preempted=numbers(plan.preempted), admitted=admitted)
         self._add(chunks=[[r.arrival_number, r.prefill_cursor, n] for r, n in plan.chunks])
         self._add(copies=copies, evicted=plan.evicted)
@@ -119,7 +126,7 @@ class Recorder(Stage):
         self.changed += plan.preempted + plan.admitted + plan.grown
 
     def resolved(self, step: Step):
-        """The tokens of a step are known, and its full blocks committed."""
+        """Note the tokens of a step that is done, and the blocks that it has committed."""
         if not self.listeners:
             return
         tokens = step.tokens
@@ -129,23 +136,23 @@ class Recorder(Stage):
         right = {r: len(tokens[r]) - 1 for r in guesses if tokens.get(r)}
         drafts = [[r.arrival_number, n] for r, n in right.items() if n]
         self._add(drafts=drafts, committed=self.scheduler.committed)
-        # what wrong guesses give back; one that has hung up may be told already
+        # wrong guesses may have given back blocks; a request that was aborted may be gone already
         self.changed += [r for r in guesses if r in self.tables]
         if self.has_tokens:
             self._add(tokens=[(r.arrival_number, t) for r, new in tokens.items() for t in new])
-        if not all(tokens.values()):  # a request went back, and waits
+        if not all(tokens.values()):  # a request was sent back, and waits
             self.failed()
 
     def ended(self, request: Request):
         if self.listeners and self.decodes and request in self.decodes:
-            self.decodes = None  # so that the next step's line says who decodes
+            self.decodes = None  # so that the next step's line lists the decodes again
 
     def failed(self):
-        """No line has what a step that failed has moved, so a snapshot follows."""
+        """Have a snapshot written next, because the lines do not have the changes of this step."""
         self.lines_left = 0
 
     def between(self):
-        """Write the line of what has changed since the last one, if anything has."""
+        """Write a line with the changes since the last one, if there are any."""
         if not self.listeners:
             return
         self._add_new()
@@ -178,15 +185,15 @@ class Recorder(Stage):
             listener(line)
 
     def _add(self, **lists: list):
-        """Empty lists are left out."""
+        """Add these fields to the next line, except empty lists."""
         self.line |= {name: values for name, values in lists.items() if values}
 
     def _add_new(self):
-        """Requests since the last line: queued, or forked from an active one."""
+        """Add the requests that were queued or forked since the last line."""
         scheduler = self.scheduler
         if scheduler.num_added == self.num_added:
             return
-        # one of the plan's may have ended with this step already
+        # a new request may have ended with this very step: then it is only in `changed`
         everyone = dict.fromkeys(scheduler.waiting + scheduler.running + self.changed)
         new = [r for r in everyone if r.arrival_number > self.num_added]
         self.num_added = scheduler.num_added
@@ -195,15 +202,15 @@ class Recorder(Stage):
         self._add(new=[identity(r) for r in new])
 
     def _add_tables(self):
-        """The block tables that differ from the lines so far, and from which entry on."""
-        if self.scheduler.after_commit:  # it may have changed any table
+        """Add the block tables that have changed, each from its first changed entry on."""
+        if self.scheduler.after_commit:  # sliding windows may have changed any table
             self.changed = self.scheduler.running + self.changed
         tables = []
         for r in dict.fromkeys(self.changed):
             sent = self.tables[r]
             if r.block_table == sent:
                 continue
-            # mostly it has grown, or its last block is a copy
+            # usually the table has only grown, or its last block was replaced by a copy
             start = max(0, min(len(sent), len(r.block_table)) - 1)
             if sent[:start] != r.block_table[:start]:
                 start = 0
@@ -222,7 +229,7 @@ class Recorder(Stage):
         self._add(ended=[[r.arrival_number, r.finish_reason, r.num_generated] for r in ended])
 
     def _add_idle(self):
-        """The blocks that have become idle, in that order."""
+        """Add the blocks that have become idle, oldest first."""
         allocator = self.scheduler.block_allocator
         newest_first = reversed(allocator.idle.items())
         new = takewhile(lambda item: item[1] > self.num_idled, newest_first)
@@ -230,24 +237,24 @@ class Recorder(Stage):
         self.num_idled = allocator.num_idled
 
     def snapshot(self) -> str:
-        """A line with the whole state; valid between two steps."""
+        """Return a line with the whole state. Call it between two steps."""
         settings = {name: getattr(self.engine.settings, name) for name in SETTINGS}
         state = {
             "version": VERSION,
-            # not its process id: a restarted container has the same again
+            # identifies the engine; a process id would not, as a restarted container has the same
             "engine": round(self.engine.started * 1e6),
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
             "requests": [self._describe(r) for r in self.tables],
             "decodes": numbers(self.decodes or []),
-            "committed": [*self.scheduler.block_cache.held],
+            "committed": [*self.scheduler.block_cache.contents],
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),
         }
         return self._text("snapshot", settings | state)
 
     def _describe(self, r: Request) -> dict:
-        # of a draft under way, the lines will tell what was right
+        # leave out a draft in flight: a later line has the guesses that were right
         guessed = max(0, r.num_to_come - 1)
         described = {
             "filled": r.num_filled_slots - guessed,
@@ -263,7 +270,10 @@ class Recorder(Stage):
 
 
 def identity(r: Request) -> dict:
-    """Return a request's fields in a line. The key of the prefix cache names the API key."""
+    """
+    Return the fields that describe a request in a line. The first part of the cache salt identifies
+    its API key.
+    """
     return {
         "r": r.arrival_number,
         "name": r.name,
@@ -281,7 +291,7 @@ def numbers(requests: Iterable[Request]) -> list[int]:
 
 
 def title(**fields) -> str:
-    """The first line of a record: which model, what machine, .."""
+    """Return the first line of a record, with fields such as the model and the machine."""
     return compact_json({"event": "title", "date": date.today().isoformat(), **fields})
 
 
@@ -291,36 +301,37 @@ def title(**fields) -> str:
 
 class Publisher:
     """
-    The record's lines for the HTTP process. As soon as it has listeners it is sent a snapshot, then
-    the lines since the last message, every PUBLISH_SECONDS at most. If the link had not taken its
-    last message whole when the next one was due, another snapshot follows. KEEP_SECONDS after the
-    last listener has left, a message without lines is the last one, and recording ends.
+    Sends the lines of the record to the HTTP process while that has listeners. The first message is
+    a snapshot. Each later one has the lines since the message before, and is sent at most every
+    PUBLISH_SECONDS. If the link is still busy with its last message when the next one is due, the
+    lines are dropped and the next message is a snapshot. KEEP_SECONDS after the last listener has
+    left, recording ends with a message without lines.
     """
 
     def __init__(self, recorder: Recorder, link):
         self.recorder = recorder
         self.link = link
         self.is_on = False
-        self.ends_at = math.inf  # a while after the last listener has left
-        self.is_up_to_date = False  # the link got all lines so far
-        self.lines: list[str] = []  # since the last message
+        self.ends_at = math.inf  # when recording ends, once the last listener has left
+        self.is_up_to_date = False  # the link has taken all lines so far
+        self.lines: list[str] = []  # lines since the last message
         self.sent_at = 0.0
 
     def listen(self, has_listeners: bool, tokens: bool):
-        """The HTTP process has listeners, or has none any more."""
+        """Note whether the HTTP process has listeners now, and start recording if it has."""
         self.ends_at = math.inf if has_listeners else time.monotonic() + KEEP_SECONDS
         if has_listeners and not self.is_on:
             self.is_on = True
             self.recorder.listen(self.lines.append, tokens)
 
     def due_in(self) -> float | None:
-        """Seconds until a message is due; None: there is nothing to send."""
+        """Return the seconds until a message is due, or None if there is nothing to send."""
         if not self.is_on or (self.is_up_to_date and not self.lines):
             return None
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
 
     def publish(self):
-        """Send what is due, between two steps, while it is on."""
+        """Send what is due. Called between two steps."""
         if not self.is_on:
             return
         now = time.monotonic()
@@ -347,8 +358,9 @@ class Publisher:
 
 def record_to(path: str, engine, tokens: bool = False, **fields):
     """
-    Have an engine append every step to a file. The fields are those of its title: which model, what
-    machine. When a line cannot be written, the file ends there, and the server goes on.
+    Have an engine append a line to a file for each step. The fields are those of the title, such as
+    the model and the machine. If a line cannot be written, the file ends there and the server goes
+    on.
     """
     file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine)
 
@@ -358,7 +370,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         data = f"{line}\n".encode()
         try:
             end = file.tell()
-            # at once, so that a killed process leaves whole lines
+            # unbuffered, so that a killed process leaves only whole lines
             if file.write(data) < len(data):
                 file.truncate(end)
                 raise OSError("no space is left for the next lines")

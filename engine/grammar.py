@@ -1,21 +1,22 @@
 """
-Answers held to a grammar: a JSON schema, a regular expression, a choice, or rules.
+Answers that must follow a grammar: a JSON schema, a regular expression, a choice, or rules.
 
     grammars = Grammars("out/stdlib", model.config)
     grammar = grammars.compile("json", '{"type": "object"}')       # milliseconds, at most 2 s
     engine.add_request("a", prompt, SamplingParams(max_tokens=99, grammar=grammar))
 
-Check first, mask on a miss. A token is sampled as the argmax of scores plus noise, where the noise
-is a function of the request's seed and the position. So if the grammar allows the winner among all
-tokens, it is also the winner among the allowed ones, bit for bit. To ask costs 4 to 10 us, a mask
-of the vocabulary 10 to 500. Only where the grammar refuses a token is the mask computed, and the
-position sampled again (`Constraints`). top_k, top_p and min_p choose among what a mask leaves: with
-them, the next position's mask is begun as soon as a token is known.
+Check first, mask on a miss. A token is sampled as the argmax of scores plus noise. The noise is a
+function of the request's seed and the position. So if the grammar allows the winner among all
+tokens, it is also the winner among the allowed ones, bit for bit. A check takes 4 to 10 us, a mask
+of the vocabulary 10 to 500. The mask is only computed if the grammar refuses a token; then the
+position is sampled again (`Constraints`). There is one exception: top_k, top_p and min_p must see
+only the tokens that the mask leaves. With these filters, the next position's mask is started as
+soon as a token is known.
 
-llguidance reads the grammars, in processes of its own (matcher.py says why). Questions about the
-answers of a grammar gather until the first of them waits, and are sent together. A `CompileQueue`
-looks at the messages of the server's loop first, and has their grammars compiled, by turns of their
-clients.
+llguidance interprets the grammars, in processes of their own (matcher.py explains why). Questions
+about the answers to a grammar are collected until a reply is needed, and are then sent together.
+In a server, a `CompileQueue` reads the messages first. It has their grammars compiled, taking the
+clients in turn.
 """
 
 import importlib
@@ -48,12 +49,12 @@ from model import GPTConfig
 from paged import Request
 from params import NO_TOKEN
 
-MASK_SECONDS = 0.002  # how long a step waits for verdicts; the late sit out
-COMPILE_POLL = 0.002  # seconds between two looks of an idle engine whether a grammar is compiled
-KEPT_MIB = 256  # of compiled grammars, together
-PROCESS_MIB = 4  # of a kept grammar: its process has as much beside it
+MASK_SECONDS = 0.002  # how long a step waits for verdicts; requests whose verdict is late sit out
+COMPILE_POLL = 0.002  # seconds between two checks of an idle engine whether a grammar is compiled
+KEPT_MIB = 256  # of all compiled grammars that are kept
+PROCESS_MIB = 4  # added to the size of a grammar, for its process
 
-NOTHING_ALLOWED = "no token is left: of those that the grammar allows next, the vocabulary has none"
+NOTHING_ALLOWED = "no token is left: the vocabulary has none of those that the grammar allows next"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
 GONE = "the process that compiles grammars has ended: try again"
 TOO_SLOW = f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB "
@@ -61,7 +62,7 @@ TOO_SLOW += "in all: make the grammar simpler"
 
 
 class Refused(ValueError):
-    """A grammar is refused. `tools`: numbers of those that are at fault, if it is of tools."""
+    """A grammar is refused. `tools` has the numbers of the tools at fault, if it is for tools."""
 
     def __init__(self, reason: str, tools: list[int]):
         super().__init__(f"this grammar cannot be served: {reason:.500}")
@@ -75,8 +76,8 @@ class Grammars:
         importlib.import_module("llguidance")
         model = [os.path.abspath(directory), config.vocab_size, *config.eos_token_ids]
         self.command = [sys.executable, "-m", "engine.matcher", *map(str, model)]
-        self.kept: dict[tuple, Compiled] = {}  # by their texts, the least recently used first
-        self.unsent: list[Compiled] = []  # those that have something to send
+        self.kept: dict[tuple, Compiled] = {}  # the arguments of `begin` -> grammar, LRU first
+        self.unsent: list[Compiled] = []  # grammars with questions to send
         self.start()
 
     def start(self):
@@ -94,7 +95,7 @@ class Grammars:
 
     def compile(self, *key: str) -> "Grammar":
         """
-        Compile a grammar. It stands at the beginning, and is kept to be copied. The arguments are
+        Compile a grammar, and return the state at the beginning of an answer. The arguments are
         those of `begin`. Raises Refused with the library's reason.
         """
         compiled = self.begin(*key)
@@ -104,10 +105,17 @@ class Grammars:
 
     def begin(self, kind: str, text: str, before: str = "") -> "Compiled":
         """
-        Begin to compile a grammar, unless it is kept. `kind`: "json", a schema; "regex"; "choice",
-        a JSON list of texts; "grammar", in Lark's notation or llama.cpp's (GBNF); "tools", the
-        server's own (server/tools.py). `before`: Lark for all of an answer, in which the grammar is
-        `@answer`; none: it is all. Raises OSError: no files, no processes, or a text of 400 KB.
+        Start to compile a grammar, unless it is kept from before. Its `kind` is one of
+
+            "json"      a JSON schema
+            "regex"     a regular expression
+            "choice"    a JSON list of strings
+            "grammar"   rules in Lark's notation, or llama.cpp's (GBNF)
+            "tools"     made by the server for calls of tools (server/tools.py)
+
+        `before` is Lark for the whole answer, in which `@answer` stands for the grammar. If it is
+        empty, the grammar is for the whole answer. Raises OSError if there are no file descriptors
+        or processes left, or the text is too long (400 KB).
         """
         key = kind, text, before
         kept = self.kept.get(key)
@@ -118,15 +126,15 @@ class Grammars:
             self.start()
         ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
         compiled = Compiled(key, ours, self.unsent)
-        self.sock.settimeout(1)  # it has been sent more than it could take
+        self.sock.settimeout(1)  # in case the fork server is too busy to read
         with theirs:
             socket.send_fds(self.sock, [marshal.dumps(key)], [theirs.fileno()])
         return compiled
 
     def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
         """
-        Keep what was compiled and return it, or None if it is not compiled by the deadline. Raises
-        Refused, and OSError if the fork server has ended.
+        Return the compiled grammar and keep it for later requests. Return None if it is not
+        compiled by the deadline. Raises Refused, or OSError if the fork server has ended.
         """
         report = compiled.wait_for(compiled.report, deadline)
         if report is None:
@@ -150,7 +158,10 @@ class Grammars:
 
 
 class Question:
-    """`reply`: None until it comes. It is text if the process has ended: why."""
+    """
+    A question to a grammar's process. `reply` is None until the reply comes. If the process ends
+    instead, it is the reason, a string.
+    """
 
     def __init__(self, kind: int | None = None):
         self.kind = kind
@@ -159,39 +170,40 @@ class Question:
 
 class Compiled:
     """
-    A grammar in a process. The process compiles it, then replies to questions about all answers
-    that follow it, and ends when nothing refers to this object.
+    A grammar in a process of its own. The process compiles the grammar, then replies to questions
+    about all answers that must follow it. It ends when this object is garbage-collected.
 
-    mask    of the first position, [V / 32] int32
-    size    bytes that it takes with all that its answers left, told when one of them ends
+    mask    the mask of the first position, [V / 32] int32
+    size    bytes of the grammar and of what its answers have left; updated when an answer ends
     """
 
     def __init__(self, key: tuple[str, ...], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
         self.sock = sock
-        self.unsent = unsent  # shared with other grammars
-        self.outbox: list[tuple] = []
+        self.unsent = unsent  # shared by all grammars of a `Grammars`
+        self.outbox: list[tuple] = []  # questions to send
         self.report = Question()
-        self.asked = deque([self.report])  # replies come in this order
+        self.pending = deque([self.report])  # questions without a reply; replies come in order
         self.ids = count()  # of answers
-        self.limit = GONE  # the reason if its process ends
+        self.limit = GONE  # the reason to give if the process ends
 
     def set_report(self, before: int, now: int, mask: bytes):
-        self.not_counted = before - PROCESS_MIB * 2**20  # of the address space
+        # the part of the address space that does not count: all forks share it
+        self.not_counted = before - PROCESS_MIB * 2**20
         self.size = now - self.not_counted
         self.mask = np.frombuffer(mask, np.int32)
         self.limit = TOO_SLOW
 
-    def ask(self, id: int, kind: int, came: list[int], asked: list[int]) -> Question:
-        """Ask about an answer (see matcher.py), with the next message."""
+    def ask(self, id: int, kind: int, accepted: list[int], tokens: list[int]) -> Question:
+        """Queue a question about an answer (see matcher.py), for the next message."""
         if not self.outbox:
             self.unsent.append(self)
-        self.outbox.append((id, kind, came, asked))
-        self.asked.append(Question(kind))
-        return self.asked[-1]
+        self.outbox.append((id, kind, accepted, tokens))
+        self.pending.append(Question(kind))
+        return self.pending[-1]
 
     def wait_for(self, question: Question, deadline: float):
-        """Have all grammars send their messages. Return the reply, or None if it is late."""
+        """Send the queued questions of all grammars. Returns the reply, or None if it is late."""
         while self.unsent:
             self.unsent.pop()._send()
         while question.reply is None and self._receive(max(0, deadline - time.monotonic())):
@@ -204,11 +216,14 @@ class Compiled:
         try:
             self.sock.settimeout(0)
             self.sock.send(message)
-        except OSError:  # it has ended, or reads no more
+        except OSError:  # the process has ended, or does not read any more
             self.sock.close()
 
     def _receive(self, seconds: float) -> bool:
-        """Take a message of replies. Returns whether one came in time, or none will ever come."""
+        """
+        Receive a message of replies. Returns False if none came in time. If the process has ended,
+        all pending questions get the reason as their reply.
+        """
         try:
             self.sock.settimeout(seconds)
             message = self.sock.recv(MOST_BYTES)
@@ -218,20 +233,20 @@ class Compiled:
             message = b""
         if not message:
             self.sock.close()
-        for reply in marshal.loads(message) if message else [self.limit] * len(self.asked):
-            question = self.asked.popleft()
+        for reply in marshal.loads(message) if message else [self.limit] * len(self.pending):
+            question = self.pending.popleft()
             question.reply = reply
             if question.kind == END and isinstance(reply, int):
                 self.size = reply - self.not_counted
         return True
 
     def receive_all(self):
-        """Take all messages that have come."""
+        """Receive all messages that have come."""
         while not self.is_closed and self._receive(0):
             pass
 
     def is_gone(self) -> bool:
-        """Return whether its process has ended: it exceeded its limits, or was killed."""
+        """Return whether the process has ended, because it exceeded its limits or was killed."""
         self.receive_all()
         return self.is_closed
 
@@ -245,20 +260,22 @@ class Compiled:
 
 class CompileQueue:
     """
-    Has the grammars of messages compiled, one at a time, by turns of their owners. A message waits
-    for its own, the others go by. `open_grammars` makes the `Grammars` for the first.
+    Has the grammars of messages compiled one at a time, taking their owners in turn. A message
+    waits until its grammar is compiled; messages without a grammar pass it. `open_grammars` is
+    called when the first grammar arrives.
     """
 
     def __init__(self, open_grammars: Callable[[], Grammars]):
         self.open_grammars = cache(open_grammars)
-        # messages by owner, in the order of turns: the first of the first is being compiled
+        # owner -> messages. Owners are in the order of their turns. The first owner's first message
+        # is being compiled.
         self.waiting: dict[str, list[dict]] = {}
         self.compiled: Compiled | None = None
 
     def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
         """
-        Yield the messages that can be handled now. The grammar of a message, {"kind", "text"}, is
-        replaced by a Future that is done.
+        Yield the messages that can be handled now. In these, the arguments of a grammar ({"kind",
+        "text"}) are replaced by a Future that is done.
         """
         for message in arrived:
             if message.get("grammar"):
@@ -276,7 +293,7 @@ class CompileQueue:
                 yield message
 
     def _compile(self, message: dict) -> bool:
-        """Begin to compile a message's grammar, or go on. Returns whether this is done."""
+        """Start to compile a message's grammar, or continue. Returns whether it is finished."""
         outcome = Future()
         try:
             grammars = self.open_grammars()
@@ -291,15 +308,15 @@ class CompileQueue:
         return True
 
     def _end_turn(self):
-        """Move the owner whose turn it was to the end, after all who came meanwhile."""
-        self.compiled = None  # a process that still compiles ends at once
+        """Move the owner whose turn it was to the end of the queue."""
+        self.compiled = None  # a process that still compiles is ended by this
         owner = next(iter(self.waiting))
         _, *others = self.waiting.pop(owner)
         if others:
             self.waiting[owner] = others
 
     def _forget(self, id: str):
-        """Drop the grammar of an aborted request, so that its turn takes no time."""
+        """Drop the grammar of an aborted request, so that it is not compiled."""
         for message in chain(*self.waiting.values()):
             if message["id"] == id:
                 message["grammar"] = None
@@ -307,11 +324,11 @@ class CompileQueue:
 
 class Grammar:
     """
-    The parser state of one answer, after all its known tokens. The matcher is in the grammar's
-    process, which is asked with messages; only the reply to the last question counts.
+    The parser state of one answer, after all its known tokens. The matcher itself is in the
+    grammar's process, and is reached by messages. Only the reply to the last question counts.
 
-    mask          of the next position, [V / 32] int32; None: not computed
-    wants_mask    the mask was begun: no token counts without it
+    mask          the mask of the next position, [V / 32] int32; None: not computed
+    wants_mask    whether the mask was started; if so, no token is accepted before it is known
     """
 
     def __init__(self, compiled: Compiled):
@@ -319,26 +336,26 @@ class Grammar:
         self.id = next(compiled.ids)
         self.mask = compiled.mask
         self.wants_mask = True
-        self.accepted: list[int] = []  # tokens that the process does not know yet
-        self.offered: int | None = None  # the token that was asked about
-        self.question: Question | None = None  # the last
-        self.failure = STUCK + NOTHING_ALLOWED  # why no token may come next
+        self.accepted: list[int] = []  # accepted tokens that were not sent to the process yet
+        self.offered: int | None = None  # the token of the last OFFER
+        self.question: Question | None = None  # the last one
+        self.failure = STUCK + NOTHING_ALLOWED  # the reason if no token may come next
 
     def copy(self) -> "Grammar":
-        """Return the state of another answer, at its beginning."""
+        """Return the state of another answer at its beginning."""
         return Grammar(self.compiled)
 
     def offer(self, token: int):
-        """Ask whether this token may come next, unless a mask was begun. See `accept`."""
+        """Ask whether this token may come next, unless a mask was started. See `accept`."""
         if not self.wants_mask:
             self.offered = token
             self._ask(OFFER, [token])
 
     def accept(self, token: int, deadline: float | None = None) -> bool:
         """
-        Append this token if it is allowed. A refusal brings the mask. A verdict that is late
-        (default: MASK_SECONDS from now) counts as a refusal without a mask: after it a mask must be
-        begun, or the token offered again.
+        Append this token if it is allowed, and return whether it is. A refusal brings the mask. A
+        verdict that misses the deadline (by default in MASK_SECONDS) counts as a refusal without a
+        mask. The caller must then start a mask, or offer the token again.
         """
         if self.wants_mask:
             is_allowed = self.has_mask() and bool(self.mask[token >> 5] >> (token & 31) & 1)
@@ -356,7 +373,10 @@ class Grammar:
         return is_allowed
 
     def allowed_part(self, draft: list[int]) -> list[int]:
-        """Return the first tokens of a draft, up to one that is refused; [] after begin_mask."""
+        """
+        Return the tokens of a draft before the first that is refused. Return [] if a mask was
+        started.
+        """
         if self.wants_mask:
             return []
         self._ask(COUNT, draft)
@@ -364,13 +384,13 @@ class Grammar:
         return draft[:reply] if isinstance(reply, int) else []
 
     def begin_mask(self):
-        """Have the mask of the next position computed, unless it was begun."""
+        """Start to compute the mask of the next position, unless it was started before."""
         if not self.wants_mask:
             self.wants_mask = True
             self._ask(MASK, [])
 
     def has_mask(self, deadline: float = 0) -> bool:
-        """Return whether a mask that was begun is there by the deadline, by default now."""
+        """Return whether a mask that was started is known by the deadline (by default, now)."""
         if self.wants_mask and self.mask is None:
             reply = self.compiled.wait_for(self.question, deadline)
             if isinstance(reply, bytes):
@@ -389,25 +409,25 @@ class Grammar:
 
 
 def soon() -> float:
-    """Return the time until which a step waits for verdicts and masks."""
+    """Return the deadline of a step that starts to wait now for verdicts or masks."""
     return time.monotonic() + MASK_SECONDS
 
 
 # --------------------------------------------------------------------------------------------------
-# The stage: what grammars do to the engine's steps
+# The stage: how grammars act on the engine's steps
 
 
 class Constraints(Stage):
     """
-    The grammars of an engine's requests. A request whose token is refused goes back by that token.
-    It is held, and sits out, until its mask is computed: the others never wait for it.
+    The grammars of an engine's requests. If a token is refused, the request goes back by that token
+    and sits out (status "paused") until the mask is computed. The other requests never wait for it.
     """
 
     def __init__(self, engine):
         super().__init__(engine)
         self.grammars: dict[Request, Grammar] = {}
-        self.num_checked = 0  # tokens that grammars were asked about, and that they refused
-        self.num_refused = 0
+        self.num_checked = 0  # tokens that grammars have checked
+        self.num_refused = 0  # tokens that they have refused
 
     def added(self, request: Answer):
         if request.params.grammar:
@@ -427,17 +447,18 @@ class Constraints(Stage):
 
     def begin(self):
         """
-        Let the requests go on whose masks are computed. A mask before filters needs the token
-        before it, which with overlap is not known yet: then a request is held from one token to the
-        next.
+        Resume the requests whose masks are computed. With filters a mask is needed for every token,
+        and it can only be computed once the token before it is known. With overlap that token is
+        still to come, so the request sits out after every token.
         """
         if not self.grammars:
             return
         scheduler = self.engine.scheduler
         for r in self.grammars:
             if r.params.filters and r.status == "active" and r.num_to_come:
-                scheduler.move(r, "held")
-        # the mask of each was begun: with the refusal of its token, or with the token before it
+                scheduler.move(r, "paused")
+        # the mask of each was started when its token was refused or, with filters, when the token
+        # before became known
         ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
         for r in ready:
             scheduler.move(r, "active")
@@ -446,15 +467,14 @@ class Constraints(Stage):
 
     def _sitting_out(self) -> list[Request]:
         """
-        Return the requests that wait for the mask of a position, where all tokens before it are
-        known.
+        Return the requests that wait only for their mask: all tokens before its position are known.
         """
-        return [r for r in self.engine.scheduler.held if not r.num_to_come]
+        return [r for r in self.engine.scheduler.paused if not r.num_to_come]
 
     def planned(self, step: Step):
         """
-        Drop guesses from the first that is forbidden on; choose who is sampled with a mask. Waits
-        for a mask if there is nothing else to do.
+        Drop each draft from its first forbidden guess on. Choose the requests that are sampled with
+        a mask. If there is nothing else to do, wait for a mask first.
         """
         step.notes[self] = []
         if not self.grammars:
@@ -468,9 +488,9 @@ class Constraints(Stage):
             self.engine.scheduler.shorten(r, r.num_tokens + len(guesses[r]))
             if not guesses[r]:
                 del guesses[r]
-        held_to = [r for r in step.plan.sampled if r in self.grammars]
-        # while a token is to come, the mask belongs to that token
-        masked = [r for r in held_to if not r.num_to_come and self.grammars[r].has_mask()]
+        constrained = [r for r in step.plan.sampled if r in self.grammars]
+        # while a token is still to come, the mask is for that token
+        masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
         step.notes[self] = masked
 
     def launched(self, step: Step):
@@ -484,10 +504,10 @@ class Constraints(Stage):
 
     def settled(self, step: Step):
         """
-        Ask the grammars about the step's tokens, before the scheduler sees them. If a token is
-        refused, or its verdict is late, it and those after it are taken away. Without overlap its
-        logits still exist, so its position is sampled again if the mask comes in time. Otherwise
-        the request is held until the mask of that position is computed.
+        Check the step's tokens before the scheduler gets them. If a token is refused, or its
+        verdict is late, the token and all tokens after it are removed. Without overlap the logits
+        still exist, so the position is sampled again if its mask comes in time. Otherwise the
+        request sits out until the mask is computed.
         """
         if not self.grammars:
             return
@@ -495,12 +515,12 @@ class Constraints(Stage):
             if step.tokens.get(r) == [NO_TOKEN]:
                 step.failed[r] = self.grammars[r].failure
         sampled = step.tokens.items()
-        asked = [r for r, new in sampled if r in self.grammars and NO_TOKEN not in new]
-        for r in asked:
+        checked = [r for r, new in sampled if r in self.grammars and NO_TOKEN not in new]
+        for r in checked:
             self.grammars[r].offer(step.tokens[r][0])
         deadline = soon()
-        refused = [r for r in asked if not self._check(r, step, deadline)]
-        self.num_checked += len(asked)
+        refused = [r for r in checked if not self._check(r, step, deadline)]
+        self.num_checked += len(checked)
         self.num_refused += len(refused)
         for r in refused:
             self.grammars[r].begin_mask()
@@ -510,16 +530,16 @@ class Constraints(Stage):
         for r in refused:
             if r not in in_time:
                 self._send_back(r)
-        for r in asked:
+        for r in checked:
             if r.params.filters:
                 self.grammars[r].begin_mask()
 
     def _check(self, r: Request, step: Step, deadline: float) -> bool:
-        """Cut a request's tokens before the first that is refused. Returns whether none is."""
+        """Cut a request's tokens before the first refused one. Returns False if it must go back."""
         grammar = self.grammars[r]
         tokens = step.tokens[r]
         is_masked = r in step.notes[self]
-        # once a mask was begun for a position, no token counts without it
+        # once a mask was started for a position, no token is accepted without it
         can_count = is_masked or not grammar.wants_mask
         n = 0
         while can_count and n < len(tokens) and grammar.accept(tokens[n], deadline):
@@ -532,21 +552,21 @@ class Constraints(Stage):
         return is_masked
 
     def _sample_again(self, step: Step, requests: list[Request]):
-        """Sample from the step's logits, with masks, one token after those that each keeps."""
+        """Sample one token with a mask for each request, after the tokens that it keeps."""
         kept = {r: len(step.tokens[r]) for r in requests}
         self._sample_masked(step, kept)
-        place_of = step.launched.place_of()
+        index_of = step.launched.token_indices()
         sampled = step.launched.tokens.tolist()
         for r, n in kept.items():
-            token = sampled[place_of[r] + n]
+            token = sampled[index_of[r] + n]
             if token == NO_TOKEN or not self.grammars[r].accept(token):
                 step.failed[r] = self.grammars[r].failure
             step.tokens[r].append(token)
 
     def _send_back(self, r: Request):
-        """It sits out, and no later step under way counts for it."""
+        """Have a request sit out, and drop its token of the next step if that is in flight."""
         later = self.engine.in_flight
         if later:
             later.dropped.add(r)
         if r.row is not None:  # not preempted since
-            self.engine.scheduler.move(r, "held")
+            self.engine.scheduler.move(r, "paused")

@@ -1,17 +1,18 @@
 """
-The engine's end of its link to the HTTP process: a Unix socket, without waiting for its other end.
+The engine's end of its link to the HTTP process: a Unix socket that never blocks.
 
-    link = Link(sock)                   # one of a connected pair, of which client.py has the other
+    link = Link(sock)                   # one of a connected pair; client.py has the other one
     for message in link.receive(timeout=None):
         link.queue({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
     link.flush(engine.stats())
 
-A message is one line of JSON (in which a line break inside of a text is \\n), never a pickle, so
-neither side can run code in the other. Not run by itself: the engine's loop (process.py) uses it.
+A message is one line of JSON, in which a line break inside a text is written \\n. It is never a
+pickle, so neither side can run code in the other. Not run by itself: the engine's loop (process.py)
+uses it.
 
-Backpressure: a busy HTTP process must not hold up the engine. So the socket does not block, and
-while it has not taken all of the last message, none is sent. Meanwhile the tokens of a request are
-joined to one row, which is sent when there is room: what waits is the requests' tokens, no more.
+Backpressure: a busy HTTP process must not delay the engine. So the socket does not block. Until it
+has taken all of the last message, the next one is not sent. Meanwhile, the new tokens of each
+request are joined into one row, so nothing but tokens accumulates.
 """
 
 import selectors
@@ -21,17 +22,17 @@ import orjson
 
 READ_SIZE = 2**18  # bytes received at a time
 
-# id, tokens, finish_reason, cached_tokens, scores and prompt_scores (None: not asked for)
+# id, tokens, finish_reason, cached_tokens, scores, prompt_scores; scores are None if not requested
 Row = list
 
 
 def to_line(message: dict) -> bytes:
-    """A message as it goes over a link. Keys may be token ids."""
+    """Return a message as a line of JSON. Keys of objects may be token ids."""
     return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
 def join_rows(row: Row, later: Row):
-    """Append `later`, which a later step brought for the same request, to `row`, in place."""
+    """Append `later`, a row of a later step for the same request, to `row`, in place."""
     row[1] += later[1]
     row[2] = later[2]
     if later[4]:
@@ -40,11 +41,12 @@ def join_rows(row: Row, later: Row):
 
 def read_messages(unread: bytearray, data: bytes) -> list[dict]:
     """
-    The messages that end in these data, at either end of a link. `unread`, the beginning of a
-    message, is kept in place: one may come in many parts, or many at once.
+    Return the messages that end in `data`; used at both ends of a link. A message may arrive in
+    many parts, and many messages may arrive together. `unread` holds the beginning of the next
+    message, and is updated in place.
     """
     unread += data
-    if b"\n" not in data:  # most of a long prompt, say
+    if b"\n" not in data:  # for example a part of a long prompt
         return []
     *lines, rest = unread.split(b"\n")
     unread[:] = rest
@@ -52,25 +54,25 @@ def read_messages(unread: bytearray, data: bytes) -> list[dict]:
 
 
 class Link:
-    """The HTTP process, as the engine sees it."""
+    """The link to the HTTP process, as the engine sees it."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.is_open = True
-        self.unread = bytearray()  # the beginning of a message
-        self.unsent = bytearray()  # the end of a message, for which the socket had no room
-        self.rows: dict[str, Row] = {}  # of steps, by request: to be sent
-        self.messages: list[dict] = []  # others to be sent
-        self.stats: dict = {}  # as they were sent last
+        self.unread = bytearray()  # the beginning of a message whose rest has not arrived yet
+        self.unsent = bytearray()  # the rest of a message that the socket has not taken yet
+        self.rows: dict[str, Row] = {}  # request id -> its row, to be sent
+        self.messages: list[dict] = []  # other messages to be sent
+        self.stats: dict = {}  # the stats that were sent last
         self.selector = selectors.DefaultSelector()
         sock.setblocking(False)
         self.selector.register(sock, selectors.EVENT_READ)
 
     def receive(self, timeout: float | None) -> list[dict]:
         """
-        The messages that have arrived, perhaps none, after waiting up to `timeout` seconds (None:
-        for ever) for some, or for room for what is `unsent`. At the end of the file `is_open`
-        becomes False.
+        Return the messages that have arrived, perhaps none. Waits up to `timeout` seconds (None:
+        without limit) for messages, or until the socket can take some of `unsent`. When the other
+        end has closed the socket, `is_open` becomes False.
         """
         if not self.selector.select(timeout):
             return []
@@ -87,17 +89,20 @@ class Link:
         return read_messages(self.unread, data)
 
     def queue(self, message: dict):
-        """Have a message sent at the next flush."""
+        """Queue a message, to be sent at the next flush."""
         self.messages.append(message)
 
     def queue_row(self, row: Row):
-        """Have a step's row sent at the next flush, joined to those that still wait."""
+        """Queue a row for the next flush. It is joined to a row of its request that waits."""
         waiting = self.rows.setdefault(row[0], row)
         if waiting is not row:
             join_rows(waiting, row)
 
     def flush(self, stats: dict):
-        """Send what is queued with the engine's stats, unless nothing is new: a step always is."""
+        """
+        Send what is queued, together with the engine's stats. Does nothing if nothing is queued and
+        the stats have not changed (they count steps, so each step changes them).
+        """
         if not self.rows and not self.messages and stats == self.stats:
             return
         step = {"op": "step", "out": list(self.rows.values()), "stats": stats}
@@ -108,16 +113,16 @@ class Link:
 
     def send(self, *messages: dict):
         """
-        Send these messages after what is `unsent`, as far as there is room; the selector watches
-        for more room.
+        Send these messages after what is `unsent`, as far as the socket takes them. If some of it
+        is left, `receive` also wakes when the socket can take more.
         """
         self.unsent += b"".join(map(to_line, messages))
         try:
             sent = self.sock.send(self.unsent)
             del self.unsent[:sent]
         except BlockingIOError:
-            pass  # no room: all of it stays in `unsent`
+            pass  # the socket is full: everything stays in `unsent`
         except ConnectionError:
             self.is_open = False
-        room = selectors.EVENT_WRITE if self.unsent else 0
-        self.selector.modify(self.sock, selectors.EVENT_READ | room)
+        writing = selectors.EVENT_WRITE if self.unsent else 0
+        self.selector.modify(self.sock, selectors.EVENT_READ | writing)

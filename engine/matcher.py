@@ -1,30 +1,34 @@
 """
-The processes in which grammars are compiled, and answers are held to them.
+The processes that compile grammars, and check answers against them.
 
     engine -- fork server -- a process for each grammar, with the matchers of all its answers
 
-A client's text can make the library take any time and all memory, when it is compiled or a hundred
-tokens later, and a failed allocation ends the library's process. So the library never runs in the
-engine. The kernel ends a process that exceeds its limits, and the engine sees that its socket is
-closed. Then all answers of this grammar end: each could have met the same trap.
+A client's grammar can make the library use any amount of time and memory, while it is compiled or a
+hundred tokens later. A failed allocation ends the process that the library runs in. So the library
+never runs in the engine. The kernel ends a process that exceeds its limits. The engine then sees
+that the socket is closed, and ends all answers with this grammar, because each of them could run
+into the same trap.
 
-Not run by itself: engine/grammar.py starts the fork server and is the other end of the sockets,
-which keep messages apart (SOCK_SEQPACKET). No threads here: they do not survive a fork.
+Not run by itself: engine/grammar.py starts the fork server, and has the other ends of the sockets.
+These keep message boundaries (SOCK_SEQPACKET). There are no threads here, because threads do not
+survive a fork.
 
     to the fork server          a socket for the grammar's process, and (kind, text, before)
-    from a grammar's process    a report: (bytes of its address space before and with the
-                                grammar, the first mask), or (why it is refused, numbers of the
-                                tools at fault); the fork server's, if it ends without one
+    from a grammar's process    a report: (bytes of its address space before and after it has
+                                compiled the grammar, the first mask), or (why the grammar is
+                                refused, numbers of the tools at fault). If the process ends without
+                                a report, the fork server sends one.
     to a grammar's process      a list of questions about its answers, once a step
     from a grammar's process    lists of replies, in the order of the questions
 
-All is written by `marshal`, which is the fastest for lists of numbers. A question is (the answer's
-id, a kind, the tokens that came since, more tokens); a new id begins a new answer. Replies:
+Messages are encoded by `marshal`, which is the fastest for lists of numbers. A question is (id of
+the answer, kind, tokens accepted since its last question, tokens to check). A new id starts a new
+answer. The kinds and their replies:
 
-    COUNT    how many of these tokens may come
-    OFFER    1 if this one may come, else as for MASK
-    MASK     the mask (bytes), or why no token may come (text)
-    END      bytes of the process's address space: the answer is gone
+    COUNT    how many of the tokens to check are allowed, from the first on
+    OFFER    1 if the token to check is allowed, otherwise the reply to MASK
+    MASK     the mask (bytes), or the reason why no token is allowed (str)
+    END      the answer is gone; reply: bytes of the process's address space
 """
 
 import fcntl
@@ -48,36 +52,39 @@ from tokenizer import Tokenizer, load_tokenizer
 
 COMPILE_SECONDS = 2
 COMPILE_MIB = 256
-STEP_SECONDS = 0.05  # of CPU time, for a question
-STEP_MIB = 64  # that all answers may add to their grammar
+STEP_SECONDS = 0.05  # of CPU time for one question
+STEP_MIB = 64  # that all answers together may add to the memory of their grammar
 TOO_LARGE = f"compiling it takes more than {COMPILE_SECONDS} s or {COMPILE_MIB} MB: make it smaller"
-MOST_BYTES = 2**19  # of a message: more than a socket takes
-REPLY_BYTES = 2**17  # of a message with replies
-# llguidance recurses along a chain of rules or references: 64 KB of text make it 32 MB deep
+MOST_BYTES = 2**19  # the largest message to receive; more than a socket buffers
+REPLY_BYTES = 2**17  # the largest message of replies to send
+# llguidance recurses along a chain of rules or references: 64 KB of text can take 32 MB of stack
 STACK = 128 * 2**20
-# JSON with no more than a blank between its parts: a small model can write newlines for ever
+# at most one space between the parts of JSON: a small model might write newlines without end
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
 OFFER, COUNT, MASK, END = range(4)
-# the library's own limits, which it names when it refuses
+# the library's own limits; its refusals name the limit
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
-TRIED = 8  # tokens of an answer, before a grammar is served
+TRIED = 8  # tokens of an answer that are tried before a grammar is served
 NO_TOKEN = "the vocabulary has no token for what must come next"
-NOTHING = {"enum": []}  # a schema that nothing fits
-DEAD_END = "its patternProperties name only properties that are declared, too: leave them out"
-ENDLESS = "no value of {} has an end: allow null there, or require less"
-# words of the library that mean nothing to others, and ours
-OWN_WORDS = {
-    "coerce_one_of": "oneOf is not served where its schemas may overlap: say anyOf",
+NOTHING = {"enum": []}  # a schema that no value matches
+DEAD_END = "its patternProperties match only properties that are also declared: leave them out"
+ENDLESS = "no value of {} is finite: allow null there, or require less"
+# part of a message of the library that its users do not understand -> a message that they do
+CLEARER = {
+    "coerce_one_of": "oneOf is not served where its schemas may overlap: use anyOf",
     "too many expressions": "it has too many expressions: make its regular expressions smaller",
     "Failed to generate regex": "a bound is too large: choose one of at most 2^53 in size",
     "recursion depth": "it is nested too deep",
     "decimal literal": "it has a length or count above 4,294,967,295: choose a smaller one",
-    "Too many items": "it goes on without an end, or has too many short rules",
+    "Too many items": "it never ends, or has too many short rules",
 }
 
 
 class Vocabulary:
-    """A tokenizer as llguidance wants it. `V`: rows of the model, at least one for each token."""
+    """
+    A tokenizer in the form that llguidance takes. `V` is the size of the model's vocabulary, at
+    least that of the tokenizer's.
+    """
 
     bos_token_id = None
 
@@ -92,7 +99,7 @@ class Vocabulary:
 
 
 class Library:
-    """llguidance, and one model's tokenizer in its form."""
+    """llguidance, set up for one model's tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, V: int, eos: list[int]):
         import llguidance
@@ -105,7 +112,10 @@ class Library:
         self.limits = llguidance.LLParserLimits(**LIMITS)
 
     def compile(self, kind: str, text: str, before: str = ""):
-        """Compile, as Grammars.begin says. Returns the library's matcher. Raises ValueError."""
+        """
+        Compile a grammar (`Grammars.begin` explains the arguments). Returns the library's matcher.
+        Raises ValueError.
+        """
         schemas = [text] if kind == "json" else []
         if kind == "tools":
             (text, schemas), kind = json.loads(text), "lark"
@@ -127,14 +137,17 @@ class Library:
         return matcher
 
     def matcher(self, kind: str, text: str, options: dict, before: str = ""):
-        """Return the library's matcher, with these options for a schema. Raises ValueError."""
+        """
+        Return the library's matcher. `options` are used if the grammar is a schema. Raises
+        ValueError.
+        """
         if kind == "json":
-            # a schema can bring options of its own ("x-guidance"): ours come last
+            # a schema can have options of its own ("x-guidance"), which ours must override
             text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
         else:
             text = self.module.grammar_from(kind, text)
         if before:
-            is_json = text.lstrip().startswith("{")  # else Lark
+            is_json = text.lstrip().startswith("{")  # otherwise it is Lark
             parts = json.loads(text)["grammars"] if is_json else [{"lark_grammar": text}]
             parts[0]["name"] = "answer"
             text = json.dumps({"grammars": [{"lark_grammar": before}, *parts]})
@@ -142,14 +155,16 @@ class Library:
 
     def check_dead_end(self, schema: str):
         """
-        Raise ValueError if the library allows a comma or a brace before patternProperties that name
-        nothing but declared properties. It does not notice: after `{` it can write no quote.
+        Raise ValueError for patternProperties that match only declared properties. The library does
+        not notice that it can write no such property. It still allows a comma or a brace before
+        one, and then the answer is stuck: after `{` no quote is allowed.
         """
         nodes = [*all_schemas(json.loads(schema), with_targets=True)]
         declared = [node.get(key) for node in nodes for key in ("properties", "required")]
         names = [str(name) for each in declared if isinstance(each, dict | list) for name in each]
         probe = {"type": "object", "minProperties": 1, "additionalProperties": False}
-        probe["properties"] = dict.fromkeys(names, False)  # also what may be combined
+        # all declared names, because allOf may combine this schema with others
+        probe["properties"] = dict.fromkeys(names, False)
         for node in nodes:
             match node:
                 case {"patternProperties": dict(patterns), "additionalProperties": False}:
@@ -160,8 +175,8 @@ class Library:
 
     def check_end(self, text: str):
         """
-        Raise ValueError if a schema in it has no finite value. A reference has one if its schema
-        can be met without those that are not known to have one.
+        Raise ValueError if the target of a reference has no finite value. A target is known to have
+        one if some value matches it without the references that are not yet known to have one.
         """
         root = json.loads(text)
         nodes = all_schemas(root, with_targets=True)
@@ -174,7 +189,7 @@ class Library:
             raise ValueError(ENDLESS.format(names))
 
     def has_value(self, text: str, endless) -> bool:
-        """Return whether something fits a schema without these references."""
+        """Return whether some value matches a schema without the references in `endless`."""
         schema = json.loads(text)
         for node in all_schemas(schema):
             if "$ref" in node:
@@ -186,7 +201,7 @@ class Library:
         return not library.validate_grammar(grammar).startswith("Unsatisfiable")
 
     def try_to_compile(self, kind: str, *texts: str) -> tuple:
-        """Return (the matcher, its first mask), or (None, why it is refused)."""
+        """Return (the matcher, its first mask), or (None, the reason for a refusal)."""
         try:
             matcher = self.compile(kind, *texts)
             mask = mask_of(matcher, "no text fits it")
@@ -199,12 +214,12 @@ class Library:
             mask = plain(str(error), "the grammar library refuses it")
         except BaseException:  # a panic of the library's Rust
             mask = plain("panic")
-        if kind != "grammar":  # it would be shown in the library's form
+        if kind != "grammar":  # line numbers and quotes refer to the library's translation
             mask = re.sub(r"^at \d+\(\d+\): ", "", mask).partition("\n")[0]
         return None, mask
 
     def refusal(self, reason: str, kind: str, text: str, *_) -> tuple:
-        """Return why a grammar is refused, and the numbers of the tools that are at fault."""
+        """Return the reason why a grammar is refused, and the numbers of the tools at fault."""
         _, schemas = json.loads(text) if kind == "tools" else ("", [])
         tried = [self.try_to_compile("json", schema) for schema in schemas]
         reasons = {i: why for i, (matcher, why) in enumerate(tried) if not matcher}
@@ -215,26 +230,26 @@ def schemas_within(lark: str) -> list[str]:
     """Return the JSON schemas in a Lark grammar."""
     schemas = []
     for found in re.finditer(r"%json\s*(?=\{)", lark):
-        with suppress(ValueError):  # the library says where
+        with suppress(ValueError):  # the library reports the place of the error
             schemas.append(json.dumps(json.JSONDecoder().raw_decode(lark, found.end())[0]))
     return schemas
 
 
 def unescaped(text: str) -> str:
-    """Return a text as a JSON parser reads its names, which can be spelled with escapes."""
+    """Return JSON with its \\u escapes decoded, because names can be spelled with escapes."""
     return re.sub(r"\\u([0-9a-fA-F]{4})", lambda match: chr(int(match[1], 16)), text)
 
 
 def mask_of(matcher, otherwise: str = "") -> bytes | str:
     """
-    Compute the mask of the next position, a bit for each token. If no token may come, return the
-    reason, or `otherwise` if the library gives none.
+    Compute the mask of the next position, with a bit for each token. If no token is allowed, return
+    the reason, or `otherwise` if the library gives none.
     """
     mask = matcher.compute_bitmask()
     bits = int.from_bytes(mask, "little")
     first = (bits & -bits).bit_length() - 1
-    # With an error it allows the end. Where no token has the only byte that may come, it allows
-    # what comes after that byte.
+    # The library's mask is wrong in two cases. After an error it allows the end of the text. And if
+    # the only byte that may come is in no token, it allows tokens for what follows that byte.
     is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
     if is_right and not matcher.is_error():
         return mask
@@ -242,7 +257,7 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
 
 
 def check_start(answer, mask: bytes):
-    """Raise ValueError if the likes of an answer get stuck at one of its first tokens."""
+    """Raise ValueError if an answer gets stuck within its first tokens. Tries one answer."""
     for _ in range(TRIED):
         bits = int.from_bytes(mask, "little")
         answer.consume_token((bits & -bits).bit_length() - 1)
@@ -254,12 +269,12 @@ def check_start(answer, mask: bytes):
 
 
 def plain(error: str, otherwise: str = "") -> str:
-    """Return the library's reason without its codes, its own notation, backtraces and panics."""
+    """Return the library's reason without codes, internal notation, backtraces and panics."""
     if error.startswith("panic"):
         return "the grammar library fails at it"
-    for words, own in OWN_WORDS.items():
-        if words in error:
-            return own
+    for part, message in CLEARER.items():
+        if part in error:
+            return message
     reason = error.partition("\n<")[0].partition(":  (")[0].strip().replace(" f64 ", " a number ")
     _, found, cause = reason.partition("\nerror: ")
     if found:
@@ -273,23 +288,23 @@ def plain(error: str, otherwise: str = "") -> str:
 
 def main(directory: str, V: str, *eos: str):
     """Serve grammars for the model in this directory. The engine's socket is stdin."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # or it starts threads
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise it starts threads
     with suppress(OSError):
-        # where the machine lacks memory, these processes end before the engine does
+        # if the machine runs out of memory, these processes are killed before the engine
         Path("/proc/self/oom_score_adj").write_text("1000")
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_STACK, STACK)
     library = Library(load_tokenizer(directory), int(V), [*map(int, eos)])
-    gc.disable()  # it would write to memory that forks share
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # they leave nothing to wait for
+    gc.disable()  # a collection would write to memory that the forks share
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks leave no zombies
     serve_forks(socket.socket(fileno=0), library)
 
 
 def serve_forks(sock: socket.socket, library: Library):
     """
-    Fork a process for each grammar that comes, until the engine closes its end. One compiles at a
-    time: the next is begun when the one before has reported or ended. Raises OSError: too many
-    processes.
+    Fork a process for each grammar that arrives, until the engine closes its end. Only one compiles
+    at a time: the next one starts when it has reported or ended. Raises OSError if there are too
+    many processes.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
@@ -306,22 +321,25 @@ def serve_forks(sock: socket.socket, library: Library):
                 finally:
                     os._exit(0)
             os.close(compiles)
-            if not os.read(end, 1):  # it has ended without a report
+            if not os.read(end, 1):  # the process has ended without a report
                 with suppress(OSError):  # the engine has hung up
                     theirs.send(marshal.dumps([(TOO_LARGE, [])]))
         os.close(end)
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the engine has closed its end. It sends nothing before the report."""
+    """Return whether the engine has closed its end. Before the report it sends no messages."""
     readable, _, _ = select.select([sock], [], [], 0)
     return bool(readable)
 
 
 def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
-    """Compile the grammar, write to the file `compiles`, report, then answer questions."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to it
-    # if the engine hangs up from here on, SIGIO ends this process
+    """
+    Compile the grammar, report, then reply to questions. A byte is written to the file descriptor
+    `compiles` as soon as the next process may compile.
+    """
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to stderr
+    # from here on, SIGIO ends this process if the engine hangs up
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(sock, fcntl.F_SETFL, os.O_ASYNC)
     if has_hung_up(sock):
@@ -340,12 +358,12 @@ def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: 
     sock.send(marshal.dumps([refusal or (before, address_space(), mask)]))
     if matcher:
         let_grow(STEP_MIB)
-        matchers = defaultdict(matcher.deep_copy)  # by answer
+        matchers = defaultdict(matcher.deep_copy)  # id of an answer -> its matcher
         serve_answers(sock, matchers, library.eos, max(1, REPLY_BYTES // len(mask)))
 
 
 def serve_answers(sock: socket.socket, matchers: dict, eos: list[int], most: int):
-    """Reply to questions until the engine closes its end, at most `most` in a message."""
+    """Reply to questions until the engine closes its end. A message has at most `most` replies."""
     while message := sock.recv(MOST_BYTES):
         questions = marshal.loads(message)
         for i in range(0, len(questions), most):
@@ -354,27 +372,27 @@ def serve_answers(sock: socket.socket, matchers: dict, eos: list[int], most: int
 
 
 def reply_to(
-    matchers: dict, eos: list[int], id: int, kind: int, came: list[int], asked: list[int]
+    matchers: dict, eos: list[int], id: int, kind: int, accepted: list[int], tokens: list[int]
 ) -> int | bytes | str:
-    """Take the tokens that came. Returns the reply about those asked (see the file's top)."""
+    """Append the accepted tokens. Returns the reply about `tokens` (see the top of the file)."""
     signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts it
     if kind == END:
         matchers.pop(id, None)
         return address_space()
     matcher = matchers[id]
-    if came:
-        matcher.consume_tokens(came)
+    if accepted:
+        matcher.consume_tokens(accepted)
     if kind == MASK:
         return mask_of(matcher)
     if matcher.is_stopped():
-        count = int(not matcher.is_error() and asked[0] in eos)
+        count = int(not matcher.is_error() and tokens[0] in eos)
     else:
-        count = matcher.validate_tokens(asked)
+        count = matcher.validate_tokens(tokens)
     return count if count or kind == COUNT else mask_of(matcher)
 
 
 def let_grow(mib: int):
-    """Limit this process to `mib` MiB of address space more than it has now."""
+    """Limit this process to its present address space plus `mib` MiB."""
     set_limit(resource.RLIMIT_AS, address_space() + mib * 2**20)
 
 
@@ -384,7 +402,7 @@ def address_space() -> int:
 
 
 def set_limit(kind: int, limit: int):
-    """Set a limit of this process and of its forks, as far as its user may."""
+    """Set a limit of this process and its forks. A lower limit of the user stays."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 

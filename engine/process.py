@@ -1,20 +1,25 @@
 """
-The server's loop around the engine: messages of the HTTP process in, a step, its tokens out.
+The server's loop around the engine: read messages of the HTTP process, step, send the tokens.
 
     serve(engine, Link(sock), "out/stdlib")         # until the HTTP process is gone
 
-For a thread or a process of its own. Over the link (link.py has the wire) go
+It runs in a thread or process of its own. These messages go over the link (link.py):
 
-    in   {"op": "add", "id", "prompt", "params", "options": more arguments of add_request, if any,
-          "grammar": {"kind", "text"} of Grammars.compile, if its answer is held to one, and then
-          "owner", by whose turns grammars are compiled}
+    in   {"op": "add", "id", "prompt", "params", "options", "grammar", "owner"}
+         options: more arguments of add_request, if any
+         grammar: {"kind", "text"} as for Grammars.compile, if the answer must follow one
+         owner: only with a grammar; compile jobs are taken from the owners in turn
          {"op": "abort", "id"}
-         {"op": "listen", "on", "tokens"}: there are listeners, or no more
+         {"op": "listen", "on", "tokens"}
+         on: whether there are listeners; tokens: whether they get token ids
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids", "stages"}
-         {"op": "step", "out": rows of `queue_output`, "stats"}
-         {"op": "events", "lines"}: what happens, while there are listeners; see events.py
-         {"op": "error", "id", "message", "kind", "tools"}: "invalid" for what the client can
-         change, else "internal"; numbers of the tools whose schemas are refused
+         {"op": "step", "out", "stats"}
+         out: the rows of `queue_output`
+         {"op": "events", "lines"}
+         what the engine does, while there are listeners: see events.py
+         {"op": "error", "id", "message", "kind", "tools"}
+         kind: "invalid" if the client can correct it, else "internal"
+         tools: the numbers of the tools whose schemas are refused
 """
 
 from engine.engine import Engine
@@ -24,14 +29,14 @@ from params import SamplingParams
 
 
 def serve(engine: Engine, link: Link, directory: str = ""):
-    """Serve the model of this directory until the HTTP process is gone."""
+    """Serve the model of this directory, until the HTTP process is gone."""
     greet(engine, link, directory)
     while link.is_open:
         serve_step(engine, link)
 
 
 def greet(engine: Engine, link: Link, directory: str):
-    """Send what the HTTP process must know before its first request: limits, and the stages."""
+    """Send what the HTTP process must know before its first request: the limits and the stages."""
     for stage in engine.stages.values():
         stage.connect(link, directory)
     ready = {
@@ -46,7 +51,9 @@ def greet(engine: Engine, link: Link, directory: str):
 
 
 def serve_step(engine: Engine, link: Link):
-    """Handle the messages that have arrived, compute a step, send its tokens. Sleeps when idle."""
+    """
+    Handle the messages that have arrived, compute a step, and send its tokens. Sleeps while idle.
+    """
     stages = engine.stages.values()
     timeout = 0
     if not engine.has_work:
@@ -59,14 +66,14 @@ def serve_step(engine: Engine, link: Link):
         handle_message(engine, link, message)
     for output in engine.step():
         queue_output(link, output)
-    if not link.unsent:  # else rows and delays gather until there is room
+    if not link.unsent:  # otherwise rows and delays accumulate until the link is free
         link.flush(engine.stats())
     for stage in stages:
         stage.sent()
 
 
 def handle_message(engine: Engine, link: Link, message: dict):
-    """Carry out a message. The reason of a refusal is queued on the link, not raised."""
+    """Carry out a message. A refusal is not raised; its reason is queued on the link."""
     match message["op"]:
         case "add":
             try:
@@ -83,13 +90,14 @@ def handle_message(engine: Engine, link: Link, message: dict):
 
 def add_request(engine: Engine, message: dict):
     """
-    Add a message's request to the engine. Raises ValueError or TypeError for what the engine
-    refuses, ImportError or OSError for a grammar that cannot be compiled here and now.
+    Add a message's request to the engine. Raises ValueError or TypeError if the engine refuses it,
+    and ImportError or OSError if its grammar could not be compiled here.
     """
     params = message["params"]
     bias = params.get("logit_bias")
     if bias:
-        params["logit_bias"] = {int(token): b for token, b in bias.items()}  # JSON's keys are texts
+        # JSON's keys are strings
+        params["logit_bias"] = {int(token): b for token, b in bias.items()}
     options = message.get("options", {})
     if "grammar" in message:
         params["grammar"] = message["grammar"].result()
@@ -97,7 +105,7 @@ def add_request(engine: Engine, message: dict):
 
 
 def queue_output(link: Link, output: Output):
-    """Have a request's output of a step sent."""
+    """Queue the output of a step for one request, to be sent at the next flush."""
     if output.error:
         kind = "invalid" if output.error.startswith(STUCK) else "internal"
         return queue_error(link, output.id, kind, output.error)

@@ -1,9 +1,9 @@
 """
-What the rules of a Lark grammar say, as far as the grammar library finds it out too late: that they
-go on without an end, or name the token that ends an answer. `endless` also serves schemas.
+Checks of a Lark grammar for two faults that the grammar library would notice too late: rules that
+never end, and the name of a token that ends the answer. `endless` is used for schemas, too.
 
     check_ends('start: "a" start | "b"')   # ok
-    check_ends('start: "a" start')         # ValueError: the rule start never ends: ..
+    check_ends('start: "a" start')         # ValueError: no text of start is finite: ..
 
 Not run by itself: engine/matcher.py checks what clients send.
 """
@@ -11,24 +11,24 @@ Not run by itself: engine/matcher.py checks what clients send.
 import re
 from collections.abc import Callable, Container, Iterable
 
-# what stands in a rule and is no rule: texts, comments, and regular expressions
+# parts of a rule that contain no names of rules: strings, comments, and regular expressions
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
 RULE = re.compile(r"(?m)^\s*[?!]*([a-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
-WORD = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
-NONE_WILL_DO = re.compile(r"[?*]|[{~] *[0,]")
-TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # by their numbers: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
+ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
+OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before may come zero times
+TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # tokens by id: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def endless(parts: dict, has_end: Callable) -> str:
     """
-    Return the names of the parts without an end, "" if all have one. `has_end(part, names)` tells
-    whether a part has an end without those of these names.
+    Return the names of the parts that cannot end, or "" if all can. `parts` maps names to parts.
+    `has_end(part, names)` says whether a part can end without using the parts of these names.
     """
     count = 0
     while count != len(parts):
         count = len(parts)
-        # to and fro: a chain of parts may stand in either order
+        # alternate the direction, because a chain of parts may be in either order
         parts = dict(reversed(parts.items()))
         for name, part in [*parts.items()]:
             if has_end(part, parts):
@@ -37,36 +37,39 @@ def endless(parts: dict, has_end: Callable) -> str:
 
 
 def check_ends(lark: str):
-    """Raise ValueError for a rule of which no text has an end."""
+    """Raise ValueError for a rule that matches no finite text."""
     text = LITERAL.sub(" T ", lark)
-    if "%lark" in text or "::" in text:  # grammars within it, or rules with parameters
+    if "%lark" in text or "::" in text:  # nested grammars, or rules with parameters
         return
     _, *parts = RULE.split(text)
-    rules = {name: WORD.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    rules = {name: ITEM.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
     names = endless(rules, has_end)
     if names:
-        raise ValueError(f"no text of {names:.99} has an end: add a way without that rule")
+        raise ValueError(f"no text of {names:.99} is finite: add an alternative without that rule")
 
 
-def has_end(words: Iterable[str], endless: Container[str]) -> bool:
-    """Return whether a rule, or a part in brackets, has a finite text without these rules."""
-    words = iter(words)  # a part in brackets takes its own
-    ways = [True]  # whether each of its alternatives has one
-    before = True  # the last of them, without its last item
-    for word in words:
-        if word in ")]}":
+def has_end(items: Iterable[str], endless: Container[str]) -> bool:
+    """
+    Return whether a rule, or a part of it in brackets, matches a finite text without the rules in
+    `endless`.
+    """
+    items = iter(items)  # a part in brackets consumes its own items
+    can_end = [True]  # for each alternative
+    before = True  # for the last alternative, without its last item
+    for item in items:
+        if item in ")]}":
             break
-        if word == "|":
-            ways.append(True)
-        elif NONE_WILL_DO.match(word):
-            ways[-1] = before
+        if item == "|":
+            can_end.append(True)
+        elif OPTIONAL.match(item):
+            can_end[-1] = before
         else:
-            before = ways[-1]
-            if word in "([{":
-                ways[-1] = (has_end(words, endless) or word == "[") and before
+            before = can_end[-1]
+            if item in "([{":
+                can_end[-1] = (has_end(items, endless) or item == "[") and before
             else:
-                ways[-1] = before and word not in endless
-    return any(ways)
+                can_end[-1] = before and item not in endless
+    return any(can_end)
 
 
 def check_tokens(lark: str, ends: dict[int, str]):

@@ -1,11 +1,11 @@
 """
-What a JSON schema says, before the grammar library reads it: which of its parts are schemas, what
-in it asks for nothing, and what the library would take without a word and not obey.
+Checks of a JSON schema before the grammar library gets it: find the schemas within it, drop
+keywords that have no effect, and refuse what the library would silently ignore.
 
     drop_neutral({"type": "array", "uniqueItems": False})  # {"type": "array"}
     check_schema('{"multipleOf": -2}')                     # ValueError: multipleOf is -2, wanted ..
 
-Not run by itself: the server drops what is neutral, and engine/matcher.py checks.
+Not run by itself: the server drops neutral keywords, and engine/matcher.py checks the schema.
 """
 
 import json
@@ -15,14 +15,14 @@ from contextlib import suppress
 from copy import deepcopy
 from urllib.parse import unquote
 
-# Keywords whose values are schemas, lists of schemas, or maps of names to schemas. Nothing else in
-# a schema is one: not a constant, and not a property that is named as a keyword.
+# Keywords whose values are schemas, lists of schemas, or maps of names to schemas. No other value
+# is a schema. For example, a constant is not, nor is a property that has the name of a keyword.
 SCHEMAS = {"items", "additionalItems", "prefixItems", "contains", "additionalProperties"}
 SCHEMAS |= {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
 SCHEMAS |= {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
 MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-# Keywords that are not served, with values that ask for nothing. zod says of each record that its
-# names are strings.
+# Keywords that are not served, each with the values that have no effect. For example, zod declares
+# for each record that its names are strings.
 NEUTRAL = {
     "uniqueItems": [False],
     "unevaluatedProperties": [True, {}],
@@ -34,13 +34,16 @@ DRAFTS += r"http://json-schema.org/draft-0[467]/schema#?|"
 DRAFT_3 = ("divisibleBy", "disallow", "extends")
 UPPER = {"maximum", "exclusiveMaximum"}
 BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
-MOST = 2**63  # with integers below it the library computes, and with doubles
-EXACT = "wanted at most 2^53 in size, as larger numbers are rounded"
-MOST_REMAINDERS = 20_000  # of a multipleOf: each is a state of the library's automaton
+MOST = 2**63  # the library computes with integers below this, and with doubles
+EXACT = "wanted at most 2^53 in size, because larger numbers are rounded"
+MOST_REMAINDERS = 20_000  # of a multipleOf; each is a state of the library's automaton
 
 
 def all_schemas(root, with_targets: bool = False) -> Iterator[dict]:
-    """Yield the schemas in a schema, itself first. with_targets: what references name, too."""
+    """
+    Yield all schemas within a schema, itself first. `with_targets`: also yield the targets of
+    references, and the schemas within these.
+    """
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
@@ -58,10 +61,10 @@ def all_schemas(root, with_targets: bool = False) -> Iterator[dict]:
 
 
 def target_of(ref: str, root):
-    """Return what a reference names in the root. Raises ValueError if that is nothing."""
+    """Return the target of a reference in the root. Raises ValueError if there is none."""
     first, *path = unquote(ref).split("/")
     found = root
-    if first not in ("", "#"):  # an anchor, or the name of a whole schema
+    if first not in ("", "#"):  # an anchor, or the $id of a schema
         path = []
         named = (node for node in all_schemas(root) if ref in names_of(node))
         found = next(named, None)
@@ -71,16 +74,17 @@ def target_of(ref: str, root):
             found = found[int(name) if isinstance(found, list) else name]
         if found is not None:
             return found
-    raise ValueError(f"nothing in it is {ref:.99}: a $ref must be #/ and the way to a schema in it")
+    raise ValueError(f"no schema in it is at {ref:.99}: a $ref must be #/ and the path of a schema")
 
 
 def names_of(schema: dict) -> tuple:
+    """Return the names that references can use for this schema: its $id and its $anchor."""
     anchor = schema.get("$anchor")
     return schema.get("$id"), anchor and f"#{anchor}"
 
 
 def drop_neutral(schema):
-    """Return a schema without what asks for nothing."""
+    """Return a copy of a schema without neutral keywords (see NEUTRAL)."""
     schema = deepcopy(schema)
     for node in all_schemas(schema):
         for key in NEUTRAL.keys() & node.keys():
@@ -90,31 +94,31 @@ def drop_neutral(schema):
 
 
 def check_schema(text: str):
-    """Raise ValueError for what the library would take for something else, or not obey."""
+    """Raise ValueError for everything that the library would misunderstand or ignore."""
     try:
         root = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"the schema is no JSON ({error}): send an object") from None
+        raise ValueError(f"the schema is not JSON ({error}): send an object") from None
     if not isinstance(root, dict):
         raise ValueError(f"the schema is {text:.40}, wanted an object: {{}} for any JSON")
     for node in all_schemas(root, with_targets=True):
-        check_words(node)
+        check_keywords(node)
         check_numbers(node)
         check_count(node)
-        # its references begin at it, not at the root
+        # a reference within such a schema is relative to that schema, not to the root
         is_base = node is not root and not str(node.get("$id", "#")).startswith("#")
         if is_base and any("$ref" in part for part in all_schemas(node)):
-            raise ValueError("it has an $id around a $ref, wanted at the root alone: leave it out")
+            raise ValueError("it has an $id around a $ref, wanted only at the root: leave it out")
 
 
-def check_words(node: dict):
-    """Raise ValueError for words of drafts that are not served."""
+def check_keywords(node: dict):
+    """Raise ValueError for keywords of drafts that are not served."""
     for key in DRAFT_3:
         if key in node:
-            raise ValueError(f"{key} is draft 3's, wanted draft 4 or a later one: say it anew")
+            raise ValueError(f"{key} is of draft 3, wanted draft 4 or a later one: rewrite it")
     required = node.get("required", [])
     if not isinstance(required, list):
-        wanted = "wanted a list of names, beside the properties"
+        wanted = "wanted a list of names, next to the properties"
         raise ValueError(f"required is {json.dumps(required):.40}, {wanted}")
     draft = node.get("$schema", "")
     if isinstance(draft, str) and not re.fullmatch(DRAFTS, draft):
@@ -123,10 +127,11 @@ def check_words(node: dict):
 
 
 def check_numbers(node: dict):
-    """Raise ValueError for numbers that the library rounds, or counts to for too long."""
+    """Raise ValueError for numbers that the library would round, or that would take it too long."""
     for key in BOUNDS & node.keys():
         value = node[key]
-        # it computes with the largest integer in place of a larger one: no answer is above either
+        # A larger upper bound is allowed. The library replaces it by the largest integer, and no
+        # number in an answer is above either.
         is_kept = is_number(value) and key in UPPER and value >= MOST - 1
         if is_number(value) and not (is_exact(value) or is_kept):
             raise ValueError(f"{key} is {value!r:.40}, {EXACT}: choose another bound")
@@ -136,18 +141,18 @@ def check_numbers(node: dict):
     if is_number(step):
         digits = re.sub(r"e.*|\D", "", repr(step)).strip("0")
         if step <= 0 or int(digits or 0) > MOST_REMAINDERS:
-            wanted = f"wanted above 0, and at most {MOST_REMAINDERS:,} without zeros at its end"
+            wanted = f"wanted above 0, and at most {MOST_REMAINDERS:,} without trailing zeros"
             raise ValueError(f"multipleOf is {step!r:.40}, {wanted}: choose another step")
 
 
 def check_constant(digits: str):
-    """Raise ValueError for an integer that the library rounds."""
+    """Raise ValueError for an integer that the library would round."""
     if not is_exact(int(digits)):
-        raise ValueError(f"a constant is {digits:.40}, {EXACT}: say it as a text")
+        raise ValueError(f"a constant is {digits:.40}, {EXACT}: write it as a string")
 
 
 def is_number(value) -> bool:
-    return type(value) in (int, float)  # True is an int, too
+    return type(value) in (int, float)  # isinstance would accept True as an int
 
 
 def is_exact(number: float) -> bool:
@@ -155,10 +160,13 @@ def is_exact(number: float) -> bool:
 
 
 def check_count(node: dict):
-    """Raise ValueError for more properties than are sure to differ: open names may come twice."""
+    """
+    Raise ValueError if minProperties is larger than the number of properties that are sure to have
+    different names. Only required names are, because an answer may repeat any other name.
+    """
     least = node.get("minProperties", 0)
     most = len({*map(str, node.get("required", []))}) + 1
     is_open = node.get("additionalProperties") is not False or node.get("patternProperties")
     if is_number(least) and least > most and is_open:
-        wanted = f"at most {most} is served, as other names may come twice"
+        wanted = f"at most {most} is served, because other names may come twice"
         raise ValueError(f"minProperties is {least}, {wanted}: lower it, or name more in required")

@@ -1,11 +1,12 @@
 """
-Log-probabilities of sampled tokens, and of a prompt's.
+Log-probabilities of sampled tokens and of a prompt's tokens.
 
     engine.add_request("a", prompt, SamplingParams(logprobs=5), prompt_logprobs=0)
 
-A score is [log-probability of the token, ids of the likeliest tokens, log-probabilities of these].
-The device computes them after the step, and the host reads them together with its tokens. A prompt
-is scored chunk by chunk; its scores come with the first token of the answer.
+A score is a list of three: the log-probability of the token, the ids of the likeliest tokens, and
+the log-probabilities of these. The device computes the scores after the step, and the host reads
+them together with the step's tokens. A prompt is scored chunk by chunk. Its scores are sent with
+the first token of the answer.
 """
 
 from torch import Tensor
@@ -15,12 +16,12 @@ from paged import Request
 
 
 class Scores(Stage):
-    """The scores of an engine's requests."""
+    """Computes the scores for the requests of an engine."""
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.wanted: set[Request] = set()  # whose tokens are scored, or those of their prompts
-        self.of_prompts: dict[Request, list] = {}  # so far, until the first token
+        self.wanted: set[Request] = set()  # requests with scores, for the prompt or the answer
+        self.prompt_scores: dict[Request, list] = {}  # so far, until they are sent
 
     def added(self, request: Answer):
         if request.params.logprobs is not None or request.prompt_logprobs is not None:
@@ -28,10 +29,10 @@ class Scores(Stage):
 
     def ended(self, request: Answer):
         self.wanted.discard(request)
-        self.of_prompts.pop(request, None)
+        self.prompt_scores.pop(request, None)
 
     def launched(self, step: Step):
-        """Start to score, and to copy the scores to the host: tensors, which `rows_of` reads."""
+        """Start to compute scores, and to copy them to the host as tensors (see `rows_of`)."""
         if not self.wanted:
             return
         prompts = []
@@ -48,22 +49,26 @@ class Scores(Stage):
                 tensors = device.prompt_logprobs(launched, rows, targets, most)
                 prompts.append((request, start, to_host(tensors)))
             first += n
-        sampled = None  # without overlap not yet: a grammar may have tokens sampled again
+        # without overlap it is too early to score sampled tokens: a grammar may replace them
+        sampled = None
         if self.engine.overlap:
             scored, tensors = self._score_sampled(step)
             sampled = scored, to_host(tensors)
         step.notes[self] = prompts, sampled
 
     def _score_sampled(self, step: Step) -> tuple[list[Request], list[Tensor]]:
-        """Score the tokens of those who want it, on the device. Returns these requests."""
+        """
+        Score the sampled tokens on the device, for the requests that want it. Returns these
+        requests and the tensors of `Device.sampled_logprobs`.
+        """
         scored = [r for r in step.plan.sampled if r in self.wanted]
         scored = [r for r in scored if r.params.logprobs is not None]
         tensors = []
         if scored:
-            place_of = step.launched.place_of()
-            places = [place_of[r] for r in scored]
+            index_of = step.launched.token_indices()
+            indices = [index_of[r] for r in scored]
             most = max(r.params.logprobs for r in scored)
-            tensors = self.engine.device.sampled_logprobs(step.launched, places, most)
+            tensors = self.engine.device.sampled_logprobs(step.launched, indices, most)
         return scored, tensors
 
     def settled(self, step: Step):
@@ -73,8 +78,8 @@ class Scores(Stage):
         step.notes[self] = sampled or self._score_sampled(step)
         for request, start, tensors in prompts:
             if request.status != "done":
-                kept = self.of_prompts.setdefault(request, [])
-                kept[start:] = rows_of(tensors)  # after a preemption from 0 again
+                kept = self.prompt_scores.setdefault(request, [])
+                kept[start:] = rows_of(tensors)  # after a preemption `start` is 0 again
 
     def resolved(self, step: Step):
         """Add the scores to the outputs."""
@@ -87,28 +92,28 @@ class Scores(Stage):
                 most = request.params.logprobs
                 score = [logprob, ids[:most], candidates[:most]]
                 outputs[request] = outputs[request]._replace(logprobs=score)
-        for request in [r for r in self.of_prompts if r in outputs]:
-            of_prompt = self.of_prompts.pop(request)
-            outputs[request] = outputs[request]._replace(prompt_logprobs=of_prompt)
+        for request in [r for r in self.prompt_scores if r in outputs]:
+            scores = self.prompt_scores.pop(request)
+            outputs[request] = outputs[request]._replace(prompt_logprobs=scores)
 
 
 def to_host(tensors) -> list[Tensor]:
-    """Start to copy tensors to the host: they are valid once the step is settled."""
+    """Start to copy tensors to the host. The copies are valid once the step is settled."""
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
 def rows_of(tensors: list[Tensor]) -> list[list]:
-    """Tensors [R, ..] as R lists, each with one row of all of them."""
+    """Convert tensors [R, ..] to R lists. List i has row i of each tensor."""
     columns = [tensor.tolist() for tensor in tensors]
     return [list(row) for row in zip(*columns, strict=True)]
 
 
 def num_scored(request: Request, n: int) -> int:
     """
-    How many of a request's next n prefill tokens predict a token of its prompt that is to be
+    Return how many of a request's next n prefill tokens predict a token of its prompt that must be
     scored.
     """
-    # after a preemption, with tokens generated before it, the prompt was scored already
+    # a request that was preempted after its first token has scored its prompt already
     if request.prompt_logprobs is None or request.generated_tokens:
         return 0
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)

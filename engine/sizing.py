@@ -1,6 +1,6 @@
 """
-How large the engine is: the sizes that `Settings` leaves open, from the model and the device's
-memory.
+The sizes of an engine: fill in what `Settings` leaves open, from the model and the memory of the
+device.
 """
 
 import platform
@@ -16,16 +16,16 @@ from model import GPT, GPTConfig
 from ops.choice import choose_ops
 from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 
-# The pool's share, by default, of the memory that is free: on a GPU the rest is for CUDA graphs, on
-# a CPU for other programs.
+# The share of the free memory that the pool takes by default. The rest is for CUDA graphs on a GPU,
+# and for other programs on a CPU.
 POOL_SHARE = {"cuda": 0.9, "cpu": 0.25}
-SHORT_TEXT = 256  # tokens: a server with less room is of no use
+SHORT_TEXT = 256  # tokens: a pool that is too small for one such text is useless
 
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     """
-    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget in which not every
-    running request can decode.
+    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget that is smaller than
+    the number of requests that may decode in a step.
     """
     max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
@@ -41,9 +41,9 @@ def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
 
 def with_pool_size(settings: Settings, model: GPT) -> Settings:
     """
-    Fill in num_blocks, by default enough for max_num_seqs texts of full length, on a CPU for three
-    quarters of them, limited by free memory; and max_model_len. Raises ValueError for what the
-    device cannot hold.
+    Fill in num_blocks and max_model_len. By default there are enough blocks for max_num_seqs texts
+    of full length, or for three quarters of them on a CPU, as far as free memory allows. Raises
+    ValueError for a pool that the device cannot hold, or a max_model_len that the pool cannot.
     """
     S = settings.block_size
     context_length = model.config.context_length
@@ -55,13 +55,14 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
         text = -(-context_length // S)
         useful = settings.max_num_seqs * text
         if device.type == "cpu":
-            # Few texts are of full length. And so the pool of a small model, which memory does not
-            # limit, can overflow: with room for all, a preemption would never be seen.
+            # Few texts reach full length. Also, the pool of a small model is not limited by memory.
+            # If it fitted all texts, it would never overflow, and no reader would see a preemption.
             useful = max(text, useful * 3 // 4)
         possible = int(POOL_SHARE[device.type] * free // size)
         num_blocks = max(1, min(useful, possible))
     needed = num_blocks * size
-    if needed > total:  # a process may reserve that much, and is killed once it uses it
+    # an allocation may succeed beyond that, but the process is killed when it uses the memory
+    if needed > total:
         raise ValueError(
             f"a KV pool of {plural(num_blocks, 'block')} of {S} tokens takes "
             f"{needed / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
@@ -79,14 +80,16 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
 
 
 def bytes_per_block(model: GPT, block_size: int) -> int:
+    """Return the bytes that K and V of a block take, over all layers."""
     return numbers_per_block(model.config, block_size) * kv_dtype(model).itemsize
 
 
 def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
     """
-    The model, which has no weights yet (meta device), with the layers that its engine will compute
-    with. Raises ValueError where the device has no memory for their weights and a KV pool for one
-    short text. These layers are filled one matrix at a time: the largest counts twice.
+    Return the model with the layers that its engine will compute with. The model has no weights yet
+    (meta device). Raises ValueError if the device lacks the memory for the weights and for a KV
+    pool that fits one short text. If layers are packed, their weights are converted one matrix at a
+    time, so the largest matrix counts twice.
     """
     device = torch.device(device)
     config = model.config
@@ -115,8 +118,8 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
 
 def numbers_per_block(config: GPTConfig, block_size: int) -> int:
     """
-    2 (K and V) * layers * KV heads * head size * block size. So a token of Llama-2-7B takes half a
-    MiB in fp16, and a text of 4,096 tokens 2 GiB:
+    Return 2 (K and V) * layers * KV heads * head size * block size. For example, a token of
+    Llama-2-7B takes half a MiB in fp16, and a text of 4,096 tokens takes 2 GiB:
 
     >>> llama_2_7b = GPTConfig(n_layer=32, n_head=32, n_embd=4096)
     >>> 2 * numbers_per_block(llama_2_7b, block_size=1) / 2**20
@@ -140,7 +143,10 @@ def explain_lack_of_memory(what: str):
 
 
 def machine_name(device: str) -> str:
-    """The machine of figures and records: "NVIDIA H200", "x86_64 CPU, 2 threads"."""
+    """
+    Return the name of the machine for figures and records, for example "NVIDIA H200" or
+    "x86_64 CPU, 2 threads".
+    """
     if device.startswith("cuda"):
         return torch.cuda.get_device_name()
     return f"{platform.machine()} CPU, {plural(torch.get_num_threads(), 'thread')}"

@@ -1,22 +1,23 @@
 """
-What an engine does beside computing tokens: a file each, in the order in which they act.
+The features of an engine apart from computing tokens. Each is a stage, in a file of its own.
 
     stages = build_stages(engine)       # {"drafts": Drafts(engine), ..}
-    require("drafts")                   # a ValueError, where the line of the drafts is gone
+    require("drafts")                   # raises ValueError if STAGES has no "drafts"
 
-Delete a file and its line in `STAGES`, and all else works as before; a flag or a field that needs
-the file is refused by its name. The HTTP process also reads these tables, so no stage is imported
-before `build_stages`.
+To remove a feature, delete its file and its line in `STAGES`. Everything else works as before. A
+flag or a field that needs the file is then refused, with a message that names the file. The HTTP
+process reads these tables too, and needs no stage, so only `build_stages` imports them.
 """
 
 from importlib import import_module
 
+# in the order in which they act
 STAGES = {
     "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
-    "grammar": "engine.grammar.Constraints",  # with server/tools.py; checks tokens and guesses
-    "scores": "engine.scores.Scores",  # scores the tokens that are left
-    "windows": "engine.window.Window",  # gives back the blocks that no token sees any more
-    "record": "engine.events.Recorder",  # last: it writes down what the others have done
+    "grammar": "engine.grammar.Constraints",  # checks tokens, guesses; delete with server/tools.py
+    "scores": "engine.scores.Scores",  # scores the tokens that the grammars accept
+    "windows": "engine.window.Window",  # frees the blocks that no token sees any more
+    "record": "engine.events.Recorder",  # last, because it records what the others have done
 }
 FILES = {
     "drafts": "engine/drafts.py",
@@ -28,7 +29,7 @@ FILES = {
 
 
 def absent(name: str) -> str:
-    """Return the message for a flag or a field that needs a stage that is gone."""
+    """Return the message for a flag or a field that needs a deleted stage."""
     return f"this server has no {name} ({FILES[name]})"
 
 
@@ -39,7 +40,7 @@ def require(name: str):
 
 
 def build_stages(engine) -> dict:
-    """Return the stages (`step.Stage`) of an engine, by their names."""
+    """Return the stages (`step.Stage`) of an engine, by name."""
     stages = {}
     for name, path in STAGES.items():
         module, _, kind = path.rpartition(".")

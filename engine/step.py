@@ -1,19 +1,19 @@
 """
-What passes through a step, and the stages that may act on it.
+The data of a step, and the stages that may act on it.
 
-A step is a list of requests and how many tokens of each (`paged.Plan`). Whatever else an engine can
-do is a `Stage` around it, in a file of its own; stages.py lists them. `Engine.step` calls each at
-these moments, in this order:
+A step computes some tokens of each of its requests, as its `paged.Plan` says. Everything else that
+an engine can do is a `Stage`, in a file of its own; stages.py lists them. `Engine.step` calls each
+stage at these moments, in this order:
 
-    waits_for    a step is under way: must it end before the next one is planned?
+    waits_for    a step is in flight: must it end before the next one is planned?
     begin        before the scheduler plans
     planned      the plan is made, and may still be changed
-    launched     the device computes it: its logits and tokens can be used there
-    settled      the tokens are on the host: a stage may take some of them away
+    launched     the device computes the step: its logits and tokens can be used there
+    settled      the tokens are on the host: a stage may remove some of them
     resolved     the scheduler has the tokens, and the outputs are written
-    between      two steps; nothing is half done
+    between      between two steps, when no step is half done
 
-With overlap a step is planned and launched before the one before it is settled.
+With overlap, a step is planned and launched before the previous step is settled.
 """
 
 from collections.abc import Iterable
@@ -30,25 +30,25 @@ STUCK = "the answer cannot go on: "
 
 @dataclass(slots=True, eq=False)
 class Answer(Request):
-    """A request with what the engine must know to sample for it. A plain one is greedy."""
+    """A request with what the engine needs to sample for it. A plain `Request` is greedy."""
 
     params: SamplingParams = GREEDY
     index: int = 0  # which answer to its prompt this is; enters the noise of sampling
     stop_token_ids: frozenset[int] = frozenset()
-    name: str = ""  # what its client calls it
-    admitted_time: float | None = None  # first admitted then; None: not yet, or it is a fork
+    name: str = ""  # the client's name for it
+    admitted_time: float | None = None  # of the first admission; None: not yet, or it is a fork
 
 
 class Output(NamedTuple):
     """The result of a step for one request. A score: see scores.py."""
 
     id: int | str
-    tokens: list[int]  # new ones; a stop token is included
-    finish_reason: str | None = None  # stop, length or error; None while it goes on
-    cached_tokens: int = 0  # of the prompt, found in the prefix cache
+    tokens: list[int]  # the new tokens, including a stop token
+    finish_reason: str | None = None  # stop, length or error; None while the request goes on
+    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
     error: str | None = None
     logprobs: list | None = None  # the score of the token
-    # with the first token, if asked: the scores of all of the prompt's tokens but the first
+    # comes with the first token, if requested: the scores of all prompt tokens except the first
     prompt_logprobs: list[list] | None = None
 
 
@@ -58,13 +58,13 @@ class Step:
 
     number: int
     plan: Plan
-    launched: object = None  # what the device computes (device.Launched)
-    # once it is settled: the tokens that each request of plan.sampled got
+    launched: object = None  # the results on the device (device.Launched)
+    # from `settled` on: the new tokens of each request in plan.sampled
     tokens: dict[Request, list[int]] = field(default_factory=dict)
-    dropped: set[Request] = field(default_factory=set)  # for these the step does not count
-    failed: dict[Request, str] = field(default_factory=dict)  # got no token, and why
+    dropped: set[Request] = field(default_factory=set)  # requests whose new tokens are ignored
+    failed: dict[Request, str] = field(default_factory=dict)  # request -> why it got no token
     outputs: dict[Request, Output] = field(default_factory=dict)
-    notes: dict = field(default_factory=dict)  # stage -> what it must know of this step
+    notes: dict = field(default_factory=dict)  # stage -> what it keeps about this step
 
 
 def check_prompt_logprobs(count: int | None):
@@ -80,25 +80,28 @@ MOMENTS = ("waits_for", "begin", "planned", "launched", "settled", "resolved", "
 
 
 def by_moment(stages: Iterable["Stage"]) -> dict[str, list["Stage"]]:
-    """Return, for each moment of a step, the stages that do something then: mostly a few."""
+    """Return, for each moment of a step, the stages that override the method of that name."""
     acting = {}
     for moment in MOMENTS:
-        nothing = getattr(Stage, moment)
-        acting[moment] = [s for s in stages if getattr(type(s), moment) is not nothing]
+        default = getattr(Stage, moment)
+        acting[moment] = [s for s in stages if getattr(type(s), moment) is not default]
     return acting
 
 
 class Stage:
-    """One thing that an engine does beside computing tokens. It overrides the moments it needs."""
+    """
+    One feature of an engine apart from computing tokens. It overrides the methods of the moments at
+    which it acts.
+    """
 
     def __init__(self, engine):
         self.engine = engine
 
     def added(self, request: Answer):
-        """A request was queued, or forked from another."""
+        """Called when a request was queued, or forked from another one."""
 
     def ended(self, request: Answer):
-        """A request has ended, in whatever way."""
+        """Called when a request has ended, for whatever reason."""
 
     def waits_for(self, step: Step) -> bool:
         return False
@@ -119,26 +122,28 @@ class Stage:
         pass
 
     def failed(self):
-        """A step has failed: its requests end, and it is neither settled nor resolved."""
+        """Called when a step has failed. Its requests end; it is neither settled nor resolved."""
 
     def between(self):
         pass
 
     def stats(self) -> dict:
-        """Return its part of `Engine.stats`."""
+        """Return this stage's part of `Engine.stats`."""
         return {}
 
     # in a server's loop (process.py)
 
     def connect(self, link, directory: str):
-        """The engine serves the model in this directory, over a link.Link."""
+        """Called once, with the link (link.Link) and the directory of the model that is served."""
 
     def due_in(self) -> float | None:
-        """Return the seconds until it has something to do without a message; None: nothing."""
+        """
+        Return the seconds until this stage must act even if no message arrives. None: it need not.
+        """
 
     def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
-        """Return the messages that the engine may handle now: not those that it keeps itself."""
+        """Return the messages that the engine may handle now. A stage may keep some for itself."""
         return messages
 
     def sent(self):
-        """A step's tokens are on their way."""
+        """Called when a step's tokens have been sent."""

@@ -1,16 +1,17 @@
 """
-Sliding windows give blocks back. If every layer of a model slides (Mistral 7B v0.1: a token sees
-the last 4,096), a running text needs only the blocks of its last window. The scheduler calls
-`Window.slide` after each commit, and nothing else knows of it: without this file the answers are
-the same, and a text keeps all of its blocks until it ends.
+Sliding windows give blocks back. In some models, every layer has a sliding window. For example, in
+Mistral 7B v0.1 a token sees only the last 4,096 tokens. A running text then needs only the blocks
+of its last window. The scheduler calls `Window.slide` after each commit. Without this file the
+answers would be the same, but a text would keep all of its blocks until it ends.
 
     position        0  1  2  3    4  5  6  7    8  9 10 11   12 13 14 15
     block table  [      7    ] [      2    ] [      9    ] [      4    ]   all 16 tokens computed
                  [      7    ] [      7    ] [      9    ] [      4    ]   with a window of 6 or 7
 
-A block table is indexed by position, so it cannot become shorter. The text's first block therefore
-stands in for the blocks that were given back: it is one block more than the window needs, and the
-allocator counts it once for each of its entries, like any shared block. No kernel reads it there.
+A block table is indexed by position, so it cannot become shorter. Instead, the entries of blocks
+that were given back point to the text's first block, which is therefore kept. The allocator counts
+a reference for each entry, as for any shared block. No kernel reads the block through these
+entries.
 """
 
 from engine.step import Stage
@@ -18,29 +19,29 @@ from paged import Request
 
 
 class Window(Stage):
-    """Has the scheduler of an engine give back what its model's layers no longer see."""
+    """Gives back the blocks that no layer of the model sees any more."""
 
     def __init__(self, engine):
         super().__init__(engine)
         windows = engine.config.windows
-        self.size = max(windows)  # in tokens: the layer that sees most
+        self.size = max(windows)  # in tokens, of the layer with the largest window
         self.allocator = engine.scheduler.block_allocator
-        if 0 not in windows:  # else a layer sees the whole text
+        if 0 not in windows:  # 0: a layer that sees the whole text
             engine.scheduler.after_commit = self.slide
 
     def slide(self, request: Request):
         """
-        Give back the blocks that the request's last computed token does not see (a fork may compute
-        this token again). They are committed by now, so the prefix cache has them. A running step
-        may still read them for earlier tokens: the next step that writes there is launched after
-        it, on the same stream.
+        Give back the blocks that the request's last computed token does not see. (A fork may
+        compute this token again.) These blocks are committed, so the prefix cache has them. A
+        running step may still read them for earlier tokens. This is safe, because the next step
+        that writes there comes after it on the same stream.
         """
         first_seen = max(0, request.num_computed_slots - self.size) // self.allocator.block_size
         table = request.block_table
         start = first_seen
         while start > 1 and table[start - 1] != table[0]:
             start -= 1
-        left = table[start:first_seen]
-        table[start:first_seen] = table[:1] * len(left)
+        unseen = table[start:first_seen]
+        table[start:first_seen] = table[:1] * len(unseen)
         self.allocator.share(table[start:first_seen])
-        self.allocator.free_blocks_for_request(left)
+        self.allocator.free_blocks_for_request(unseen)

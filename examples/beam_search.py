@@ -1,7 +1,8 @@
 """
-Beam search: what `Scheduler.fork` is for. The beams share the blocks of what they have in common,
-and copy-on-write gives each its own last block. Each beam asks for the log-probabilities of its
-likeliest next tokens, as any request may. Shown here, not served; from Python, in the root:
+Beam search with `Scheduler.fork`. Beams share the blocks of their common beginning, and
+copy-on-write gives each its own last block. The log-probabilities of the likeliest next tokens are
+computed as for any request with `logprobs`. The server does not offer beam search. In Python, from
+the root folder:
 
     from examples.beam_search import beam_search
     answers = beam_search(engine, prompt_tokens, width=4, max_tokens=32)
@@ -11,7 +12,7 @@ import sys
 from dataclasses import replace
 
 if __name__ == "__main__":
-    sys.exit("a library, with its use in its first lines; examples/post.py is a command")
+    sys.exit("this is a library: its first lines show how to use it")
 
 from common import plural
 from engine.engine import Engine
@@ -20,24 +21,27 @@ from paged import Plan, Request
 from params import GREEDY
 
 Answer = tuple[list[int], float]  # tokens, log-probability
-MOST_BEAMS = 10  # each asks for twice as many candidates: what `SamplingParams` allows
+# each beam needs twice as many candidates as there are beams, and `SamplingParams` allows 20
+MOST_BEAMS = 10
 
 
 def beam_search(
     engine: Engine, prompt_tokens: list[int], width: int, max_tokens: int
 ) -> list[Answer]:
     """
-    The `width` likeliest answers that beam search finds, best first, each with its log-probability;
-    an answer ends at max_tokens or after the end-of-text token. Needs the engine for itself; raises
-    ValueError for what does not fit.
+    Return the `width` likeliest answers that beam search finds, each with its log-probability, best
+    first. An answer ends at max_tokens or after an end-of-text token. The engine must have no other
+    requests. Raises ValueError for what does not fit.
     """
     check_beams_fit(engine, len(prompt_tokens), width, max_tokens)
-    candidates = min(2 * width, engine.config.vocab_size)  # at most `width` of them are ends
+    # twice the width, because up to half of all candidates may end their answers
+    candidates = min(2 * width, engine.config.vocab_size)
     params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
     answers = []  # best first
     try:
-        # log-probabilities only fall: a beam that is worse than enough answers stays worse
+        # A beam's log-probability only decreases. So once `width` answers are better than the best
+        # beam, they stay better.
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
             plan = engine.scheduler.plan()
             engine.num_steps += 1
@@ -45,8 +49,8 @@ def beam_search(
             if not plan.sampled:  # a long prompt takes several steps
                 engine.scheduler.update(plan, [])
                 continue
-            places = list(launched.place_of().values())
-            scores = rows_of(engine.device.sampled_logprobs(launched, places, candidates))
+            indices = list(launched.token_indices().values())
+            scores = rows_of(engine.device.sampled_logprobs(launched, indices, candidates))
             beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:
@@ -56,7 +60,7 @@ def beam_search(
 
 
 def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
-    """Raises ValueError unless `width` beams of P + max_tokens tokens have rows and blocks."""
+    """Raises ValueError unless `width` beams of P + max_tokens tokens fit into rows and blocks."""
     scheduler = engine.scheduler
     rows = min(scheduler.max_num_seqs, MOST_BEAMS)
     if engine.has_work:
@@ -73,8 +77,8 @@ def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
     if needed > engine.num_blocks:
         raise ValueError(
-            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: change width "
-            "or pool"
+            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: lower the "
+            "width or enlarge the pool"
         )
 
 
@@ -86,9 +90,9 @@ def extend_beams(
     width: int,
 ) -> tuple[dict[Request, float], list[Answer]]:
     """
-    Replace the beams by their best `width` extensions, by the scores of their candidates, in the
-    order of plan.sampled (engine/scores.py). Returns these, {request: log-probability}, and the
-    answers that end here.
+    Replace the beams by their `width` best extensions. `scores` has a score (engine/scores.py) for
+    each beam, in the order of plan.sampled. Returns the new beams, {request: log-probability}, and
+    the answers that end here.
     """
     extensions = []  # beam, next token, log-probability
     for beam, (_, ids, logprobs) in zip(plan.sampled, scores, strict=True):
@@ -106,15 +110,15 @@ def extend_beams(
     going = going[:width]
     if not going:
         return {}, answers
-    # each beam goes on with its best token itself, which is the first in `going`
-    own = {beam: token for beam, token, _ in reversed(going)}
-    engine.scheduler.update(plan, [own.get(beam, 0) for beam in plan.sampled])
+    # each beam continues with its best token, the first in `going`; forks take the others
+    best = {beam: token for beam, token, _ in reversed(going)}
+    engine.scheduler.update(plan, [best.get(beam, 0) for beam in plan.sampled])
     for beam in plan.sampled:
-        if beam not in own:
+        if beam not in best:
             engine.abort(beam.id)
     extended = {}
     for beam, token, score in going:
-        if beam in extended:  # a fork of it goes the other ways
+        if beam in extended:
             beam = engine.scheduler.fork(beam, f"beam-{engine.scheduler.num_forks}")
             beam.generated_tokens[-1] = token
             engine.requests[beam.id] = beam

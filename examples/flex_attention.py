@@ -1,20 +1,21 @@
 """
 FlexAttention over the pool of KV blocks: paged attention, written as a mask. Each text is continued
-twice, by an engine in plain torch and by one whose attention is in this file, and the answers must
-be equal.
+twice, by an engine in plain torch and by an engine with the attention in this file. The answers
+must be equal.
 
     python examples/flex_attention.py out/stdlib "def" "import os"    # a model, and texts
 
-A machine's operators are a table (ops/choice.py), so another attention is two other entries. To
-FlexAttention the pool is one long sequence of keys, page after page. A page is what a block holds
-of one KV head; with 2 heads:
+The operators of a machine are in a table (ops/choice.py), so another attention only replaces two
+entries. To FlexAttention, the pool is one long sequence of keys, page after page. A page is the
+part of a block that belongs to one KV head. For example, with 2 heads:
 
     keys     | 0 .. S - 1      | S .. 2 S - 1    | 2 S .. 3 S - 1  | 3 S .. 4 S - 1  | ..
     page     | block 0, head 0 | block 0, head 1 | block 1, head 0 | block 1, head 1 | ..
 
-The mask turns a key's place in that sequence back into its position in a text. FlexAttention runs
-eagerly here, on a CPU: it computes all scores, then masks them. What it is made for is a GPU and
-torch.compile(flex_attention), which skips the tiles that the mask leaves out.
+The mask converts a key's index in that sequence back to its position in a text. Here FlexAttention
+runs eagerly on a CPU: it computes all scores, then masks them. It is made for a GPU, where
+torch.compile(flex_attention) skips the tiles that the mask leaves out.
+
 Letters: T tokens of a step, B requests, M blocks per table, H query heads, Hk KV heads, D head
 size, S block size.
 """
@@ -36,23 +37,24 @@ from params import GREEDY, Settings
 from tokenizer import load_tokenizer
 
 TEXTS = ("def add(a, b):", "import os\n" * 20, "import os\n" * 20 + "import ", "class")
-TILE = 128  # queries in a tile of the mask
+TILE = 128  # queries per tile of the mask
 
 
-def prepare(batch, H, kv, window=0):
+def plan_attention(batch, H, kv, window=0):
     """
     Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
-    one flat token axis, so one mask serves both. Returns a `GatherPlan` that has it as its calls.
+    one flat token axis, so they share the mask. Returns a `GatherPlan` with the mask as its calls.
     """
-    _, num_blocks, Hk, S, _ = kv.shape  # the sink included
+    _, num_blocks, Hk, S, _ = kv.shape  # including the padding block
     B, M = batch.block_tables.shape
-    # the block tables turned around: [request, physical block] -> logical block
+    # the inverse of the block tables: [request, physical block] -> logical block
     logical = torch.full((B, num_blocks), -1)
     numbers = torch.arange(M).expand(B, M)
-    # a block that the text's window has left may be its own again, at a later place: that counts
+    # With sliding windows several entries of a table may point to one block (engine/window.py).
+    # All of them are outside the window, so any of their numbers will do.
     is_own = numbers * S < batch.context_lens[:, None]
     logical.scatter_reduce_(1, batch.block_tables.long(), numbers.where(is_own, -1), "amax")
-    logical[logical < 0] = 2**40  # no block of this text: after its end
+    logical[logical < 0] = 2**40  # not a block of this text: as if it came after the text's end
     request = torch.arange(B).repeat_interleave(batch.query_start.diff())  # [T]
 
     def sees(_, head, query, key):
@@ -63,7 +65,7 @@ def prepare(batch, H, kv, window=0):
         return is_own_head & may_see(batch.positions[query], position, window)
 
     sizes = (1, H, len(request), num_blocks * Hk * S)
-    # a tile of keys is a page: tiles in which no query of a tile sees a key can be left out
+    # a tile of keys is a page; tiles in which no query sees a key can be skipped
     mask = create_block_mask(sees, *sizes, "cpu", (TILE, S))
     store_rows = pool_rows(batch.slot_mapping[:, None], kv)
     return GatherPlan(store_rows.flatten(), mask)
@@ -71,11 +73,12 @@ def prepare(batch, H, kv, window=0):
 
 def attend(q, kv, attn, batch):
     """
-    Attention of q [T, H, D] to one layer's pool kv [2, num_blocks + 1, Hk, S, D], without a copy of
-    it. Returns [T, H, D]. Masked keys weigh 0, and 0 * NaN is NaN, so the pool must have no NaN.
+    Compute attention of q [T, H, D] to one layer's pool kv [2, num_blocks + 1, Hk, S, D], without
+    copying the pool. Returns [T, H, D]. Masked keys have weight 0, and 0 * NaN is NaN, so the pool
+    must not contain NaN.
     """
     k, v = kv.reshape(2, 1, 1, -1, attn.D)  # views: [1, 1, (num_blocks + 1) Hk S, D]
-    options = {"block_mask": batch.prepared[attn.window].calls, "enable_gqa": True}
+    options = {"block_mask": batch.attention_plans[attn.window].calls, "enable_gqa": True}
     if attn.softcap:
         options["score_mod"] = lambda score, *_: soft_cap(score, attn.softcap)
     queries = q.transpose(0, 1)[None]  # [1, H, T, D]
@@ -100,7 +103,7 @@ def main(directory="out/stdlib", *texts):
     tokenizer = load_tokenizer(directory)
     prompts = [tokenizer.encode(text) for text in texts or TEXTS]
     plain = answers(model, prompts)
-    flex = answers(model, prompts, prepare=prepare, attend=attend)
+    flex = answers(model, prompts, plan_attention=plan_attention, attend=attend)
     for pair in zip(plain, flex, strict=True):
         print("torch {!r}\nflex  {!r}".format(*map(tokenizer.decode, pair)))
     if plain != flex:

@@ -1,12 +1,13 @@
 """
-A checkpoint of nanochat's, up to its commit 2c4473d of January 2026, becomes a directory that
+Converts a checkpoint of nanochat, up to its commit 2c4473d of January 2026, to a directory that
 serve.py opens:
 
     python examples/from_nanochat.py ~/.cache/nanochat/chatsft_checkpoints/d20/model_000650.pt DIR
     python serve.py --model DIR
 
-Beside it lies meta_000650.json, and two folders above tokenizer/tokenizer.pkl. No code that may be
-in a file is run. Later models have more than this decoder computes, and are refused.
+meta_000650.json must be next to the checkpoint, and tokenizer/tokenizer.pkl two folders above. Code
+in the files is never run. Later models have parts that this decoder does not compute; they are
+refused.
 """
 
 import re
@@ -53,7 +54,7 @@ TEMPLATE = """{{ "<|bos|>" }}
 
 
 class Encoding:
-    """In place of tiktoken's: it only has what the pickle says, such as `mergeable_ranks`."""
+    """A stand-in for tiktoken's class. It only has what is in the pickle: `mergeable_ranks`, .."""
 
 
 class EncodingUnpickler(from_nanogpt.PlainUnpickler):
@@ -64,7 +65,7 @@ class EncodingUnpickler(from_nanogpt.PlainUnpickler):
 
 
 def convert(path: Path, directory: Path):
-    """Raises ValueError, OSError, and others for a broken file."""
+    """Convert a checkpoint. Raises ValueError, OSError, or any other error for a broken file."""
     if directory.exists():
         raise ValueError(f"{directory} exists: name a new directory")
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
@@ -99,23 +100,26 @@ def convert(path: Path, directory: Path):
 
 
 def renamed(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The weights by our names, fp32. Raises ValueError for those that the model does not have."""
+    """
+    Return the weights in fp32 under the names of this repo. Raises ValueError for weights that the
+    model does not have.
+    """
     ours = {}
     for name in model.state_dict():
         theirs = [name if name.startswith("lm_head") else f"transformer.{name}"]
         if "c_attn" in name:
             theirs = [theirs[0].replace("c_attn", f"c_{x}") for x in "qkv"]
-        # beyond the vocabulary are rows of padding
+        # rows beyond the vocabulary are padding
         parts = [weights.pop(other)[: model.config.vocab_size] for other in theirs]
         ours[name] = torch.cat(parts).float()
     if weights:
         kinds = sorted({re.sub(r"\.\d+|\.weight", "", name) for name in weights})
-        raise ValueError(f"it has {', '.join(kinds)}: models up to nanochat's 2c4473d have none")
+        raise ValueError(f"it has {', '.join(kinds)}: wanted a model up to nanochat's 2c4473d")
     return ours
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """What tiktoken's pickle says, in the steps of the `tokenizers` library."""
+    """Build tiktoken's pickled tokenizer from the parts of the `tokenizers` library."""
     with path.open("rb") as file:
         encoding = EncodingUnpickler(file).load()
     ranks = encoding.mergeable_ranks
@@ -133,7 +137,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
     specials = encoding.special_tokens
     backend.add_special_tokens(sorted(specials, key=specials.get))
     if backend.get_vocab() != vocabulary | specials:
-        raise ValueError(f"{path} numbers its tokens in no order that is understood")
+        raise ValueError(f"{path} numbers its tokens in an unknown order")
     bos = (BOS, specials[BOS])
     template = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[bos])
     backend.post_processor = template
@@ -141,7 +145,10 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
-    """The two tokens that were merged to this one: what earlier merges make of its bytes."""
+    """
+    Return the two tokens that were merged to this one. They are found by applying earlier merges to
+    its bytes.
+    """
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         pairs = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]

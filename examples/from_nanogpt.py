@@ -1,12 +1,12 @@
 """
-A checkpoint of nanoGPT's becomes a directory that serve.py opens:
+Converts a checkpoint of nanoGPT to a directory that serve.py opens:
 
     python examples/from_nanogpt.py out-shakespeare-char/ckpt.pt DIR
     python serve.py --model DIR
 
-Beside ckpt.pt lies its tokenizer: the meta.pkl of nanoGPT's corpus (characters), or GPT-2's files
-(`hf download openai-community/gpt2 tokenizer.json tokenizer_config.json --local-dir out-NAME`). No
-code that may be in a file is run.
+The tokenizer must be next to ckpt.pt. It is either meta.pkl of nanoGPT's corpus (characters), or
+GPT-2's files (`hf download openai-community/gpt2 tokenizer.json tokenizer_config.json --local-dir
+out-NAME`). Code in the files is never run.
 """
 
 import pickle
@@ -29,14 +29,14 @@ from training.corpus import char_tokenizer
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Reads a pickle of dicts, texts and numbers, and refuses to import anything."""
+    """Reads a pickle of dicts, strings and numbers, and refuses to import anything."""
 
     def find_class(self, module: str, name: str):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which could run any code")
 
 
 def convert(path: Path, directory: Path):
-    """Raises ValueError, OSError, and others for a broken file."""
+    """Convert a checkpoint. Raises ValueError, OSError, or any other error for a broken file."""
     if directory.exists():
         raise ValueError(f"{directory} exists: name a new directory")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -46,7 +46,7 @@ def convert(path: Path, directory: Path):
     config = GPTConfig(
         **{name: args[name] for name in ("vocab_size", "n_layer", "n_head", "n_embd", "bias")},
         context_length=args["block_size"],
-        activation="gelu",  # the exact one
+        activation="gelu",  # exact, not the tanh approximation
         eos_token_ids=() if end is None else (end,),
     )
     if tokenizer.vocab_size > config.vocab_size:
@@ -63,6 +63,7 @@ def convert(path: Path, directory: Path):
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
+    """Read meta.pkl if there is one, otherwise the files of the `tokenizers` library."""
     meta = folder / "meta.pkl"
     if not meta.exists():
         return load_tokenizer(folder)
@@ -70,19 +71,19 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         itos = PlainUnpickler(file).load()["itos"]
     tokenizer = char_tokenizer("".join(itos.values()))
     if tokenizer.vocab != {character: i for i, character in itos.items()}:
-        raise ValueError(f"{meta} has other than single characters in their order")
+        raise ValueError(f"{meta} must list single characters in sorted order")
     return tokenizer
 
 
 def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
-    """Convert as the command line says, or exit with one line. For nanochat's, too."""
+    """Convert as the command line says, or exit with one line. Also used by from_nanochat.py."""
     if len(paths) != 2:
         sys.exit(f"{len(paths)} arguments, wanted 2: {checkpoint}, and a new directory")
     path, directory = paths
     try:
         convert(Path(path), Path(directory))
-    except Exception as error:  # of torch.load, many kinds
-        sys.exit(f"{path} is not converted: {error}")
+    except Exception as error:  # torch.load raises many types
+        sys.exit(f"{path} cannot be converted: {error}")
     print(f"python serve.py --model {directory}")
 
 

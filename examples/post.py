@@ -1,17 +1,18 @@
 """
-The loop of "Adding Paged Attention to NanoGPT" (the post) as its reader has typed it, on the pool,
-allocator, requests and scheduler of paged.py. Each function ends with what replaces it here.
+The loop of "Adding Paged Attention to NanoGPT" (the post), as a reader of the post would type it.
+It runs on the pool, allocator, requests and scheduler of paged.py. The docstring of each function
+says what replaces it in this repo.
 
     python examples/post.py --prompt "def"    # with the model in out/stdlib, or --model DIR
 
-A step, beside the same step of `interleaved_generate` in interleaved.py:
+A step, and the same step of `interleaved_generate` in interleaved.py:
 
     the post                                          this repo
     schedule                                          Scheduler.plan
-    find_cached_prefix, load_cached_blocks            in it: a hit goes into the block table
-    ensure_blocks_for_new_tokens                      in it: a new block where the last is full
+    find_cached_prefix, load_cached_blocks            in `plan`: hits go into the block table
+    ensure_blocks_for_new_tokens                      in `plan`: a new block if the last is full
     assemble_fused_batch, with assemble_paged_cache   flat_batch: one axis without padding
-    the model: the head sees K and V side by side     the same model: its head reads the pool
+    the model: a head gets contiguous K and V         the model: a head reads the pool
     disassemble_paged_fused                           in the model: each layer stores its K and V
     softmax, multinomial                              sample_torch
 
@@ -36,7 +37,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from checkpoint import load_checkpoint
-from model import TORCH, WholeTexts
+from model import TORCH_OPS, WholeTexts
 from paged import (
     KVBlockPool,
     Request,
@@ -57,9 +58,10 @@ pad_left = partial(pad_sequence, batch_first=True, padding_side="left")
 
 def load_cached_blocks(request, blocks, pool, block_size):
     """
-    Copy cached blocks into the request's own first ones, and count their tokens as computed. In
-    this repo nothing is loaded: `Scheduler._admit` puts the cached blocks themselves into the block
-    table, and counts one reference more.
+    Copy cached blocks to the first blocks of the request, and count their tokens as computed.
+
+    In this repo nothing is copied: `Scheduler._admit` puts the cached blocks themselves into the
+    block table, and adds a reference to each.
     """
     pool.copy_blocks(request.block_table[: len(blocks)], blocks)
     request.num_filled_slots = request.prefill_cursor = len(blocks) * block_size
@@ -67,9 +69,11 @@ def load_cached_blocks(request, blocks, pool, block_size):
 
 def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
     """
-    Lengthen a block table until it has room for num_new tokens more. RuntimeError where the pool
-    is exhausted. In this repo `Scheduler.plan` has done so (admission for a whole prompt,
-    `_make_room` for a decode), and so has `schedule`: the loop below finds the room there.
+    Append blocks to a block table until num_new more tokens fit. Raises RuntimeError if the pool is
+    exhausted.
+
+    In this repo `Scheduler.plan` allocates: admission for a whole prompt, `_ensure_slot` for a
+    decode. `schedule` calls `plan`, so in the loop below the blocks are there already.
     """
     while len(request.block_table) * block_size < request.num_filled_slots + num_new:
         request.block_table.append(block_allocator.allocate_one())
@@ -77,10 +81,14 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
 
 def assemble_paged_cache(requests, pool, block_size):
     """
-    Gather what the pool has of each request, padded on the left to the longest. Returns
-    past_kvs[layer][head], K and V [B, P, D] each; a mask [B, 1, P], True where that is no padding;
-    and how much of it is, for each request. In this repo: nothing; attention reads the pool through
-    the block tables (kernels.py, `attention_kernel`).
+    Gather the K and V of each request from the pool, left-padded to the longest. Returns
+
+        past_kvs[layer][head]   K and V, [B, P, D] each
+        mask                    [B, 1, P], False for padding
+        pad_lengths             the length of the padding of each request
+
+    In this repo nothing is gathered: attention reads the pool through the block tables (kernels.py,
+    `attention_kernel`).
     """
     lengths = [request.num_filled_slots for request in requests]
     past_kvs = [[] for _ in pool.kv]
@@ -98,10 +106,12 @@ def assemble_paged_cache(requests, pool, block_size):
 
 def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size):
     """
-    A rectangle of one token of each decode and a chunk of a prompt, padded on the left, too.
-    Returns tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may
-    see a key, and pad_lengths. In this repo: `flat_batch` in interleaved.py, all new tokens on
-    one axis without padding; to serve, `lay_out` in ops/inputs.py, from arrays on the device.
+    Make a rectangle of one token for each decode and a chunk of a prompt, left-padded. Returns
+    tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may attend to
+    a key, and pad_lengths.
+
+    In this repo `flat_batch` (interleaved.py) puts all new tokens on one axis without padding. In a
+    server, `lay_out` (ops/inputs.py) does so from arrays on the device.
     """
     requests = list(decode_reqs)
     num_new = [1] * len(decode_reqs)
@@ -118,7 +128,7 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
     T = max(num_new)
     is_new = torch.arange(T) >= T - torch.tensor(num_new)[:, None, None]  # [B, 1, T]
     before = torch.ones(T, T).tril().bool()
-    seen = is_new & before | torch.eye(T).bool()  # padding sees itself, for no NaN
+    seen = is_new & before | torch.eye(T).bool()  # padding attends to itself, to avoid NaN
     mask = torch.cat((past_mask.expand(-1, T, -1), seen), 2)
     return pad_left(tokens), pad_left(positions), past_kvs, mask[:, None], pad_lengths
 
@@ -129,10 +139,12 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
 
 def call_model(model, tokens, pos, past_kvs, attn_mask):
     """
-    The post's `model(tokens, pos=pos, past_kvs=past_kvs, attn_mask=attn_mask)`: logits [B, V] of
-    each last token, and new_kvs[layer][head], K and V [B, T, D] each. Its head need not know of
-    blocks: K and V are side by side, and written later. In this repo it does change: in
-    `Attention.forward` (model.py) `project_qkv` writes the pool and `attend` reads it.
+    Compute the post's `model(tokens, pos=pos, past_kvs=past_kvs, attn_mask=attn_mask)`. Returns the
+    logits [B, V] of each last token, and new_kvs[layer][head], K and V [B, T, D] each. An attention
+    head need not know about blocks, because its K and V are contiguous, and are written later.
+
+    In this repo it does know: in `Attention.forward` (model.py), `project_qkv` writes to the pool
+    and `attend` reads from it.
     """
     new_kvs = []
 
@@ -141,21 +153,22 @@ def call_model(model, tokens, pos, past_kvs, attn_mask):
         past_k, past_v = (torch.stack(heads, 2) for heads in zip(*past, strict=True))
         return torch.cat((past_k, k), 1), torch.cat((past_v, v), 1)
 
-    def attend(q, kv, attn, batch):  # fewer KV heads are shared: grouped-query attention
+    def attend(q, kv, attn, batch):  # grouped-query attention if there are fewer KV heads
         q, k, v = (x.transpose(1, 2) for x in (q, *kv))  # [B, H, T, D], [B, Hk, P + T, D]
         options = {"scale": attn.scale, "enable_gqa": True}
         return F.scaled_dot_product_attention(q, k, v, attn_mask, **options).transpose(1, 2)
 
-    batch = WholeTexts(tokens, pos, TORCH._replace(store_kv=store_kv, attend=attend))
+    batch = WholeTexts(tokens, pos, TORCH_OPS._replace(store_kv=store_kv, attend=attend))
     x = model.hidden(batch, past_kvs)
-    return model.logits(x[:, -1], TORCH), new_kvs
+    return model.logits(x[:, -1], TORCH_OPS), new_kvs
 
 
 def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size):
     """
-    Write the new K and V into each request's blocks, and count them. In this repo each layer stores
-    its own, at the batch's `slot_mapping` (model.py, `Attention.forward`), and `Scheduler.advance`
-    counts.
+    Write the new K and V to the blocks of each request, and count the filled slots.
+
+    In this repo each layer stores its own K and V in the slots of the batch's `slot_mapping`
+    (`Attention.forward` in model.py), and `Scheduler.advance` counts.
     """
     for i, request in enumerate(all_reqs):
         n = num_new_per_req[i]
@@ -172,14 +185,16 @@ def interleaved_generate(
     model, requests, policy="fcfs", token_budget=16, max_kv_tokens=256, temperature=1.0
 ):
     """
-    Serve all requests; the answers are in their `generated_tokens`. ValueError for a model with
-    sliding windows, which this mask does not know. In this repo: `interleaved_generate` in
-    interleaved.py, and `Engine.step` for requests that come and go.
+    Serve all requests. Their answers are in `generated_tokens`. Raises ValueError for a model with
+    sliding windows, which the mask of `assemble_fused_batch` does not support.
+
+    In this repo the loop is `interleaved_generate` in interleaved.py, and `Engine.step` for
+    requests that come and go.
     """
     config = model.config
     if any(config.windows):
         raise ValueError("the post has no sliding windows: serve this model with serve.py")
-    # the scheduler's own prefix cache would share what the loop is to find and to load
+    # without the scheduler's own prefix cache: this loop finds and loads cached blocks itself
     settings = SchedulerSettings(prefix_cache=False)
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
     S = scheduler.block_size
@@ -211,8 +226,8 @@ def interleaved_generate(
         logits, new_kvs = call_model(model, tokens, positions, past_kvs, attn_mask)
         disassemble_paged_fused(all_reqs, new_kvs, num_new, pool, S)
 
-        # In this repo: sample_torch (ops/sampling.py). A request's noise depends on its seed
-        # and position there, here on all that was drawn before.
+        # In this repo: `sample_torch` (ops/sampling.py). There, a request's noise depends only on
+        # its seed and position. Here it depends on everything that was drawn before.
         idx_next = logits.argmax(-1)  # [B]
         if temperature > 0:
             probs = F.softmax(logits / temperature, dim=-1)
@@ -221,7 +236,7 @@ def interleaved_generate(
             if request is prefill_req:
                 request.prefill_cursor += chunk_size
                 if not request.is_fully_prefilled:
-                    continue  # these logits are of a token in the middle of its prompt
+                    continue  # its logits are for a token in the middle of the prompt
                 commit_completed_blocks(request, scheduler.block_cache, S, pool)
                 scheduler.promote(request)
             request.generated_tokens.append(idx_next[i].item())

@@ -1,36 +1,37 @@
 """
-Replicas of a server on a Ray cluster, by Ray Serve, which places them on machines, starts again
-those that fail, and starts more while more requests run than max-num-seqs.
+Replicas of a server on a Ray cluster. Ray Serve places them on machines and restarts those that
+fail. While more requests run than max-num-seqs per replica, it starts more replicas.
 
     pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
     serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
 
-All other options are serve.py's flags that have a value, such as `dtype=bf16`; but host, port and
-client-seconds have no meaning here. Each replica has an engine: on a GPU of its own, where `serve
-run` finds one or device=cuda is given; else on one core, or as many as OMP_NUM_THREADS in the
-environment says.
+All other options are flags of serve.py that take a value, for example `dtype=bf16`. The flags host,
+port and client-seconds have no effect here. Each replica has its own engine. It runs on a GPU of
+its own if `serve run` finds one or device=cuda is given. Otherwise it uses one core, or the number
+in the environment variable OMP_NUM_THREADS.
 
 A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
-off, as Ray ends its proxies first: `serve.delete("default")` in Python does not. A replica
-starts its engine again when it dies. If the engine does not come back, or dies again, Ray starts
-the replica again. Until then the replica answers 503.
+off, because Ray ends its proxies first; to avoid this, call `serve.delete("default")` in Python.
+If an engine dies, its replica restarts it. If that fails, or the engine dies again, Ray restarts
+the replica. Until then the replica answers 503.
 
-Ray's proxies, one a machine, listen at 127.0.0.1:8000 unless told otherwise. Keys, Host and Origin
-are checked as always: before they listen elsewhere set $PAGEDGPT_API_KEY, for nothing refuses to
-start without one. Ray's own ports are open to the network, behind a token of its own.
+There is a Ray proxy on each machine, which listens at 127.0.0.1:8000 by default. Keys, Host and
+Origin are checked as in serve.py. But unlike serve.py, this starts without a key on any address, so
+set $PAGEDGPT_API_KEY before the proxies listen elsewhere. Ray's own ports are open to the network,
+protected by Ray's own token.
 
 What this does not do:
-- route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
-  A router of requests in Ray Serve does not see an ASGI application's prompts. A router made for
-  it, in front of several serve.py, does.
-- limit connections, slow clients and the size of headers: Ray's proxy stands in for
-  server/connection.py, and holds what a client sends or does not read, without a limit.
-- show all at once: the page and /metrics are those of the replica that happens to answer.
+- Route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
+  Routers inside Ray Serve do not see the prompts of an ASGI application. A dedicated router in
+  front of several serve.py does (replicas.py).
+- Limit connections, slow clients and the size of headers: Ray's proxy takes the place of
+  server/connection.py, and buffers what a client sends or does not read without a limit.
+- Show everything in one place: the page and /metrics show the replica that happens to answer.
 
-Measured on two cores of a CPU that others used, too, with the default model: one stream of 200
-tokens at a time, 40 in turns with serve.py, medians. To the first token 18 ms, where serve.py takes
-8.5; between two tokens 2.8 ms, where it takes 2.1. That is with RAY_worker_niceness=0 in the
-environment: else Ray's processes give way to all others, and the first token took 22 to 66 ms.
+Measured with the default model on two cores of a CPU that was not idle. One stream of 200 tokens at
+a time, 40 of each, alternating with serve.py; medians. The first token takes 18 ms (serve.py: 8.5),
+and each further token 2.8 ms (2.1). This is with RAY_worker_niceness=0 in the environment. Without
+it, Ray's processes yield to all others, and the first token took 22 to 66 ms.
 """
 
 import asyncio
@@ -49,8 +50,8 @@ from server.gate import Gate
 @serve.ingress()
 class Replica:
     """
-    Serve calls as serve.py's HTTP process does, but without a port: Ray's proxies pass the calls
-    on.
+    Serves calls like serve.py's HTTP process, but without a port of its own: Ray's proxies forward
+    the calls.
     """
 
     async def __init__(self, args: Namespace, keys: list[str]):
@@ -65,8 +66,9 @@ class Replica:
     def __serve_build_asgi_app__(self):
         gate = Gate(self.service)
 
-        async def respond(scope, receive, send):  # no method: Ray would call it with only scope
-            if scope["type"] != "http":  # ASGI's start and end; and WebSockets, which it refuses
+        # a function, because Ray would call a method with only `scope`
+        async def respond(scope, receive, send):
+            if scope["type"] != "http":  # start and end of the server; WebSockets (refused)
                 return await self.service.router(scope, receive, send)
             scope["call"] = Call(request_id(dict(scope["headers"])[b"x-request-id"]))
             await gate(scope, receive, send)
@@ -79,8 +81,8 @@ class Replica:
 
 
 def app(options: dict[str, str]) -> serve.Application:
-    """Return what `serve run` runs. Raises ValueError; exits if a flag is wrong."""
-    import torch  # here: a replica needs none in the process that answers
+    """Return the application for `serve run`. Raises ValueError; exits if a flag is wrong."""
+    import torch  # imported here, because the process of a replica that answers does not need it
 
     replicas = int(options.pop("replicas", 1))
     scaling = {"min_replicas": replicas, "max_replicas": int(options.pop("max-replicas", replicas))}

@@ -1,24 +1,25 @@
 """
-Several servers on one machine behind one address: one for each GPU, or for its share of the cores.
-In front of them stands a router, smg, which sends prompts that begin alike to the same server,
-whose prefix cache then has them.
+Several servers on one machine behind one address. Each server has a GPU of its own or, without
+GPUs, its share of the cores. In front of them is a router, smg. It sends prompts with a common
+prefix to the same server, which then finds the prefix in its cache.
 
     pip install smg
     python examples/replicas.py --model DIR --replicas 2    # and flags of serve.py: --port ..
 
-The servers listen at the ports after the router's, on this machine only. One that dies is started
-again: a stream that it had begun ends with an error event, and other requests go to the others.
-SIGTERM and Ctrl-C let running requests finish, and a second one ends them; kill -9 of this process
-leaves all others running.
+The servers listen at the ports after the router's, on this machine only. If a server dies, it is
+restarted. Its streams end with an error event, and new requests go to the other servers. SIGTERM
+and Ctrl-C let running requests finish; a second signal ends them. kill -9 of this process leaves
+the servers and the router running.
 
-Not through the router, but at each server's own port: the page, /events, /tokenize, /metrics,
-requests without `model`, and prompts as token ids. smg checks requests itself, in its own words,
-and has metrics of its own at the port after the last server's. It checks neither Host nor Origin,
-and shows /v1/models and /engine_metrics without a key: where a browser runs, set a key.
+The router does not forward the page, /events, /tokenize, /metrics, requests without `model`, and
+prompts as token ids. Use them at the port of a server. smg validates requests itself, with messages
+of its own, and has its own metrics at the port after the last server's. It checks neither Host nor
+Origin, and shows /v1/models and /engine_metrics without a key. So set a key if a browser runs on
+this machine.
 
-Servers on several machines need only the router, which then is at 127.0.0.1:30000. Start serve.py
-on each with --host and --api-key-file, and the router with one of the keys and another secret, for
-adding and removing servers:
+For servers on several machines, start the router by hand; it listens at 127.0.0.1:30000. Start
+serve.py on each machine with --host and --api-key-file. Give the router one of the keys and another
+secret, which is for adding and removing servers:
 
     smg launch --host 127.0.0.1 --worker-urls http://A:8000 http://B:8000 --policy cache_aware \\
         --api-key KEY --control-plane-api-keys me:me:admin:SECRET --health-check-interval-secs 1 \\
@@ -48,12 +49,15 @@ from flags import parse_args
 from serve import api_keys, listen, terminate_on_hang_up
 from server.gate import base_url
 
-# in a session of its own, where Ctrl-C at the terminal does not reach it
+# in a session of its own, so that Ctrl-C at the terminal does not reach it
 start = partial(Popen, stdout=DEVNULL, start_new_session=True)
 
 
 def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
-    """A variable for each server: a GPU, or a number of threads. Exits where GPUs are too few."""
+    """
+    Return an environment variable for each server, which assigns it a GPU or a number of threads.
+    Exits if there are too few GPUs.
+    """
     import torch
 
     count = 0 if device == "cpu" else torch.cuda.device_count()
@@ -61,7 +65,7 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
         threads = max(1, torch.get_num_threads() // replicas)
         return [f"OMP_NUM_THREADS={threads}"] * replicas
     if count < replicas:
-        sys.exit(f"--replicas {replicas}: each wants a GPU of its own, and there are {count}")
+        sys.exit(f"--replicas {replicas}: each needs a GPU of its own, and there are {count}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else range(count)
     return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
@@ -69,42 +73,43 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
 
 def router_command(args, ports: range) -> list[str]:
     """
-    Return the command of smg in front of the servers at these ports. Exits if smg is not installed.
+    Return the command that starts smg in front of the servers at these ports. Exits if smg is not
+    installed.
     """
-    # beside this Python, though its environment may not be active
-    places = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    smg = shutil.which("smg", path=places)
+    # look next to this Python first, because its environment may not be active
+    search_path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    smg = shutil.which("smg", path=search_path)
     if not smg:
         sys.exit("the router smg is not installed: pip install smg")
     options = "--policy cache_aware --log-level error"
     options += f" --prometheus-host 127.0.0.1 --prometheus-port {ports.stop}"
-    # a server that ended or is back, and the load of each, is soon known
+    # notice quickly when a server ends or is back, and what load each has
     options += " --health-check-interval-secs 1 --health-check-endpoint /readyz"
     options += " --cb-timeout-duration-secs 1 --load-monitor-interval 1"
-    # the servers' own words for what they cut off shall pass
+    # wait longer than the servers, so that their errors for requests they cut off get through
     options += f" --shutdown-grace-period-secs {args.drain_seconds + 3:.0f}"
-    # nobody may add or remove servers
+    # a random secret, so that clients cannot add or remove servers
     options += f" --control-plane-api-keys nobody:nobody:admin:{secrets.token_hex()}"
     command = [smg, "launch", *options.split(), "--worker-urls"]
     command += [f"http://127.0.0.1:{port}" for port in ports]
     for number, key in enumerate(api_keys(args)):
-        # with the first, smg itself asks the servers for their load
+        # smg itself uses the first key to ask the servers for their load
         command.append(f"--tenant-api-key={number}:{key}" if number else f"--api-key={key}")
     return [*command, "--host", args.host, "--port", str(args.port)]
 
 
 def wait_until_ready(process: Popen, url: str):
-    """Exits where the process ends before; it has printed why."""
+    """Wait until the URL answers. Exits if the process ends first; it has then printed why."""
     while process.poll() is None:
         try:
             return urlopen(url, timeout=5).close()
-        except OSError:  # it does not listen yet, or it loads
+        except OSError:  # it does not listen yet, or is still loading
             sleep(0.1)
     sys.exit(1)
 
 
 def drain(processes: list[Popen]):
-    """All finish their requests and take no new ones. A second signal ends them now."""
+    """Let all processes finish their requests, without new ones. A second signal ends them now."""
     try:
         for process in processes:
             process.terminate()
@@ -114,7 +119,7 @@ def drain(processes: list[Popen]):
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait()  # then its ports are free
+            process.wait()  # after this its port is free
 
 
 def main():
@@ -126,10 +131,10 @@ def main():
         sys.exit("--record, --prompt and --chat are for one server: leave them out")
     with listen(args) as sock:
         url = base_url(sock)
-        args.host, args.port = sock.getsockname()[:2]  # of a name, and of port 0
+        args.host, args.port = sock.getsockname()[:2]  # resolves a name, and port 0
     os.environ["no_proxy"] = f"127.0.0.1,{args.host}"
     ports = range(args.port + 1, args.port + 1 + options.replicas)
-    router = router_command(args, ports)  # first: to load torch takes seconds
+    router = router_command(args, ports)  # exits early; loading torch, below, takes seconds
     serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]
@@ -145,10 +150,10 @@ def main():
         wait_until_ready(processes[-1], f"{url}/readiness")
         print(f"serving {args.model} at {url}", flush=True)
         while True:
-            sleep(1)  # what cannot start must not keep a core busy
+            sleep(1)  # so that a process that cannot start does not keep a core busy
             for i, process in enumerate(processes):
                 if process.poll() is not None:
-                    print("ended, starting again: port", commands[i][-1], file=sys.stderr)
+                    print("ended, restarting: port", commands[i][-1], file=sys.stderr)
                     processes[i] = start(commands[i])
     finally:
         drain(processes)

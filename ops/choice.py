@@ -1,16 +1,16 @@
 """
-The tables of operators (`Ops`), one for each kind of device, and the choice of one, made once, when
-an engine is built.
+The tables of operators (`Ops`), one for each kind of machine, and the choice of one. It is made
+once, when an engine is built.
 
-    ops, reason = choose_ops("auto", "cuda")      # the table, and why this one
+    ops, reason = choose_ops("auto", "cuda")      # the table, and why it was chosen
 
-    TORCH          model.TORCH, and torch for what serving adds: the reference, on any device
-    BF16           torch on a CPU, matrices in bf16 (packed by oneDNN) and all else in fp32
+    TORCH_OPS      model.TORCH_OPS plus what serving needs, in torch: the reference, on any device
+    BF16           torch on a CPU, with matrices in bf16 (packed by oneDNN), the rest in fp32
     cpu            the operators of cpu.c, if there is a C compiler
-    TRITON         fused kernels that read K and V where they are; CUDA graphs can hold a step
+    TRITON         fused kernels that read K and V where they are; a CUDA graph can contain a step
     DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
 
-Each batch carries its table, so no code further down asks which device it is on.
+Each batch carries its table, so no other code has to know which device it is on.
 """
 
 import os
@@ -22,18 +22,22 @@ import kernels
 from model import Ops
 from ops import gather, inputs, packed, sampling
 
-TORCH = gather.TORCH._replace(
+TORCH_OPS = gather.TORCH_OPS._replace(
     decode_inputs=inputs.decode_inputs,
     sample=sampling.sample_torch,
     logprobs=sampling.logprobs,
-    pack_weights=packed.converted,
+    pack_weights=packed.pack_weights,
 )
-BF16 = TORCH._replace(name="bf16", pack_weights=partial(packed.converted, layer=packed.Bf16Linear))
+BF16 = TORCH_OPS._replace(
+    name="bf16", pack_weights=partial(packed.pack_weights, layer=packed.Bf16Linear)
+)
 
 
 @cache
 def triton_tables() -> tuple[Ops, Ops]:
-    """Return TRITON and DETERMINISTIC. Their files are imported here: only a GPU needs them."""
+    """
+    Return TRITON and DETERMINISTIC. Their files are imported here, because only a GPU needs them.
+    """
     from ops import (
         deterministic,
         fused,
@@ -42,7 +46,7 @@ def triton_tables() -> tuple[Ops, Ops]:
         sampling_kernels,
     )
 
-    fastest = TORCH._replace(
+    fastest = TORCH_OPS._replace(
         name="triton",
         embed=fused.embed,
         rotation=fused.rotation,
@@ -53,12 +57,12 @@ def triton_tables() -> tuple[Ops, Ops]:
         attend=kernels.paged_attention_triton,
         linear=linear.linear,
         head=linear.head,
-        prepare=kernels.prepare_triton,
+        plan_attention=kernels.plan_attention_triton,
         decode_inputs=fused.decode_inputs,
         sample=sampling_kernels.sample_triton,
         send=fused.send,
         fixed_shapes=True,
-        group_finder=prefix.GroupFinder,  # without this line, and ops/prefix.py, none are shared
+        group_finder=prefix.GroupFinder,  # delete this line and ops/prefix.py to share none
     )
     return fastest, fastest._replace(
         add_norm=linear.norm_now,
@@ -76,13 +80,13 @@ NEEDS = {
 
 
 def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
-    """The tables that work on such a device without cpu.c: the fastest first, then torch."""
-    fastest = TORCH
+    """Return the tables that work on this kind of device without cpu.c: the fastest, then torch."""
+    fastest = TORCH_OPS
     if dtype == torch.bfloat16:
         fastest = BF16
     if on_gpu:
-        fastest = triton_tables()[0] if kernels.triton else TORCH
-    tables = {fastest.name: fastest, "torch": TORCH}
+        fastest = triton_tables()[0] if kernels.triton else TORCH_OPS
+    tables = {fastest.name: fastest, "torch": TORCH_OPS}
     if kernels.triton and kernels.INTERPRETED:
         tables["triton"] = triton_tables()[0]
     return tables
@@ -95,9 +99,9 @@ def choose_ops(
     deterministic: bool = False,
 ) -> tuple[Ops, str]:
     """
-    The table of that name, or with "auto" the fastest for the device and the dtype that weights are
-    multiplied in, and why; `deterministic`: one whose answers do not depend on what shares a step.
-    Raises ValueError where it does not work.
+    Return the table of that name or, with "auto", the fastest one for the device and for the dtype
+    that weights are multiplied in; and the reason for the choice. If `deterministic`, the table's
+    answers do not depend on what shares a step. Raises ValueError if the table does not work here.
     """
     ops, reason = find_ops(attention, device, dtype)
     if not deterministic or ops.is_deterministic:
@@ -111,13 +115,13 @@ def choose_ops(
 
 
 def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Ops, str]:
-    """Return what `choose_ops` does, deterministic or not."""
+    """Return what `choose_ops` returns, but deterministic or not."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
-        raise ValueError(f"--quantize int8 is for CPUs, here the device is {device}: leave it out")
+        raise ValueError(f"--quantize int8 is for CPUs, and the device is {device}: leave it out")
     tables = tables_for(on_gpu, dtype)
     if attention in tables:
-        return tables[attention], "as asked"
+        return tables[attention], "as requested"
     can_call = not on_gpu and dtype in (torch.float32, torch.int8)
     compiler = []
     if can_call:
@@ -126,23 +130,23 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         compiler = cpu.c_compiler()
     if attention in ("auto", "cpu") and compiler:
         machine = cpu.CpuKernels(compiler)
-        return machine.table(TORCH), "the fastest on a CPU"
+        return machine.table(TORCH_OPS), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         names = ["auto", *tables]
         if compiler:
             names.append("cpu")
-        there = ", ".join(names)
-        raise ValueError(f"attention backend {attention!r} {why}; on {device} there is {there}")
+        available = ", ".join(names)
+        raise ValueError(f"attention backend {attention!r} {why}; {device} has {available}")
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")
         gain = "two to four times"
         if dtype == torch.int8:
             gain = "many times"
-        reason = f"as there is no C compiler {command!r}: with gcc it would be {gain} as fast"
-    elif on_gpu and fastest is TORCH:
-        reason = "as there is no package triton: with it the GPU would be many times as fast"
+        reason = f"because there is no C compiler {command!r}: gcc would make it {gain} as fast"
+    elif on_gpu and fastest is TORCH_OPS:
+        reason = "because there is no package triton: it would make the GPU many times as fast"
     else:
         reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"
     return fastest, reason

@@ -1,10 +1,10 @@
 /*
-The decoder's operators on a CPU, in fp32, or with weights of 8-bit integers: what kernels.py is to
-a GPU. ops/cpu.py builds this file and calls it.
+The decoder's operators on a CPU, in fp32 or with 8-bit integer weights: what kernels.py is for a
+GPU, this file is for a CPU. ops/cpu.py builds it and calls it.
 
-A step is a program, a list of `Op`, recorded once: from top to bottom, each from the rows of its x
-to those of its y. An operator is cut into tasks, which a pool of threads shares; the next one
-starts when all tasks of the one before are done.
+A step is a program: a list of `Op` that is recorded once, and runs from top to bottom. An operator
+reads the rows of its x and writes the rows of its y. It is cut into tasks, which a pool of threads
+shares. The next operator starts when all tasks of this one are done.
 
     op        embed   add_norm   linear     heads    attend    linear    add_norm ..
     tasks     a row   a row      rows x     a row    a row,    ..
@@ -12,14 +12,16 @@ starts when all tasks of the one before are done.
     thread 0  ####    ##         ########   ##       #####     ######
     thread 1  ####    ##         #######    ##       ######    #####
 
-Whatever else is in the batch, and however many threads there are, a row gets the same result to the
-last bit: no sum depends on where a task begins or on how many rows it has. Of integers all sums are
-exact: weights of 8 bits times activations of 16 bits, as large as 32 bits can add up.
+A row gets the same result to the last bit, whatever else is in the batch and however many threads
+there are: no sum depends on where a task begins or on how many rows it has. Sums of integers are
+exact: 8-bit weights are multiplied with activations of at most 16 bits, and these are limited so
+that a sum fits into 32 bits.
 
-And so on every machine, by every compiler. The arithmetic of this file is all in this file: each
-sum has the order, or the number of partial sums, that is written here, whatever the width of the
-CPU's vectors. No compiler may fuse a product and a sum (-ffp-contract=off); where one rounding is
-meant, `fused` says so. No function of the C library rounds: fabsf, rintf and sqrtf are exact.
+The result is also the same on every machine and with every compiler, because this file fixes all of
+its arithmetic. The order of each sum, or its number of partial sums, does not depend on the width
+of the CPU's vectors. A compiler may not fuse a product and a sum (-ffp-contract=off); where only
+one rounding is wanted, the code calls `fused`. Functions of the C library are used only if they are
+exact or correctly rounded, such as fabsf, rintf and sqrtf.
 
 Letters: R rows (tokens of the step), N outputs, K inputs, H query heads, Hk KV heads, G = H / Hk,
 D head size, S block size, M blocks per table, B requests.
@@ -41,29 +43,29 @@ D head size, S block size, M blocks per table, B requests.
 
 typedef struct {
     int64_t kind; // see `compute`
-    // what it reads and writes, [R, K] and [R, N]: numbers, integers of 16 bits, or tokens
+    // input [R, K] and output [R, N]: floats, 16-bit integers, or tokens
     union { float *x; const int16_t *x16; };
     union { float *y; int16_t *y16; int64_t *y64; };
-    // of a layer, a norm or an embedding: numbers, or integers of 8 bits; see `linear`
+    // of a layer, a norm or an embedding: floats, or 8-bit integers; see `linear`
     union { const float *weight; const int8_t *weight8; };
-    float *x_scale;           // [R] of x in integers
-    const float *scale;       // [N] of weights in integers, else NULL
-    const float *columns;     // [K] of weights in integers: scales of the inputs
+    float *x_scale;           // [R] scales of an integer x
+    const float *scale;       // [N] scales of integer weights by output, else NULL
+    const float *columns;     // [K] scales of integer weights by input
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
     const float *temperature; // choose: [R] or NULL
     const float *lowest;      // choose: [R] or NULL
-    const float *k_norm;      // heads: [D], [Hk D] or NULL; `weight` is that of q
-    const float *rotation;    // heads: [R, D] or NULL, what `rotation` wrote
+    const float *k_norm;      // heads: [D], [Hk D] or NULL; `weight` is the norm of q
+    const float *rotation;    // heads: [R, D], the result of `rotation`, or NULL
     float *kv;                // a layer's pool: K [blocks, Hk, D, S], then V [blocks, Hk, S, D]
     const int64_t *tokens;    // [R]; choose: seeds
     const int64_t *positions; // [R]
-    const int64_t *slots;     // [R] where K and V of the row go; choose: choices
-    const int64_t *requests;  // [R] whose block table; a request's rows follow each other
-    const int32_t *tables;    // [B, M] block tables; choose: [R, M] which tokens may be, or NULL
+    const int64_t *slots;     // [R] for K and V of each row; choose: choices
+    const int64_t *requests;  // [R] index of each row's block table; rows of a request are adjacent
+    const int32_t *tables;    // [B, M] block tables; choose: [R, M] bits of allowed tokens, or NULL
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
-    int64_t wide, late; // heads: norms of all heads together; norms after the rotation
-    float factor; // scale of the embedding or of scores, epsilon of norms, largest integer
+    int64_t wide, late; // heads: one norm over all heads; norms after the rotation
+    float factor; // scale of the embedding or of scores; epsilon of norms; largest integer
     float cap;    // soft cap of scores or logits; 0: none
 } Op;
 
@@ -75,14 +77,14 @@ static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Vectors and functions
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8, SUMS = 16 }; // numbers of a vector; most rows, vectors of a tile
+enum { LANES = 16, ROWS = 8, SUMS = 16 }; // floats in a vector; maximum rows and vectors of a tile
 #elif defined(__AVX__)
 enum { LANES = 8, ROWS = 4, SUMS = 8 };
 #else
 enum { LANES = 4, ROWS = 4, SUMS = 8 };
 #endif
 enum { PANEL = 32 }; // outputs of a layer that are computed together
-enum { PARTS = 16 }; // partial sums of a row's numbers: number i is added to part i % PARTS
+enum { PARTS = 16 }; // partial sums of a row: number i is added to part i % PARTS
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -94,8 +96,8 @@ INLINE float fused(float a, float b, float c)
 #if defined(__FMA__) || defined(__aarch64__)
     return fmaf(a, b, c);
 #else
-    // In double the product is exact. The sum is rounded to odd (Boldo and Melquiond 2008): if a
-    // part of it is lost, its last bit becomes 1, so that it is no tie when it becomes a float.
+    // In double the product is exact. The sum is rounded to odd (Boldo and Melquiond 2008): if
+    // part of it is lost, its last bit is set, so that it cannot be a tie when it becomes a float.
     union { double number; int64_t bits; } sum = {(double)a * b + c};
     double product = (double)a * b, added = sum.number - product;
     double lost = (product - (sum.number - added)) + (c - added);
@@ -106,7 +108,7 @@ INLINE float fused(float a, float b, float c)
 #endif
 }
 
-// A polynomial in x, its highest power first, with a rounding for each.
+// A polynomial in x, highest power first, rounded once per power.
 INLINE float polynomial(float x, int count, const float *factors)
 {
     float y = factors[0];
@@ -115,12 +117,12 @@ INLINE float polynomial(float x, int count, const float *factors)
     return y;
 }
 
-// e^x = 2^n e^left, |left| < ln(2) / 2, to 2 units of the last place: *power is 2^n, returned is
-// e^left - 1, so that e^x - 1 is exact near 0. The polynomial is that of Cephes (Moshier).
+// e^x = 2^n e^left with |left| < ln(2) / 2, to 2 units in the last place. Sets *power to 2^n and
+// returns e^left - 1, so that e^x - 1 is accurate near 0. The polynomial is from Cephes (Moshier).
 INLINE float exp_parts(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
-    const float whole = 12582912.0f; // 1.5 * 2^23: added to a number it rounds it
+    const float whole = 12582912.0f; // 1.5 * 2^23: adding this rounds a number
     Number rounded = {fused(x, 1.44269504f, whole)};
     Number scale = {.bits = (rounded.bits - 0x4b400000 + 127) << 23};
     *power = scale.number;
@@ -141,7 +143,7 @@ INLINE float exponential(float x)
 
 INLINE float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// cap * tanh(x / cap), with e^(2 x / cap) - 1 that is exact near 0.
+// cap * tanh(x / cap), from e^(2 x / cap) - 1, which is accurate near 0.
 INLINE float capped(float x, float cap)
 {
     float power, rest = exp_parts(2.0f * x / cap, &power);
@@ -149,10 +151,10 @@ INLINE float capped(float x, float cap)
     return cap * (e / (e + 2.0f));
 }
 
-// -log(x) of a normal number above 0, to 2 units of the last place. The polynomial is Cephes'.
+// -log(x) of a normal number above 0, to 2 units in the last place. The polynomial is from Cephes.
 INLINE float minus_log(float x)
 {
-    Number part = {x}; // x = 2^n part, from sqrt(1/2) to sqrt(2)
+    Number part = {x}; // x = 2^n part, with part from sqrt(1/2) to sqrt(2)
     int32_t n = (part.bits - 0x3f3504f3) >> 23;
     part.bits -= n * (1 << 23);
     const float factors[] = {
@@ -163,8 +165,9 @@ INLINE float minus_log(float x)
     return -(z + y) - n * 0.693359375f;
 }
 
-// The share of the normal distribution below x, (1 + erf(x / sqrt(2))) / 2, to 2 units of the last
-// place. Beyond |x| lies e^(-x^2 / 2) times a function that a polynomial in `t` fits to 3e-8.
+// The share of the normal distribution below x, (1 + erf(x / sqrt(2))) / 2, to 2 units in the last
+// place. The share beyond |x| is e^(-x^2 / 2) times a function that a polynomial in `t` fits to
+// 3e-8.
 INLINE float normal_share(float x)
 {
     float t = 1.0f / (1.0f + 0.34f * fabsf(x));
@@ -175,15 +178,15 @@ INLINE float normal_share(float x)
     return x < 0 ? beyond : 1.0f - beyond;
 }
 
-// Cosine and sine of an angle of less than 2^20 quarter turns, to half a unit of the last place: by
-// their series, of what is left of the angle beside whole quarter turns.
+// Cosine and sine of an angle of less than 2^20 quarter turns, to half a unit in the last place.
+// Whole quarter turns are subtracted, and the series are summed for the rest of the angle.
 INLINE void cosine_and_sine(float angle, float *cosine, float *sine)
 {
     double quarters = rint(angle * 0.6366197723675814);
-    // pi / 2 in two parts, the first of 33 bits: its multiples are exact
+    // pi / 2 in two parts; the first has 33 bits, so its multiples are exact
     double left = angle - quarters * 0x1.921fb544p0 - quarters * 0x1.0b4611a626331p-34;
     double square = left * left, c = 1, s = 1;
-    for (int i = 12; i; i -= 2) { // a term is the one before it times square / ..
+    for (int i = 12; i; i -= 2) { // a term is the previous one times square / ..
         c = 1 - c * square / (i * (i - 1));
         s = 1 - s * square / (i * (i + 1));
     }
@@ -194,7 +197,7 @@ INLINE void cosine_and_sine(float angle, float *cosine, float *sine)
     *sine = turned[(quarter + 3) & 3];
 }
 
-enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in its order
+enum { NONE, GELU_NEW, GELU, RELU, RELU2, SILU }; // model.ACTIVATIONS, in the same order
 
 #define EACH(value) \
     for (int i = 0; i < PANEL; i++) \
@@ -207,33 +210,33 @@ static void activate(int64_t activation, float *y)
     case GELU_NEW: // 0.5 (1 + tanh(u)) is sigmoid(2 u)
         EACH(y[i] * sigmoid(1.5957691216f * (y[i] + 0.044715f * y[i] * y[i] * y[i])));
     case GELU: EACH(y[i] * normal_share(y[i]));
-    case RELU: EACH(y[i] < 0 ? 0 : y[i]); // NaN stays one
+    case RELU: EACH(y[i] < 0 ? 0 : y[i]); // NaN stays NaN
     case RELU2: EACH(y[i] < 0 ? 0 : y[i] * y[i]);
     case SILU: EACH(y[i] * sigmoid(y[i]));
     }
 }
 
 // -------------------------------------------------------------------------------------------------
-// Operators of a row
+// Operators that compute one row per task
 
-// y [R, K]: the token's embedding times `factor`, and that of its position where there are such.
+// y [R, K]: the token's embedding times `factor`, plus its position's, if the model has these.
 static void embed(const Op *op, int64_t r)
 {
     int64_t K = op->K, token = op->tokens[r], panel = op->panel;
-    int64_t at = token / panel * panel * K + token % panel;
+    int64_t first = token / panel * panel * K + token % panel;
     float *y = op->y + r * K, factor = op->factor;
     for (int64_t k = 0; k < K; k++) {
         if (op->scale)
-            y[k] = op->weight8[at + k] * op->scale[token] * op->columns[k];
+            y[k] = op->weight8[first + k] * op->scale[token] * op->columns[k];
         else
-            y[k] = op->weight[at + k * panel];
+            y[k] = op->weight[first + k * panel];
         y[k] *= factor;
         if (op->bias)
             y[k] += op->bias[op->positions[r] * K + k];
     }
 }
 
-// y [R, D]: cosines and sines of the position times each of the D / 2 frequencies, `weight`.
+// y [R, D]: cosines and sines of the position times each of the D / 2 frequencies in `weight`.
 static void rotation(const Op *op, int64_t r)
 {
     float *cosines = op->y + r * op->D, *sines = cosines + op->D / 2;
@@ -261,7 +264,7 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
         y[k] = x[k] * shrink * weight[k];
 }
 
-// x += delta, and y = norm(x), if there is one; y may be delta itself, or x without a delta.
+// x += delta, then y = norm(x) if there is a norm. y may be delta itself, or x without a delta.
 static void add_norm(const Op *op, int64_t r)
 {
     int64_t K = op->K;
@@ -311,16 +314,16 @@ static void log_softmax(const Op *op, int64_t r)
         y[k] = x[k] - top + minus;
 }
 
-// Standard Gumbel noise of a random word, of which the upper 23 bits are a number from 0 to 1.
+// Standard Gumbel noise of a random word, whose upper 23 bits are a number between 0 and 1.
 INLINE float gumbel(uint32_t word)
 {
     return minus_log(minus_log(((float)(int32_t)(word >> 9) + 0.5f) * 0x1p-23f));
 }
 
-enum { TOKENS = 16 * LANES }; // that are looked at together
+enum { TOKENS = 16 * LANES }; // that `choose` takes at a time
 
-// Noise of TOKENS tokens from k on, as sampling.gumbel_noise has it: Philox4x32-10 makes that of
-// four, here of many fours at once, of a seed, a position and a choice.
+// Add the noise of TOKENS tokens from k on, as in sampling.gumbel_noise. One call of Philox4x32-10
+// makes the noise of four tokens from a seed, a position and a choice; here many run in parallel.
 static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uint32_t choice)
 {
     for (uint32_t i = 0; i < TOKENS / 4; i++) {
@@ -341,7 +344,7 @@ static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uin
     }
 }
 
-// Forbid those of `count` tokens whose bits are 0. Returns how many words are not.
+// Forbid those of `count` tokens whose bits are 0. Returns how many words of bits are not 0.
 static int64_t mask(const int32_t *bits, float *scores, int64_t count)
 {
     int64_t words = 0;
@@ -352,11 +355,12 @@ static int64_t mask(const int32_t *bits, float *scores, int64_t count)
     return words;
 }
 
-// The best of the K scores x, divided by the row's temperature and with noise (0: greedy), among
-// those that may be and are not below `lowest`; of a tie the first, -1 if it is not finite.
+// The best token by its score x [R, K], divided by the row's temperature and with noise added (a
+// temperature of 0 is greedy), of those that are allowed and not below `lowest`. Of equal scores
+// the first wins. The result is -1 if the best score is not finite.
 static void choose(const Op *op, int64_t r)
 {
-    enum { INFINITE = 0x7f800000 }; // its bits, and beyond it NaN
+    enum { INFINITE = 0x7f800000 }; // its bits; larger ones are NaN
     const float *x = op->x + r * op->K, lowest = op->lowest ? op->lowest[r] : -INFINITY;
     const float temperature = op->temperature ? op->temperature[r] : 0;
     int32_t best = -INT32_MAX, bits[TOKENS];
@@ -372,7 +376,7 @@ static void choose(const Op *op, int64_t r)
         if (temperature > 0)
             add_noise(scores, k, op->tokens[r], op->positions[r], op->slots[r]);
         int32_t top = INT32_MIN;
-        for (int64_t i = 0; i < count; i++) { // as integers they have the same order
+        for (int64_t i = 0; i < count; i++) { // to integers in the same order
             Number score = {scores[i]};
             int32_t size = score.bits & INT32_MAX, sign = score.bits >> 31;
             bits[i] = size > INFINITE ? INT32_MAX : (size ^ sign) - sign;
@@ -389,13 +393,12 @@ static void choose(const Op *op, int64_t r)
         op->y64[r] = -1;
 }
 
-// y [R, K] are the numbers x times `columns` as integers of at most `factor`, x_scale [R] the size
-// of a step.
+// y [R, K]: x times `columns`, as integers of at most `factor`. x_scale [R]: each row's step size.
 static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
     Number top = {1e-30f};
-    for (int64_t k = 0; k < op->K; k++) { // bits are in the order of numbers, NaN above all
+    for (int64_t k = 0; k < op->K; k++) { // bits sort as the numbers do, NaN above all
         Number size = {fabsf(x[k] * op->columns[k])};
         top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
@@ -404,7 +407,7 @@ static void quantize_row(const Op *op, int64_t r)
     op->x_scale[r] = top.number / op->factor;
 }
 
-// Numbers i and i + D / 2 of a head, turned by the row's cosines and sines.
+// Rotate numbers i and i + D / 2 of a head by the row's cosines and sines.
 static void rotate(float *first, const float *cosines, int64_t half)
 {
     float *second = first + half;
@@ -416,8 +419,8 @@ static void rotate(float *first, const float *cosines, int64_t half)
     }
 }
 
-// Queries, keys and values x [R, (H + 2 Hk) D]: normalised and rotated in place where the model
-// does so, keys and values stored in the pool.
+// Queries, keys and values x [R, (H + 2 Hk) D]: normalise and rotate them in place, if the model
+// does so, and store keys and values in the pool.
 static void heads(const Op *op, int64_t r)
 {
     int64_t D = op->D, H = op->H, Hk = op->Hk, S = op->S, slot = op->slots[r];
@@ -446,8 +449,8 @@ static void heads(const Op *op, int64_t r)
 // -------------------------------------------------------------------------------------------------
 // Products of matrices
 
-// sum + w * x, each number of it rounded once. Of a loop over `fused` gcc makes this instruction too
-// late to keep the sums of a tile in registers.
+// sum + w * x, with one rounding per number. gcc would turn a loop over `fused` into this
+// instruction too late to keep the sums of a tile in registers.
 INLINE Vector multiply_add(Vector w, float x, Vector sum)
 {
 #if defined(__AVX512F__)
@@ -461,8 +464,8 @@ INLINE Vector multiply_add(Vector w, float x, Vector sum)
 #endif
 }
 
-// y [rows, count * LANES] += x [rows, K] w [K, count * LANES]; X, W and Y: how far apart rows are.
-// Numbers `ahead` of those of w are needed soon: they are on their way meanwhile.
+// y [rows, count * LANES] += x [rows, K] w [K, count * LANES]. X, W and Y are the strides of rows.
+// The numbers that are `ahead` of w are needed soon, so they are prefetched.
 INLINE void multiply(
     const float *x, int64_t X, const float *w, int64_t W, int64_t ahead, int64_t K, int rows,
     int count, float *y, int64_t Y)
@@ -473,18 +476,18 @@ INLINE void multiply(
             sum[r][v] = (Vector){0};
     for (int64_t k = 0; k < K; k++)
         for (int v = 0; v < count; v++) {
-            const float *at = w + k * W + v * LANES;
-            __builtin_prefetch(at + ahead, 0, 2); // to the second cache
+            const float *vector = w + k * W + v * LANES;
+            __builtin_prefetch(vector + ahead, 0, 2); // into the L2 cache
             for (int r = 0; r < rows; r++)
-                sum[r][v] = multiply_add(*(const Vector *)at, x[r * X + k], sum[r][v]);
+                sum[r][v] = multiply_add(*(const Vector *)vector, x[r * X + k], sum[r][v]);
         }
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < count; v++)
             *(Vector *)(y + r * Y + v * LANES) += sum[r][v];
 }
 
-// Calls f with 1, 2, 4 or ROWS of the rows left, a constant: its loops unroll, and its sums stay in
-// registers.
+// Call f with 1, 2, 4 or ROWS of the rows left. The number is a constant, so f's loops unroll and
+// its sums stay in registers.
 #define ROWS_AT_ONCE(rows, left, f, ...) \
     { \
         for (rows = ROWS; rows > (left);) \
@@ -500,15 +503,16 @@ INLINE void multiply(
 // -------------------------------------------------------------------------------------------------
 // Attention
 
-enum { TILE = 16 }; // keys at once, of one block
+enum { TILE = 16 }; // keys at a time, all in one block
 
-// Softmax is online (Milakov and Gimelshein 2018): of a query at `position`, the scores of n keys
-// from position `at` on become weights. Returns what earlier sums shrink by.
+// Online softmax (Milakov and Gimelshein 2018) for a query at `position`: turn the scores of n keys
+// from position `start` on into weights. Returns the factor that earlier sums must shrink by.
 INLINE float online_softmax(
-    const Op *op, int64_t position, int64_t at, int64_t n, float *score, float *top, float *total)
+    const Op *op, int64_t position, int64_t start, int64_t n, float *score, float *top,
+    float *total)
 {
-    int64_t first = op->window ? position + 1 - op->window - at : 0;
-    int64_t end = least(n, position + 1 - at);
+    int64_t first = op->window ? position + 1 - op->window - start : 0;
+    int64_t end = least(n, position + 1 - start);
     float before = *top;
     for (int j = 0; j < TILE; j++) {
         if (op->cap)
@@ -527,13 +531,13 @@ INLINE float online_softmax(
     return shrink;
 }
 
-// Which head query i of a KV head is, of all, where a row has `heads`: G queries are of one row.
+// Index of a KV head's query i among all heads, `heads` per row. G of its queries are in each row.
 INLINE int64_t query(int64_t i, int64_t G, int64_t heads, int64_t head)
 {
     return i / G * heads + head * G + i % G;
 }
 
-// Queries i .. i + count of a KV head, all of one request.
+// Attention of queries i .. i + count of a KV head, all of one request.
 INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t head)
 {
     int64_t D = op->D, S = op->S, H = op->H, Hk = op->Hk, G = H / Hk, n;
@@ -547,20 +551,22 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
         for (int64_t d = 0; d < D; d++)
             q[c * D + d] = x[d] * op->factor;
     }
-    int64_t at = op->window ? op->positions[i / G] + 1 - op->window : 0;
-    at = at < 0 ? 0 : at - at % S % TILE;
-    for (; at <= last; at += n) {
-        n = least(least(S - at % S, TILE), last + 1 - at); // up to the block's end
-        int64_t block = table[at / S], ahead = table[least(at + n, last) / S] - block;
-        const float *k = op->kv + (block * Hk + head) * S * D + at % S;
-        const float *v = k + op->k_to_v + at % S * (D - 1); // a row of [S, D], k a column of [D, S]
-        float score[ROWS * TILE] = {0}; // of these, and of y, nobody takes what is beyond n and D
+    int64_t start = op->window ? op->positions[i / G] + 1 - op->window : 0;
+    start = start < 0 ? 0 : start - start % S % TILE;
+    for (; start <= last; start += n) {
+        n = least(least(S - start % S, TILE), last + 1 - start); // not past the block's end
+        int64_t block = table[start / S], ahead = table[least(start + n, last) / S] - block;
+        const float *k = op->kv + (block * Hk + head) * S * D + start % S;
+        // k is a column of [D, S], v a row of [S, D]
+        const float *v = k + op->k_to_v + start % S * (D - 1);
+        // entries beyond n (and of y beyond D) are garbage and never read
+        float score[ROWS * TILE] = {0};
         ahead *= Hk * S * D;
         multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
         for (int c = 0; c < count; c++) {
             int64_t position = op->positions[(i + c) / G];
             float shrink = online_softmax(
-                op, position, at, n, score + c * TILE, top + c, total + c);
+                op, position, start, n, score + c * TILE, top + c, total + c);
             for (int64_t d = 0; d < wide; d++)
                 y[c * wide + d] *= shrink;
         }
@@ -572,16 +578,16 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
             op->y[query(i + c, G, H, head) * D + d] = y[c * wide + d] / total[c];
 }
 
-// Rows of a task: one if there are few, else as many as a tile has.
+// Rows per task: one if there are few, else up to the rows of a tile.
 static int64_t rows_together(int64_t R) { return least(divide_up(R, 16), ROWS); }
 
-// y [R, H D]: the G query heads of some rows x [R, (H + 2 Hk) D] that share a KV head attend to all
-// positions that they may see, through the block table.
+// y [R, H D]: in some rows of x [R, (H + 2 Hk) D], the G query heads that share a KV head attend to
+// all positions that they may see, through the block tables.
 static void attend(const Op *op, int64_t R, int64_t task)
 {
     int64_t G = op->H / op->Hk, r = task / op->Hk * rows_together(R);
     int64_t end = least(r + rows_together(R), R);
-    for (int64_t stop; r < end; r = stop) { // rows of a request
+    for (int64_t stop; r < end; r = stop) { // the rows of one request
         for (stop = r; stop < end && op->requests[stop] == op->requests[r];)
             stop++;
         int count;
@@ -593,14 +599,14 @@ static void attend(const Op *op, int64_t R, int64_t task)
 // -------------------------------------------------------------------------------------------------
 // Linear layers: y [R, N] = activation(x [R, K] weight^T + bias)
 //
-// Weights come in panels of 32 outputs, zeros behind the last: in fp32 [N / 32, K, 32], so that an
-// input is multiplied with a panel's 32 weights at once; integers [N / 32, 32, K], for sums over K
-// at once.
+// Weights are stored in panels of 32 outputs, zero-padded. In fp32 they are [N / 32, K, 32], so a
+// vector holds weights of one input. Integers are [N / 32, 32, K], so a vector holds weights of one
+// output.
 
 enum { ROW_BLOCK = 128, K_BLOCK = 256 }; // rows of a task; inputs of a partial sum
 
-// Products of `rows` rows of x [.., K] with `count` outputs' weights w [.., K]: the compiler makes
-// multiply-adds of pairs of 16 bits of it (vpmaddwd).
+// y = `rows` rows of x [.., K] times the weights w [.., K] of `count` outputs. The compiler turns
+// this into multiply-adds of pairs of 16-bit numbers (vpmaddwd).
 INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, int count, int32_t *y)
 {
     int32_t sum[ROWS][SUMS] = {0};
@@ -613,13 +619,14 @@ INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, in
             y[r * PANEL + c] = sum[r][c];
 }
 
-// y [rows, PANEL] += the products of inputs k .. k + block of rows r .. with the panel of output n.
+// y [rows, PANEL] += inputs k .. k + block of rows from r on, times the panel of output n.
 INLINE void multiply_panel(
     const int rows, const Op *op, int64_t r, int64_t n, int64_t k, int64_t block, float *y)
 {
     int64_t K = op->K;
     const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
-    // weights 64 inputs ahead or, of integers, 3 KB: measured, twice as far is no faster
+    // prefetch weights 64 inputs ahead, or integers 3 KB ahead; by measurement, twice as far is no
+    // faster
     if (!op->scale) {
         const float *w = op->weight + n * K + k * PANEL, *x = op->x + r * K + k;
         for (int c = 0; c < PANEL; c += count * LANES)
@@ -638,7 +645,7 @@ INLINE void multiply_panel(
         y[i] = (float)sums[i] * (op->scale[n + i % PANEL] * op->x_scale[r + i / PANEL]);
 }
 
-// y [stop - r, PANEL]: rows r .. stop times the panel of output n.
+// y [stop - r, PANEL] = rows r .. stop times the panel of output n.
 static void multiply_rows(const Op *op, int64_t r, int64_t stop, int64_t n, float *y)
 {
     int64_t K = op->K, block = op->scale ? K : K_BLOCK;
@@ -653,7 +660,8 @@ static void multiply_rows(const Op *op, int64_t r, int64_t stop, int64_t n, floa
     }
 }
 
-// Outputs n .. n + PANEL of a row: bias, activation, the gate's other half, `up`, and the soft cap.
+// Finish outputs n .. n + PANEL of a row: add the bias, apply the activation, multiply by `up` if
+// the layer is gated, and apply the soft cap.
 static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
 {
     int64_t count = least(op->N - n, PANEL);
@@ -673,7 +681,7 @@ static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
     memcpy(y, gate, count * sizeof *y);
 }
 
-// Outputs of a task: whole panels, about 8 tasks for each thread.
+// Outputs per task: whole panels, about 8 tasks per thread.
 static int64_t width(const Op *op, int threads)
 {
     return divide_up(op->N, PANEL * 8 * threads) * PANEL;
@@ -698,25 +706,25 @@ static void linear(const Op *op, int64_t R, int64_t task, int threads)
 // The pool of threads
 
 typedef struct Pool {
-    int threads;   // the one that calls `run` is one of them
-    pid_t process; // that has them
-    const Op *ops; // of the run under way
+    int threads;   // including the one that calls `run`
+    pid_t process; // that the threads belong to
+    const Op *ops; // of the current run
     int64_t count, R;
-    atomic_int *counts; // [count, threads + 1] tasks begun of each thread's share; all done
-    atomic_int state; // OPEN, while workers may enter, plus how many are in
-    atomic_int runs;  // so far; -1: the pool is closed
+    atomic_int *counts; // [count, threads + 1] tasks begun in each thread's share; all tasks done
+    atomic_int state; // OPEN, while workers may enter, plus the number of workers inside
+    atomic_int runs;  // runs so far; -1: the pool is closed
     pthread_mutex_t lock;
     pthread_cond_t wake;
     pthread_t workers[];
 } Pool;
 
-enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread gives way to others
+enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread yields to others
 
-#ifndef WORTH_SHARING           // tests share whatever there is
-#define WORTH_SHARING (1 << 20) // products: a thread alone takes 30 us for them
+#ifndef WORTH_SHARING           // tests share even the smallest steps
+#define WORTH_SHARING (1 << 20) // multiplications: one thread takes 30 us for them
 #endif
 
-enum { ATTEND = 8, LINEAR = 9 }; // as KINDS in cpu.py; before them what is done row by row
+enum { ATTEND = 8, LINEAR = 9 }; // as KINDS in cpu.py; those before compute one row per task
 
 static void (*const operators[])(const Op *, int64_t) = {
     embed, rotation, add_norm, quantize_row, heads, exponentials, log_softmax, choose};
@@ -747,9 +755,9 @@ static void pause_for(int looks)
 #endif
 }
 
-// All operators of a run, as thread `me`: of each its own share first, whose numbers it may have
-// near, then what others have left. So nobody waits for a thread that is late, only for
-// tasks that another has begun.
+// Compute the operators of a run, as thread `me`. For each operator it takes its own share of the
+// tasks first, because their numbers may be in its cache, and then what other threads have left. So
+// a thread never waits for another that is late, only for tasks that have begun.
 static void take_part(Pool *pool, int me)
 {
     int64_t R = pool->R, threads = pool->threads;
@@ -768,7 +776,7 @@ static void take_part(Pool *pool, int me)
     }
 }
 
-// The number of the run after `seen`: after a while of looking out for it, asleep.
+// Return the number of the run after `seen`. Look for it for a while, then sleep.
 static int wait_for_run(Pool *pool, int seen)
 {
     for (int looks = 0; looks < PATIENCE && atomic_load(&pool->runs) == seen; looks++)
@@ -794,13 +802,13 @@ static void *work(void *argument)
     for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
         int entered = atomic_fetch_add(&pool->state, 1);
         if (entered & OPEN)
-            take_part(pool, entered - OPEN + 1); // where it begins to look: two may have the same
+            take_part(pool, entered - OPEN + 1); // the share to begin with; two may get the same
         atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
 }
 
-// A forked process has none of the threads, and may have the lock of one.
+// A forked process has none of the threads, but a lock that one of them may have held.
 static void notice_fork(Pool *pool)
 {
     if (pool->process == getpid())
@@ -812,7 +820,7 @@ static void notice_fork(Pool *pool)
     pthread_cond_init(&pool->wake, NULL);
 }
 
-// A pool of so many threads, or of fewer where the system gives no more.
+// Open a pool of this many threads, or fewer if the system allows no more.
 Pool *open_pool(int threads)
 {
     Pool *pool = calloc(1, sizeof *pool + threads * sizeof *pool->workers);
@@ -833,7 +841,7 @@ void close_pool(Pool *pool)
     free(pool);
 }
 
-// Compute `count` operators of R rows, one after the other.
+// Compute `count` operators of R rows, in order.
 void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
     notice_fork(pool);
@@ -851,7 +859,7 @@ void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
     }
     take_part(pool, 0);
     atomic_fetch_and(&pool->state, ~OPEN);
-    // who has entered still reads the counts
+    // workers that have entered still read the counts
     for (int looks = 0; atomic_load(&pool->state); looks++)
         pause_for(looks);
 }

@@ -1,16 +1,17 @@
 """
-The operators of cpu.c: built with the C compiler when they are first used, and called.
+The operators of cpu.c: this file builds them with the C compiler when they are first used, and
+calls them.
 
     machine = CpuKernels(c_compiler(), threads=2)
-    x, y = machine.add_norm(x, delta, norm)       # at once: each is called as its twin in model.py;
-                                                  # q, k and v stay one tensor
-    forward = machine.program(model, ops, kv, known, T)   # or a whole step as one call
+    x, y = machine.add_norm(x, delta, norm)       # computed immediately; each is called as its twin
+                                                  # in model.py, but q, k and v stay one tensor
+    forward = machine.program(model, ops, kv, known, T)   # or a whole step in one call
     x, logits, rows, positions = forward(plan)
 
-What a CUDA graph is to a GPU, a program is to a CPU: a list of operators, with the addresses
-of all that they read and write. The model runs once, with operators that are listed instead
-of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads, D head
-size, S block size; of a layer, R rows, K inputs, N outputs.
+A program is for a CPU what a CUDA graph is for a GPU: a list of operators, with the addresses of
+everything that they read and write. To record it, the model runs once, and its operators are listed
+instead of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads,
+D head size, S block size; for one layer, R rows, K inputs, N outputs.
 """
 
 import ctypes
@@ -33,7 +34,7 @@ from torch import Tensor
 from kernels import Batch
 from model import ACTIVATIONS, GPT, Attention, Ops, RMSNorm
 from ops.inputs import KnownRows, flat_inputs
-from ops.packed import PANEL, PanelLinear, converted, largest_activation
+from ops.packed import PANEL, PanelLinear, largest_activation, pack_weights
 from ops.sampling import logprobs, sample_torch
 from paged import Plan
 
@@ -41,8 +42,8 @@ from paged import Plan
 # The compiler
 
 SOURCE = Path(__file__).with_name("cpu.c")
-# no -ffast-math, not from CC either: it would change results, and with gcc before 13 switch off
-# denormal numbers in the whole process
+# no -ffast-math, not even from CC: it would change results, and with gcc before 13 it would switch
+# off denormal numbers in the whole process
 FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -56,23 +57,24 @@ FLAGS = [
     "-pthread",
 ]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")  # where the CPU has such
+    FLAGS.append("-mprefer-vector-width=512")  # if the CPU has them
 
 
 def c_compiler() -> list[str]:
-    """The command of the C compiler, $CC or cc; [] if there is none."""
+    """Return the command of the C compiler, $CC or cc; [] if there is none."""
     command = shlex.split(os.environ.get("CC", "cc"))
     return command if command and shutil.which(command[0]) else []
 
 
 def library(compiler: list[str]) -> Path:
     """
-    cpu.c as a shared library, in the user's cache: compiled if none of this source, compiler and
-    CPU is there, which takes a second. Raises ValueError with the compiler's words if it fails.
+    Return the path of cpu.c as a shared library, in the user's cache. It is compiled, which takes a
+    second, unless one for this source, compiler and CPU is there. Raises ValueError with the
+    compiler's output if that fails.
     """
     command = [*compiler, *FLAGS]
     run = partial(subprocess.run, capture_output=True)
-    # the macros that it defines tell its version and the CPU's instructions
+    # its predefined macros identify the compiler's version and the CPU's instructions
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout
     made_of = hashlib.sha256(SOURCE.read_bytes() + macros + shlex.join(command).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pagedgpt"
@@ -84,20 +86,20 @@ def library(compiler: list[str]) -> Path:
         folder = tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
         raise ValueError(
-            f"no room for the compiled ops/cpu.c ({error}): let XDG_CACHE_HOME name a folder with "
-            "room to write, or choose --attention torch"
+            f"the compiled ops/cpu.c cannot be stored ({error}): set XDG_CACHE_HOME to a folder "
+            "with free space that you may write to, or choose --attention torch"
         ) from error
     with folder:
         new = Path(folder.name) / path.name
         result = run([*command, SOURCE, "-o", new, "-lm"], text=True, errors="replace")
         if result.returncode or not new.exists():
-            words = result.stderr.strip() or result.stdout.strip()
+            output = result.stderr.strip() or result.stdout.strip()
             raise ValueError(
                 f"the C compiler failed ({shlex.join(compiler)}, exit status {result.returncode}): "
-                "mend it, let CC name another, or choose --attention torch. Its words:\n"
-                + (words[:2000] or "(none: is it a compiler?)")
+                "fix it, set CC to another one, or choose --attention torch. Its output:\n"
+                + (output[:2000] or "(none: is it a compiler?)")
             )
-        new.rename(path)  # another process may have done so: they are the same
+        new.rename(path)  # another process may have done the same; the files are equal
     return path
 
 
@@ -114,7 +116,7 @@ NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms wide late"
 
 
 class Op(ctypes.Structure):
-    """One operator, as cpu.c declares it. Pointers are given as tensors, which it keeps."""
+    """One operator, as declared in cpu.c. Pointers are set to tensors, which it keeps alive."""
 
     _fields_ = [
         ("kind", ctypes.c_int64),
@@ -139,7 +141,7 @@ class Op(ctypes.Structure):
         super().__setattr__(name, value)
 
     def set_weights(self, layer: nn.Module):
-        """Of a `PanelLinear`, an `Int8Linear` or an embedding."""
+        """Set the weights of a `PanelLinear`, an `Int8Linear` or an embedding."""
         self.weight = layer.weight
         self.scale = getattr(layer, "scale", None)
         self.columns = getattr(layer, "columns", None)
@@ -152,7 +154,10 @@ class Op(ctypes.Structure):
         self.rms = isinstance(norm, RMSNorm)
 
     def set_pool(self, attn: Attention, kv: Tensor):
-        """Heads, and a layer's pool [2, num_blocks + 1, Hk, S, D], K in it as [.., D, S]."""
+        """
+        Set the heads and a layer's pool [2, num_blocks + 1, Hk, S, D], where K is stored as
+        [.., D, S].
+        """
         _, _, self.Hk, self.S, self.D = kv.shape
         self.H = attn.H
         self.kv = kv
@@ -161,8 +166,8 @@ class Op(ctypes.Structure):
 
 class CpuKernels:
     """
-    The library and its pool of threads; each operator is named as in `Ops`. Raises ValueError if
-    the library cannot be built.
+    The compiled library and its pool of threads. Each operator has the same name as in `Ops`.
+    Raises ValueError if the library cannot be built or loaded.
     """
 
     def __init__(self, compiler: list[str], threads: int | None = None):
@@ -171,17 +176,17 @@ class CpuKernels:
             self.library = ctypes.CDLL(str(path))
         except OSError as error:
             raise ValueError(
-                f"the compiled ops/cpu.c cannot be loaded ({error}): remove {path}, let "
-                "XDG_CACHE_HOME name a folder that allows programs, or choose --attention torch"
+                f"the compiled ops/cpu.c cannot be loaded ({error}): remove {path}, set "
+                "XDG_CACHE_HOME to a folder that allows programs, or choose --attention torch"
             ) from error
         self.library.open_pool.restype = ctypes.c_void_p
         self.library.run.argtypes = 2 * [ctypes.c_void_p] + 2 * [ctypes.c_int64]
         self.pool = self.library.open_pool(threads or torch.get_num_threads())
         weakref.finalize(self, self.library.close_pool, ctypes.c_void_p(self.pool))
-        self.listed: list | None = None  # operators, while a step is listed
+        self.listed: list | None = None  # operators, while a program is recorded
 
     def table(self, other: Ops) -> Ops:
-        """The table of these operators, and for what they do not do those of another."""
+        """Return the table `other` with these operators in place of its own."""
         exp = partial(self.of_numbers, "exponentials")
         log_softmax = partial(self.of_numbers, "log_softmax")
         return other._replace(
@@ -194,18 +199,18 @@ class CpuKernels:
             attend=self.attend,
             linear=self.linear,
             head=self.linear,
-            prepare=self.prepare,
+            plan_attention=self.plan_attention,
             sample=partial(sample_torch, choose=self.choose, exp=exp),
             logprobs=partial(logprobs, log_softmax=log_softmax),
-            pack_weights=partial(converted, layer=PanelLinear),
+            pack_weights=partial(pack_weights, layer=PanelLinear),
             program=self.program,
             is_deterministic=True,
         )
 
-    def room(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
+    def result(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """
-        For a result [R, width]. In a listed step all results of one role and width share theirs:
-        none is read again once the next is written.
+        Return memory for a result [R, width]. While a program is recorded, all results of one role
+        and width share a buffer: each is last read before the next one is written.
         """
         new = torch.empty(R, width, dtype=dtype)
         return new if self.listed is None else self.buffers.setdefault((role, width), new)
@@ -219,8 +224,8 @@ class CpuKernels:
             self.listed.append(op)
         return y
 
-    def prepare(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
-        """[T] int64: of each token the request, whose block table it has."""
+    def plan_attention(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
+        """Return [T] int64: the index of each token's request, and so of its block table."""
         return torch.repeat_interleave(torch.tensor(batch.query_lens_host))
 
     def embed(
@@ -234,10 +239,10 @@ class CpuKernels:
         if wpe is not None:
             op.positions = positions
             op.bias = wpe.weight
-        return self.compute(op, self.room("x", len(tokens), op.K))
+        return self.compute(op, self.result("x", len(tokens), op.K))
 
     def rotation(self, positions: Tensor, frequencies: Tensor) -> Tensor:
-        """[T, D]: D / 2 cosines, then as many sines."""
+        """Return [T, D]: D / 2 cosines, then D / 2 sines."""
         op = Op("rotation")
         op.D = 2 * len(frequencies)
         op.positions = positions
@@ -250,7 +255,7 @@ class CpuKernels:
         y = x
         if not isinstance(norm, nn.Identity):
             op.set_norm(norm)
-            y = self.room("norm", *x.shape)
+            y = self.result("norm", *x.shape)
         return x, self.compute(op, y)
 
     def norm(self, x: Tensor, norm: nn.Module) -> Tensor:
@@ -259,7 +264,9 @@ class CpuKernels:
         return self.compute(op, x)
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
-        """Queries, keys and values [T, (H + 2 Hk) D], which `attend` takes; and the pool."""
+        """
+        Return queries, keys and values [T, (H + 2 Hk) D] in one tensor, for `attend`, and the pool.
+        """
         qkv = self.linear(y, attn.c_attn)
         op = Op("heads", qkv)
         op.set_pool(attn, kv)
@@ -277,20 +284,20 @@ class CpuKernels:
         op = Op("attend", qkv)
         op.set_pool(attn, kv)
         op.positions = batch.positions
-        op.requests = batch.prepared[attn.window]
+        op.requests = batch.attention_plans[attn.window]
         tables = batch.block_tables.contiguous()
         op.tables = tables
         op.M = tables.shape[1]
         op.window = attn.window
         op.factor = attn.scale
         op.cap = attn.softcap
-        y = self.compute(op, self.room("attend", len(qkv), attn.H * attn.D))
+        y = self.compute(op, self.result("attend", len(qkv), attn.H * attn.D))
         return y.unflatten(1, (attn.H, attn.D))
 
     def linear(
         self, x: Tensor, layer, activation=None, gated=False, partial_sums=False, softcap=0.0
     ) -> Tensor:
-        """x [R, K] times the layer's weights, rounded before if these are integers."""
+        """Multiply x [R, K] by the layer's weights. If these are integers, x is rounded first."""
         op = Op("linear", x)
         op.N = layer.N
         op.set_weights(layer)
@@ -301,23 +308,23 @@ class CpuKernels:
         if op.scale:
             op.x, op.x_scale = self.quantized(x, layer.columns)
         role = "wide" if activation else "delta"
-        y = self.room(role, len(x), op.N)
+        y = self.result(role, len(x), op.N)
         return self.compute(op, y)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """x [R, K] times columns [K] as integers of 16 bits, and the size of a step of each row."""
+        """Return x [R, K] times columns [K] as 16-bit integers, and the step size of each row."""
         op = Op("quantize", x)
         op.columns = columns
-        step = self.room("step", len(x), 1)
+        step = self.result("step", len(x), 1)
         op.x_scale = step
         op.factor = largest_activation(op.K)
-        y = self.room("integers", *x.shape, torch.int16)
+        y = self.result("integers", *x.shape, torch.int16)
         return self.compute(op, y), step
 
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
-        """As sampling.choose, in a thirtieth of the time."""
+        """Compute sampling.choose, in a thirtieth of the time."""
         op = Op("choose", scores.contiguous())
-        op.N = 32  # the time of a score in products, for `run` to share rows
+        op.N = 32  # a score costs this many products: `run` counts them
         op.temperature = temperature
         op.lowest = lowest
         if allowed is not None:
@@ -338,22 +345,22 @@ class CpuKernels:
 
     def program(self, model: GPT, ops: Ops, kv: Tensor, known: KnownRows, T: int) -> Callable:
         """
-        The model, for steps of at most T tokens, as forward(plan). It returns hidden states [n,
-        width] of all tokens and, of `plan.sampled`, the logits, the rows, and the positions of the
-        new tokens; the next step overwrites them.
+        Return a function forward(plan) that runs the model for steps of at most T tokens. It
+        returns the hidden states [n, width] of all tokens and, for `plan.sampled`, the logits, the
+        rows, and the positions of the new tokens. The next step overwrites them.
         """
         columns = torch.zeros(4, T, dtype=torch.int64)
         tokens, positions, slots, rows = columns
         none = torch.empty(0)
         tables = known.block_tables
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
-        batch.prepared = dict.fromkeys(model.config.windows, rows)
+        batch.attention_plans = dict.fromkeys(model.config.windows, rows)
         self.listed = []
-        self.buffers = {}  # (role, width) -> room for the results
+        self.buffers = {}  # (role, width) -> buffer of the results
         x = model.hidden(batch, kv)
         before_head = len(self.listed)
-        logits = model.logits(x[: len(tables)], ops)  # of decodes alone
-        kept = self.listed  # and with it the tensors that the operators have addresses of
+        logits = model.logits(x[: len(tables)], ops)  # of steps that only decode
+        kept = self.listed  # also keeps alive the tensors whose addresses the operators have
         self.listed = None
         program = (Op * len(kept))(*kept)
 

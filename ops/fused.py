@@ -1,9 +1,9 @@
 """
-The fused Triton operators of a step besides its linear layers and norms (linear.py): inputs,
-embeddings, and the way of q, k and v from their product to the attention kernel. In plain torch a
-decode step of a small model is some 230 launches and spends its time on them; here it is 70 to 90,
-and programmatic dependent launch overlaps most. Attention and the KV pool are in kernels.py;
-ops/choice.py makes a table of all of them.
+The fused Triton operators of a step, except its linear layers and norms (linear.py): inputs,
+embeddings, and what q, k and v go through between their product and the attention kernel. In plain
+torch, a decode step of a small model makes some 230 launches and spends its time on them. Here it
+makes 70 to 90, and programmatic dependent launch overlaps most of these. Attention and the KV pool
+are in kernels.py. ops/choice.py makes one table of all operators.
 
     q, kv = project_qkv(y, attn, kv, batch)    # one launch or two, which also store K and V
 
@@ -28,7 +28,7 @@ def decode_inputs_kernel(
     tokens, positions, slots, lens, tables, padding_row, M,
     WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n,): a program does what decode_inputs does for one row."""
+    """Grid (n,): a program does for one row what decode_inputs does."""
     pdl_wait(PDL)
     i = tl.program_id(0)
     m = tl.arange(0, WIDTH)
@@ -50,7 +50,7 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
-    """As inputs.decode_inputs, in one launch instead of a dozen."""
+    """Triton version of inputs.decode_inputs: one launch instead of a dozen."""
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
     n = len(rows)
@@ -76,9 +76,9 @@ def embed_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (T,): a program does what embed does for one token. Does not let its successor start early,
-    unlike pdl_wait: later kernels read the step's inputs without waiting, which is safe only if
-    everything before this kernel has ended.
+    Grid (T,): a program does for one token what embed does. Unlike pdl_wait, it does not let its
+    successor start early: later kernels read the step's inputs without waiting, which is safe only
+    if everything before this kernel has ended.
     """
     if PDL:
         gdc_wait()
@@ -91,7 +91,7 @@ def embed_kernel(
 
 
 def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
-    """scale * wte(tokens) + wpe(positions), if there is one: [T] int64 each -> [T, C]."""
+    """Return scale * wte(tokens) + wpe(positions) [T, C] for [T] int64 each; wpe may be None."""
     assert wte.weight.is_contiguous(), "embeddings must be contiguous"
     wpe_weight = None
     if wpe is not None:
@@ -110,22 +110,22 @@ def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Queries, keys and values
 
-HEADS_AT_ONCE = 4  # that a program of norm_rope_store_kernel takes
+HEADS_AT_ONCE = 4  # heads per program of norm_rope_store_kernel
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """As model.rotation, but norm_rope_store makes cosines and sines for itself."""
+    """Return the arguments: norm_rope_store computes cosines and sines itself."""
     return positions, frequencies
 
 
 @jit
-def weights_of(
+def norm_weights(
     q_weight, k_weight, h, i, H: tl.constexpr, Hk: tl.constexpr, HALF: tl.constexpr,
     APART: tl.constexpr,
 ):  # fmt: skip
     """
-    Half of the weights of a norm, for heads h: q's of the first H, then k's. Those of each head are
-    APART from the next one's, 0: the same.
+    Load half of a norm's weights for heads h: q_weight for the first H heads, k_weight for the next
+    Hk. The weights of two heads are APART numbers apart; 0 if all heads share the same.
     """
     q = (h < H)[:, None]
     k = (h >= H)[:, None] & (h < H + Hk)[:, None]
@@ -143,11 +143,11 @@ def norm_rope_store_kernel(
     WIDE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token from parts [P, R, (H + 2
-    Hk) D], adds up the P parts, normalises the heads of q and k with q_weight and k_weight (None:
-    does not; WIDE: all heads of q together, and those of k, which are all here; LATE: only after
-    that), rotates them as model.rotate does, and stores q to [R, H, D], k and v to their slots in
-    the layer's pool.
+    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token. It adds up the P parts
+    of parts [P, R, (H + 2 Hk) D]. It normalises the heads of q and k with q_weight and k_weight,
+    unless these are None, and rotates them as model.rotate does. It stores q to [R, H, D], and k
+    and v to their slots in the layer's pool. WIDE: the heads of q are normalised together, and so
+    are those of k; a program then takes all heads. LATE: normalise after the rotation.
     """
     ALL: tl.constexpr = H + 2 * Hk
     HALF: tl.constexpr = D // 2
@@ -161,11 +161,11 @@ def norm_rope_store_kernel(
     cos = tl.cos(angle)[None, :]
     sin = tl.sin(angle)[None, :]
     wait(PDL, True)
-    at = parts + (r * ALL + h)[:, None] * D + i[None, :]
+    start = parts + (r * ALL + h)[:, None] * D + i[None, :]
     first = tl.zeros([HEADS, WIDTH], tl.float32)
     second = tl.zeros([HEADS, WIDTH], tl.float32)
     for part in tl.static_range(P):
-        of_part = at + part * R * ALL * D
+        of_part = start + part * R * ALL * D
         first += tl.load(of_part, mask=real, other=0.0).to(tl.float32)
         second += tl.load(of_part + HALF, mask=real, other=0.0).to(tl.float32)
     let_attention_start(PDL, True)
@@ -181,8 +181,8 @@ def norm_rope_store_kernel(
             square = tl.where(h < H, of_q, of_k)
         scale = tl.rsqrt(square + eps)[:, None]
         APART: tl.constexpr = D if WIDE else 0
-        of_x = scale * weights_of(q_weight, k_weight, h, i, H, Hk, HALF, APART)
-        of_y = scale * weights_of(q_weight + HALF, k_weight + HALF, h, i, H, Hk, HALF, APART)
+        of_x = scale * norm_weights(q_weight, k_weight, h, i, H, Hk, HALF, APART)
+        of_y = scale * norm_weights(q_weight + HALF, k_weight + HALF, h, i, H, Hk, HALF, APART)
         if not LATE:
             x *= of_x
             y *= of_y
@@ -205,11 +205,12 @@ def norm_rope_store_kernel(
 
 def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Batch) -> Tensor:
     """
-    Queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or [P, R, ..],
-    normalised and rotated; keys, likewise, and values go to their slots in one layer's pool kv.
+    Return the queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or
+    [P, R, ..]. Queries and keys are normalised and rotated. In place: keys and values are stored at
+    their slots in one layer's pool kv.
     """
     R, N = parts.shape[-2:]
-    heads = HEADS_AT_ONCE if R > 8 else 1  # a warp takes a head: no bit depends on it
+    heads = HEADS_AT_ONCE if R > 8 else 1  # each head has its own warp, so this changes no bit
     all_heads = attn.H + 2 * attn.Hk
     assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
     norms = (None, None)
@@ -237,8 +238,8 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """
-    Queries [T, H, D] of y [T, C]; keys and values go to their slots in one layer's pool kv [2,
-    num_blocks + 1, Hk, S, D], which is returned, too.
+    Return queries [T, H, D] of y [T, C], and kv, one layer's pool [2, num_blocks + 1, Hk, S, D],
+    where keys and values have been stored at their slots, in place.
     """
     if batch.rotations:
         parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
@@ -250,29 +251,29 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
 
 
 # --------------------------------------------------------------------------------------------------
-# The way of tokens to the host
+# Tokens to the host
 
 
 @jit
 def send_kernel(
-    tokens, ring, turn, R,
+    tokens, ring, num_sent, R,
     ROUNDS: tl.constexpr, MOST: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (1,), one warp: see `send`."""
     pdl_wait(PDL)
     r = tl.arange(0, WIDTH)
-    t = tl.load(turn)
+    t = tl.load(num_sent)
     tl.store(ring + t % ROUNDS * MOST + r, tl.load(tokens + r, mask=r < R), mask=r < R)
-    tl.store(turn, t + 1)
+    tl.store(num_sent, t + 1)
 
 
-def send(tokens: Tensor, ring: Tensor, turn: Tensor):
+def send(tokens: Tensor, ring: Tensor, num_sent: Tensor):
     """
-    Copy tokens [R] int64 to a row of `ring` [rounds, R or more] int64 in pinned memory of the host:
-    each time to the next, turn [1] int64 counts. As the end of a CUDA graph this takes less time
-    than torch's copy between it and the next one.
+    Copy tokens [R] int64 to the next row of `ring` [rounds, R or more] int64, which is in pinned
+    memory of the host. num_sent [1] int64 counts the calls, so it chooses the row. As the last
+    kernel of a CUDA graph this takes less time than a copy by torch between two graphs.
     """
     rounds, most = ring.shape
     shape = {"ROUNDS": rounds, "MOST": most, "WIDTH": triton.next_power_of_2(most)}
-    operands = (tokens, ring, turn, len(tokens))
+    operands = (tokens, ring, num_sent, len(tokens))
     send_kernel[(1,)](*operands, **shape, num_warps=1, **pdl_options(tokens))

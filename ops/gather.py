@@ -1,15 +1,16 @@
 """
-Attention through block tables in torch: gather the context of each request, then scaled
+Attention through block tables in torch: gather the context of each request, then compute scaled
 dot-product attention. It runs anywhere; ops/choice.py takes it for CPUs without cpu.c and for
-`--attention torch`. Its twins in kernels.py, in Triton, have the same signatures and in-place
-effects, and read K and V where they are.
+`--attention torch`. Its Triton twins in kernels.py have the same signatures and in-place effects,
+and read K and V where they are.
 
-    batch.prepared = {0: prepare_torch(batch, H, kv)}   # once a step and window: the pool's rows
+    # once a step, for each window: which rows of the pool are written and read
+    batch.attention_plans = {0: plan_attention_torch(batch, H, kv)}
     store_kv_torch(k, v, kv, batch)                     # in each layer
     y = paged_attention_torch(q, kv, attn, batch)
 
 Letters: T tokens, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block
-size, b requests of a call with n queries each, C context length (padded).
+size; for one call, b requests with n queries each, and C context length (padded).
 """
 
 from collections import defaultdict
@@ -24,15 +25,15 @@ from kernels import Batch
 
 
 class Gather(NamedTuple):
-    """Requests that attend in one call: b requests of n queries each, contexts padded to C."""
+    """Requests that attend in one call: b requests with n queries each, contexts padded to C."""
 
-    tokens: slice | Tensor  # where their b * n queries are on the flat axis
+    tokens: slice | Tensor  # indices of their b * n queries on the flat axis
     kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
-    mask: Tensor | None  # [b, 1, G * n, C]: 0 where a query may see a key, else -inf; None: all
+    mask: Tensor | None  # [b, 1, G * n, C]: 0 if a query may see a key, else -inf; None: sees all
 
 
 class GatherPlan(NamedTuple):
-    """The result of `prepare_torch` in batch.prepared, for a window."""
+    """The result of `plan_attention_torch`, in batch.attention_plans for each window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     calls: list  # of `Gather`
@@ -40,20 +41,21 @@ class GatherPlan(NamedTuple):
 
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
-    One layer's pool kv [2, num_blocks + 1, Hk, S, D] seen as a table of rows of D numbers: which of
-    them belong to slots [..., C]. Returns [2, ..., Hk, C]: of K and of V, for each head. In a pool
-    of 6 blocks and the sink, with S = 4 and Hk = 2, slot 21 is in block 5, at offset 1:
+    Find the rows of slots [..., C] in one layer's pool kv [2, num_blocks + 1, Hk, S, D], seen as a
+    table of rows of D numbers. Returns [2, ..., Hk, C]: the rows of K and of V, for each head.
+    Example: in a pool of 6 blocks and the padding block, with S = 4 and Hk = 2, slot 21 is in block
+    5, at offset 1:
 
         rows of K    .. | 40 [41] 42 43   44 [45] 46 47 | 48 ..       V: 7 * 2 * 4 = 56 rows on
-        block 5         |     head 0          head 1    | the sink
+        block 5         |     head 0          head 1    | the padding block
 
     >>> pool_rows(torch.tensor([21]), torch.zeros(2, 7, 2, 4, 1)).tolist()
     [[[41], [45]], [[97], [101]]]
     """
-    _, all_blocks, Hk, S, _ = kv.shape  # the sink included
+    _, all_blocks, Hk, S, _ = kv.shape  # including the padding block
     blocks = slots // S
-    of_other_heads = (Hk - 1) * S
-    first = slots + blocks * of_other_heads  # the row of head 0: block * Hk * S + offset
+    other_heads = (Hk - 1) * S
+    first = slots + blocks * other_heads  # the row of head 0: block * Hk * S + offset
     heads = torch.arange(0, Hk * S, S, device=slots.device)
     k_rows = first[..., None, :] + heads[:, None]
     v_rows = k_rows + all_blocks * Hk * S
@@ -62,9 +64,9 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
 
 def length_classes(lens: list[int]) -> list[list[int]]:
     """
-    Group requests so that padding each to the longest of its group at most doubles the memory: all
-    together where that holds already, else by the bits of their context lengths, so in at most
-    log2(longest) + 1 groups.
+    Group requests so that padding each to the longest of its group at most doubles the memory. If
+    this already holds for all of them together, they are one group. Otherwise they are grouped by
+    the bits of their context lengths, in at most log2(longest) + 1 groups.
 
     >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
     ([[0, 1, 2]], [[0], [1, 2, 3]])
@@ -78,21 +80,21 @@ def length_classes(lens: list[int]) -> list[list[int]]:
     return list(classes.values())
 
 
-def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
-    """Work out, once for all layers, which rows of the pool the step writes and which it reads."""
+def plan_attention_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
+    """Find out, once for all layers, which rows of the pool the step writes and which it reads."""
     lens = batch.context_lens_host
     calls = []
     num_decodes = batch.num_decodes
-    decodes = [i for i in range(num_decodes) if lens[i]]  # the others are padding
+    decodes = [i for i in range(num_decodes) if lens[i]]  # without padding
     seen = [min(lens[i], window or lens[i]) for i in decodes]
     for group in length_classes(seen):
         requests = [decodes[i] for i in group]
         longest = max(seen[i] for i in group)
-        # a decode has one token, so its place on the token axis is its number
-        places = slice(0, len(requests))
+        # a decode has one token, so its index is the same on the token axis
+        indices = slice(0, len(requests))
         if len(requests) < num_decodes:
-            places = torch.tensor(requests, device=batch.tokens.device)
-        calls.append(gather(batch, places, places, longest, H, kv, window))
+            indices = torch.tensor(requests, device=batch.tokens.device)
+        calls.append(gather(batch, indices, indices, longest, H, kv, window))
     start = num_decodes
     for i in range(num_decodes, len(lens)):
         end = start + batch.query_lens_host[i]
@@ -107,8 +109,8 @@ def prepare_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPl
 def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
     """
     Plan one call, for these requests of the batch and these tokens on the flat axis (slices, or
-    tensors of places). A context shorter than `longest` is padded with its own last token, masked,
-    so no slot of another request is ever read.
+    tensors of indices). A context shorter than `longest` is padded with its own last token, masked,
+    so that no slot of another request is ever read.
     """
     Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
@@ -117,14 +119,14 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
     n = positions.shape[1]
     keys = torch.arange(longest, device=lens.device)[None]  # [1, C]
     if window:
-        first_seen = positions[:, :1] - window + 1  # [b, 1] by any query
+        first_seen = positions[:, :1] - window + 1  # [b, 1] the first key that any query sees
         keys = first_seen.clamp(min=0) + keys[:, : window + n - 1]
     real_keys = torch.minimum(keys, lens - 1)  # [b, C]
     tables = batch.block_tables[requests].long()
     blocks = tables.gather(1, real_keys // S)
     slots = blocks * S + real_keys % S
     rows = pool_rows(slots, kv)
-    if positions.numel() == 1:  # one token, which sees all
+    if positions.numel() == 1:  # one token, which sees all keys
         return Gather(tokens, rows, None)
     seen = model.may_see(positions[:, :, None], keys[:, None], window)  # [b, n, C]
     mask = torch.zeros_like(seen, dtype=kv.dtype)
@@ -141,21 +143,21 @@ def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     D = k.shape[-1]
     pool = kv.view(-1, D)
     new = torch.stack((k, v)).to(kv.dtype)
-    plan = next(iter(batch.prepared.values()))  # the rows to write are those of any window
+    plan = next(iter(batch.attention_plans.values()))  # store_rows is the same for every window
     pool.index_copy_(0, plan.store_rows, new.view(-1, D))
     return kv
 
 
 def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
     """
-    Attention of q [T, H, D] to the keys and values in one layer's pool, through the block tables.
-    The G query heads that share a KV head become G * n queries of it, so K and V are gathered once
-    and not repeated. Returns [T, H, D], zeros for padding.
+    Compute attention of q [T, H, D] to the keys and values in one layer's pool, through the block
+    tables. The G query heads that share a KV head are treated as G * n queries of it, so K and V
+    are gathered once and not repeated. Returns [T, H, D], zeros for padding.
     """
     _, H, D = q.shape
     pool = kv.view(-1, D)
     out = None
-    for tokens, kv_rows, mask in batch.prepared[attn.window].calls:
+    for tokens, kv_rows, mask in batch.attention_plans[attn.window].calls:
         _, b, Hk, _ = kv_rows.shape
         G = H // Hk
         k, v = F.embedding(kv_rows, pool).unbind()  # [b, Hk, C, D] each
@@ -166,7 +168,7 @@ def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: B
         mixed = mixed.view(queries.shape)  # [b, Hk, G, n, D]
         mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
         mixed = mixed.reshape(-1, H, D).to(q.dtype)
-        if len(mixed) == len(q):  # these are all requests
+        if len(mixed) == len(q):  # this call has all requests
             return mixed
         if out is None:
             out = torch.zeros_like(q)
@@ -174,7 +176,7 @@ def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: B
     return torch.zeros_like(q) if out is None else out
 
 
-# model.TORCH, of texts whose keys and values are in the pool
-TORCH = model.TORCH._replace(
-    store_kv=store_kv_torch, attend=paged_attention_torch, prepare=prepare_torch
+# model.TORCH_OPS, with keys and values in the pool
+TORCH_OPS = model.TORCH_OPS._replace(
+    store_kv=store_kv_torch, attend=paged_attention_torch, plan_attention=plan_attention_torch
 )

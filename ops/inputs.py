@@ -1,16 +1,16 @@
 """
 From the scheduler's plan to the model's batch.
 
-    packed = pack(plan, shape, padding_row, sink)               # host: one array, one copy
+    packed = pack(plan, shape, padding_row, padding_block)      # host: one array, one copy
     packed = upload(packed, device)
     batch, rows = lay_out(packed, shape, plan, known, ops)      # device: the flat token axis
     inputs, last = flat_inputs(plan, S)                         # or from what the host knows
 
-Most of what a step needs is on the device already, in arrays indexed by a request's row: its last
-token, its context length, its block table. `decode_inputs` makes the inputs of decodes from these;
-with guesses, from tokens that the host gives, where it knows them: then a request has several rows.
-Letters: n requests that decode, C prefill chunks with T tokens together, N rows, M blocks per
-table, S block size.
+Most of what a step needs is already on the device, in arrays indexed by a request's row: its last
+token, its context length and its block table. `decode_inputs` makes the inputs of decodes from
+these arrays. With guesses, a request decodes several tokens in a step, and the host gives those
+that it knows. Letters: n tokens of decodes, C prefill chunks with T tokens in total, N rows, M
+blocks per table, S block size.
 """
 
 from array import array
@@ -28,54 +28,57 @@ from params import NO_TOKEN
 class StepShape(NamedTuple):
     """The sizes that a step is padded to."""
 
-    n: int  # decodes, guesses included
+    n: int  # tokens of decodes, including guesses
     C: int  # chunks
     T: int  # tokens of all chunks
-    groups: int = 0  # of decodes that share a prefix (prefix.py); with some, there are no chunks
+    groups: int = 0  # of decodes that share a prefix (prefix.py); if any, there are no chunks
 
 
 class StepInputs(NamedTuple):
     """
-    The inputs of a step, packed in this order into one int64 array. The lengths of the fields
-    (`sizes`) and what each is padded with (in `pack`) are also StepInputs.
+    The inputs of a step. They are packed in this order into one int64 array. The lengths of the
+    fields (`sizes`) and the values that pad them (in `pack`) are also StepInputs.
     """
 
     rows: Tensor  # [n] the rows of the requests that decode
-    last_blocks: Tensor  # [n] the block that each one's token goes to, which may be new
+    last_blocks: Tensor  # [n] the block that the token is written to; it may be new
     chunk_rows: Tensor  # [C] the rows of the requests with a chunk
-    sampling_rows: Tensor  # [C] the same where the chunk completes the prompt, else the padding row
-    chunk_starts: Tensor  # [C + 1] where each chunk begins among the T tokens, and the end
+    sampling_rows: Tensor  # [C] the same if the chunk completes the prompt, else the padding row
+    chunk_starts: Tensor  # [C + 1] where each chunk begins in the T tokens, and the end of the last
     chunk_contexts: Tensor  # [C] tokens in the pool after the chunk
-    tokens: Tensor  # [T] of all chunks
-    positions: Tensor  # [T] of each in its own request
-    token_rows: Tensor  # [T] the row of the request that each belongs to
-    given_tokens: Tensor  # [n] of decodes; NO_TOKEN: the device's own
-    given_positions: Tensor  # [n] of the given tokens
+    tokens: Tensor  # [T] the tokens of all chunks
+    positions: Tensor  # [T] the position of each token in its own request
+    token_rows: Tensor  # [T] the row of each token's request
+    given_tokens: Tensor  # [n] tokens of decodes; NO_TOKEN: the device knows it
+    given_positions: Tensor  # [n] positions of the given tokens
     # see prefix.Groups
-    shared: Tensor  # [n], where there are groups
+    shared: Tensor  # [n], or empty without groups
     first: Tensor  # [groups]
     end: Tensor  # [groups]
 
 
 def sizes(shape: StepShape) -> StepInputs:
-    """The length of each field."""
+    """Return the length of each field."""
     n, C, T, groups = shape
     starts = C + 1 if C else 0
     shared = n if groups else 0
     return StepInputs(n, n, C, C, starts, C, T, T, T, n, n, shared, groups, groups)
 
 
-def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, groups=()) -> array:
+def pack(
+    plan: Plan, shape: StepShape, padding_row: int, padding_block: int, S: int = 0, groups=()
+) -> array:
     """
-    The fields one after the other, each padded to its size with requests of the padding row; the
-    last ones are `groups` (prefix.Groups), where there are some. Here requests a and b decode, and
-    a chunk of 3 tokens of c, whose prompt goes on, is padded to 4:
+    Return the fields back to back, each padded to its size with requests of the padding row. The
+    last fields are `groups` (prefix.Groups), if there are any. In this example, requests a and b
+    decode. There is also a chunk of 3 tokens of c, padded to 4; it does not complete c's prompt:
 
          rows   last    chunk  sampling  chunk   chunk
                 blocks  rows   rows      starts  contexts  tokens       positions  token rows
         | 3 0 | 7 2   | 5    | 8       | 0 3   | 5       | 22 23 24 0 | 2 3 4 0  | 5 5 5 8 |
 
-    With S, the block size, tokens of decodes that the host knows are given; here none is:
+    Pass S, the block size, to give the tokens of decodes that the host knows. In the example it is
+    not passed, so none are given:
 
          given tokens  given positions
         | -1 -1       | 0 0            |
@@ -85,7 +88,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
     >>> b = Request("b", [13, 14, 15, 16, 17], 9, row=0, block_table=[6, 2])
     >>> c = Request("c", [20, 21, 22, 23, 24, 25], 9, row=5, prefill_cursor=2)
     >>> plan = Plan(decodes=[a, b], chunks=[(c, 3)])
-    >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, sink=64).tolist()
+    >>> pack(plan, StepShape(n=2, C=1, T=4), padding_row=8, padding_block=64).tolist()
     [3, 0, 7, 2, 5, 8, 0, 3, 5, 22, 23, 24, 0, 2, 3, 4, 0, 5, 5, 5, 8, -1, -1, 0, 0]
     """
     step = StepInputs(*([] for _ in StepInputs._fields))
@@ -96,7 +99,7 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
             step.rows.append(row)
             step.last_blocks.append(slot // S)
             step.given_tokens.append(token)
-            # 0 without a token: the next step's inputs may then be equal, and need no upload
+            # 0 if no token is given: the next step's inputs may then be equal and need no upload
             step.given_positions.append(position if token != NO_TOKEN else 0)
     else:
         step.rows.extend([r.row for r in plan.decodes])
@@ -116,26 +119,26 @@ def pack(plan: Plan, shape: StepShape, padding_row: int, sink: int, S: int = 0, 
     for values, of_groups in zip(step[-3:], groups, strict=False):
         values += of_groups
     row = padding_row
-    padding = StepInputs(row, sink, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0, 0, 0, 0)
+    padding = StepInputs(row, padding_block, row, row, offset, 0, 0, 0, row, NO_TOKEN, 0, 0, 0, 0)
     packed = []
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         packed += values
         packed += [value] * (size - len(values))
-    return array("q", packed)  # it becomes a tensor ten times as fast as a list does
+    return array("q", packed)  # ten times as fast to make a tensor from as a list
 
 
 def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[int]]:
     """
-    A step as the host knows it: (id, position, slot, row of its request) of each token, decodes
-    first; and the places of those whose logits are wanted, for `plan.sampled`. A token that the
-    host does not know yet is in last_token [N], by row.
+    Return a step as the host knows it: (id, position, slot, row of its request) of each token,
+    decodes first; and the indices of the tokens whose logits are needed, for `plan.sampled`. A
+    token that the host does not know yet is taken from last_token [N], by row.
     """
     inputs = []
     last = []
     for request, n in plan.work:
         start = request.num_filled_slots
         tokens = request.tokens_between(start, start + n) + plan.guesses.get(request, [])
-        first = request.num_tokens - 1  # the logits from here on choose new tokens
+        first = request.num_tokens - 1  # from here on, logits choose new tokens
         for position, token in enumerate(tokens, start):
             if token is TO_COME:
                 token = last_token[request.row]
@@ -146,23 +149,23 @@ def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[in
     return inputs, last
 
 
-def upload(values, device, dtype=torch.int64, to: Tensor | None = None) -> Tensor:
+def upload(values, device, dtype=torch.int64, out: Tensor | None = None) -> Tensor:
     """
-    Copy numbers of the host (a list, a tensor, or an array of that dtype) to a device: into a new
-    tensor, or to the beginning of `to`. From pinned memory, so the host does not wait for the copy.
+    Copy numbers from the host (a list, a tensor, or an array of that dtype) to a device: into a new
+    tensor, or to the start of `out`. The copy is from pinned memory, so the host does not wait.
     """
     host = torch.asarray(values, dtype=dtype)
     if torch.device(device).type == "cuda":
         host = host.pin_memory()
-    if to is None:
+    if out is None:
         return host.to(device, non_blocking=True)
-    return to[: len(host)].copy_(host, non_blocking=True)
+    return out[: len(host)].copy_(host, non_blocking=True)
 
 
 class ModelInputs(NamedTuple):
     """
-    The model's inputs, as in kernels.Batch: of n decodes, as below; of chunks, T tokens of C
-    requests; or of both.
+    The model's inputs, named as in kernels.Batch. The shapes below are those of decodes. For
+    chunks, read T for n in the first three, and C in the last two. A step may have both.
     """
 
     tokens: Tensor  # [n] int64
@@ -173,20 +176,20 @@ class ModelInputs(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """The device's copy of each running request's state, at its row; the last row is padding's."""
+    """The device's copy of each running request's state, by row. The last row is for padding."""
 
     last_token: Tensor  # [N + 1] int64: the next input of a decode
     context_len: Tensor  # [N + 1] int64: tokens in the pool
     block_tables: Tensor  # [N + 1, M] int32
-    counting: Tensor  # [N + 1, or more] int32: 0, 1, 2, ...
+    counting: Tensor  # [N + 1 or more] int32: 0, 1, 2, ...
     S: int
 
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
     Return the inputs of n decodes. In place: step.last_blocks are entered in known.block_tables,
-    and known.context_len is advanced past the token; the padding row stays 0. After guesses its
-    value is unspecified, because the next token is given.
+    and known.context_len is advanced past the token; the padding row stays 0. After guesses the
+    context length is unspecified, because the host gives the next token and its position.
     """
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
@@ -203,7 +206,7 @@ def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
 
 
 def chunk_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
-    """The inputs of chunks: of their tokens [T], and of their requests [C]."""
+    """Return the inputs of chunks: those of their tokens [T], and of their requests [C]."""
     S = known.S
     blocks = known.block_tables[step.token_rows, step.positions // S]
     slots = blocks * S + step.positions % S
@@ -215,27 +218,28 @@ def lay_out(
     packed: Tensor, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
 ) -> tuple[Batch, Tensor]:
     """
-    The batch of a step on one flat token axis, decodes first, then chunks; and the rows [n + C] of
-    its requests, to sample by. `packed` may be longer than the step. Without a plan, all of it is
-    padding. In place: known.context_len and known.block_tables become those after the step.
+    Return the batch of a step on one flat token axis, decodes first, then chunks; and the rows
+    [n + C] of its requests, for the sampler. `packed` may be longer than the step. Without a plan,
+    the whole step is padding. In place: known.context_len and known.block_tables are updated to
+    what they are after the step.
     """
     n, C, *_ = shape
     lengths = sizes(shape)
     step = StepInputs(*packed[: sum(lengths)].split(lengths))  # views of the fields
     inputs = ops.decode_inputs(step, known)
     query_start = known.counting[: n + 1]
-    logits_index = query_start[:n]  # each row's one token
+    logits_index = query_start[:n]  # one token per row
     rows = step.rows
     if C:
         of_chunks = chunk_inputs(step, known)
         inputs = ModelInputs(*map(torch.cat, zip(inputs, of_chunks, strict=True)))
         chunk_starts = (n + step.chunk_starts).int()
         query_start = torch.cat([known.counting[:n], chunk_starts])
-        logits_index = query_start[1:] - 1  # each one's last token
+        logits_index = query_start[1:] - 1  # the last token of each request
         known.context_len[step.chunk_rows] = step.chunk_contexts
         rows = torch.cat([rows, step.sampling_rows])
-    # Lengths for the host, where some operators divide up their work. Their order is decodes,
-    # padding, chunks, padding.
+    # The lengths on the host: some operators use them to divide up their work. The order is
+    # decodes, padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))
     query_lens = [1] * n + [m for _, m in plan.chunks] + no_chunk
@@ -246,7 +250,7 @@ def lay_out(
     longest = max(context_lens)
     M = inputs.block_tables.shape[1]
     assert longest <= M * known.S, f"a context of {longest} tokens does not fit into {M} blocks"
-    if not ops.fixed_shapes:  # tables no wider than is needed
+    if not ops.fixed_shapes:  # make the tables no wider than needed
         M = -(-longest // known.S)
         inputs = inputs._replace(block_tables=inputs.block_tables[:, :M])
     batch = Batch(

@@ -1,15 +1,15 @@
 """
-The norms and linear layers of a step in Triton, for GPUs: few and fused launches, as a small
-model's decode step spends its time on them.
+The norms and linear layers of a step in Triton, for GPUs. The launches are few and fused, because a
+small model's decode step spends its time on launches.
 
     x, y = add_norm(x, delta, norm)                 # x += delta; y = norm(x)
     y = linear(y, layer, activation="gelu_new")     # one launch, the activation in its epilogue
-    y = linear(y, layer, "silu", gated=True)        # gate and up are one launch, too
-    delta = linear(y, layer, partial_sums=True)     # split-K: more programs at once
+    y = linear(y, layer, "silu", gated=True)        # also one launch, for both gate and up
+    delta = linear(y, layer, partial_sums=True)     # split-K: more programs run in parallel
 
-Each has the signature of its torch twin in model.py. For one row the product that reads a norm
-computes it, see `LazyNorm`. Letters: of a layer, R rows, K inputs, N outputs, P parts of a sum
-(split-K).
+Each has the signature of its torch twin in model.py. If there is only one row, its norm is computed
+by the product that reads it, see `LazyNorm`. Letters, for one layer: R rows, K inputs, N outputs, P
+parts of a sum (split-K).
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,15 @@ from kernels import (
 
 @jit
 def load_row(numbers, k, K: tl.constexpr):
-    """Numbers k of a row of K, fp32; behind them zeros."""
+    """Load numbers k of a row of K as fp32, zero-padded."""
     return tl.load(numbers + k, mask=k < K, other=0.0).to(tl.float32)
 
 
 @jit
 def normalised(value, weight, bias, eps, k, K: tl.constexpr, RMS: tl.constexpr):
     """
-    A row of K numbers, zeros behind them, as nn.LayerNorm (bias may be None) or model.RMSNorm
-    normalises it.
+    Normalise a zero-padded row of K numbers as nn.LayerNorm (bias may be None) or model.RMSNorm
+    does.
     """
     if not RMS:
         value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
@@ -62,8 +62,9 @@ def add_norm_kernel(
     P: tl.constexpr, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program adds up P rows, those of delta [P, R, K], and its row of x [R, K], and
-    normalises that to `out` as nn.LayerNorm does, or model.RMSNorm; bias may be None.
+    Grid (R,): a program adds up the P parts of a row of delta [P, R, K], and adds the sum to the
+    row of x [R, K], in place. It stores the norm of the result to `out`. The norm is nn.LayerNorm
+    or, if RMS, model.RMSNorm; bias may be None.
     """
     k, row = tl.arange(0, WIDTH), tl.program_id(0).to(tl.int64) * K
     w = load_row(weight, k, K)
@@ -72,7 +73,7 @@ def add_norm_kernel(
     value = tl.zeros([WIDTH], tl.float32)
     for part in tl.static_range(P):
         value += load_row(delta + part * R * K + row, k, K)
-    value += load_row(x + row, k, K)  # last: the parts may also come as one sum
+    value += load_row(x + row, k, K)  # added last, because delta may also come as one sum
     if P:
         tl.store(x + row + k, value.to(x.dtype.element_ty), mask=k < K)
     value = normalised(value, w, b, eps, k, K, RMS)
@@ -95,7 +96,7 @@ class LazyNorm:
         return 1
 
     def __getitem__(self, index) -> Tensor:
-        """Some rows of it, normalised now; x stays, as this may be asked again."""
+        """Return some of its rows, normalised now. x is left as it is, for later calls."""
         _, y = norm_now(self.x.clone(), self.delta, self.norm)
         return y[index]
 
@@ -103,7 +104,8 @@ class LazyNorm:
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
     """
     Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum, which may be x, changed in
-    place, and norm(sum): for one row `LazyNorm`, which `linear`, `head` and `project_qkv` take.
+    place, and norm(sum). For one row the latter is a `LazyNorm`, which `linear`, `head` and
+    `project_qkv` accept.
     """
     is_norm = not isinstance(norm, nn.Identity)
     if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW or not is_norm:
@@ -113,7 +115,7 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
 
 
 def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
-    """As add_norm, in place and at once."""
+    """Compute add_norm in place, without a `LazyNorm`."""
     contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
     assert contiguous, "x and delta must be contiguous"
     if isinstance(norm, nn.Identity):
@@ -139,7 +141,7 @@ def normalise(x: Tensor, norm: nn.Module) -> Tensor:
 
 @jit
 def activate(y, ACTIVATION: tl.constexpr):
-    """As model.ACTIVATIONS; GELU's tanh(u) is 2 sigmoid(2 u) - 1."""
+    """Apply one of model.ACTIVATIONS. In GELU, tanh(u) is 2 sigmoid(2 u) - 1."""
     if ACTIVATION == "gelu_new":
         return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
     if ACTIVATION == "gelu":
@@ -153,8 +155,9 @@ def activate(y, ACTIVATION: tl.constexpr):
 @jit
 def wait(PDL: tl.constexpr, QKV: tl.constexpr):
     """
-    As pdl_wait, but attention, which follows `QKV`, starts late (`let_attention_start`): its many
-    programs would all land on the first processors that have room.
+    Wait as pdl_wait does. But if this is the QKV product, its successor is attention, which starts
+    later (`let_attention_start`): otherwise its many programs would all land on the first
+    processors that become free.
     """
     if PDL and QKV:
         gdc_wait()
@@ -174,10 +177,10 @@ def epilogue(
     N: tl.constexpr, ACTIVATION: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """
-    Epilogue of both matrix kernels, for rows r and columns n: apply the activation, multiply by
-    `up`, the product with the other half of the layer's rows, if it is gated (else None), store to
-    that part of out [P, R, N]. For the QKV product (kv given) q goes to out [R, H D], k and v
-    straight to their slots in the layer's pool.
+    Epilogue of both matrix kernels, for rows r and columns n. Apply the activation. If the layer is
+    gated, multiply by `up`, the product with the other half of its rows (else None). Store the
+    result to this part of out [P, R, N]. The QKV product passes kv: then q goes to out [R, H D],
+    and k and v straight to their slots in the layer's pool.
     """
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
@@ -188,11 +191,11 @@ def epilogue(
         wide = N - 2 * Hk * D  # columns of q
         i, slot = n[None, :] - wide, slots[:, None]
         of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
-        to = kv + i // (Hk * D) * k_to_v + of_k
-        tl.store(to, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
+        target = kv + i // (Hk * D) * k_to_v + of_k
+        tl.store(target, acc.to(kv.dtype.element_ty), mask=real & (i >= 0))
         real &= i < 0
-    at = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
-    tl.store(out + at, acc.to(out.dtype.element_ty), mask=real)
+    index = (part * R + r).to(tl.int64)[:, None] * wide + n[None, :]
+    tl.store(out + index, acc.to(out.dtype.element_ty), mask=real)
 
 
 @jit
@@ -204,10 +207,11 @@ def vector_kernel(
     COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
-    Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the one row
-    there is, too little for tensor cores. It begins to load its first weights, and all else that
-    its predecessor does not write, before it waits. With norm_weight the row is norm(x + delta),
-    see `LazyNorm`: each program normalises it for itself, the first one stores x + delta.
+    Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the only row,
+    which is too little work for tensor cores. Before it waits for its predecessor, it starts to
+    load its first weights, and everything else that the predecessor does not write. If there is a
+    norm_weight, the row is norm(x + delta), see `LazyNorm`: each program normalises it itself, and
+    the first one also stores x + delta.
     """
     k, row = tl.arange(0, BLOCK), tl.arange(0, 1)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -246,7 +250,7 @@ def vector_kernel(
 
 @jit
 def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.constexpr):
-    """A tile of the rows n at `weight`, inputs k; a load without a mask is faster."""
+    """Load a tile of weights: rows n, inputs k. A load without a mask is faster."""
     if masked:
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     else:
@@ -256,7 +260,7 @@ def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.cons
 
 @jit
 def prefetch_weights(weight, n, first, last, N: tl.constexpr, K: tl.constexpr):
-    """Ask for inputs first .. last of the rows n, in lines of 64 numbers: into the L2 cache."""
+    """Prefetch inputs first .. last of the rows n into the L2 cache, in lines of 64 numbers."""
     n = tl.minimum(n, N - 1).to(tl.int64)
     for start in range(first, last, 512):
         k = tl.minimum(start + 64 * tl.arange(0, 8), K - 1)
@@ -286,11 +290,11 @@ def matrix_kernel(
 ):  # fmt: skip
     """
     Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
-    rows, one of the P parts of out [P, R, N], BLOCK inputs at a time. That is the sum of PARTS
-    parts of LENGTH inputs, in the order in which add_norm_kernel adds. SWAPPED computes the
-    transposed product: Hopper's tensor cores want 64 rows of the first factor, which the weights
-    have even where x has few. With PREFETCH its weights are on their way from memory before it
-    waits for its predecessor.
+    rows, for one of the P parts of out [P, R, N], BLOCK inputs at a time. Its part is in turn a sum
+    of PARTS parts of LENGTH inputs, added in the order in which add_norm_kernel adds. SWAPPED
+    computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, and the
+    weights have 64 even if x has fewer. With PREFETCH, its weights are already on their way
+    from memory while it waits for its predecessor.
     """
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -302,7 +306,7 @@ def matrix_kernel(
         if GATED:
             prefetch_weights(weight + N * K, n, begin, end, N, K)
     if bias is not None:
-        of_part_0 = load_row(bias, n + part * N, N)  # for other parts: behind it, zeros
+        of_part_0 = load_row(bias, n + part * N, N)  # for other parts this is out of range: zeros
         if GATED:
             of_up = load_row(bias + N, n, N)
     slots = tl.load(slot_mapping + r, mask=r < R, other=0) if kv is not None else None
@@ -339,7 +343,9 @@ def matrix_kernel(
 
 @jit
 def gate_kernel(x, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
-    """Grid (R, N / BLOCK): to out [R, N] activation(gate) * up, the two halves of x [R, 2 N]."""
+    """
+    Grid (R, N / BLOCK): store activation(gate) * up to out [R, N], for the halves of x [R, 2 N].
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + 2 * row * N + n, mask=n < N).to(tl.float32)
@@ -349,7 +355,7 @@ def gate_kernel(x, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.con
 
 
 def gate(x: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, of x [R, 2 N]: gate and up side by side -> [R, N]."""
+    """Return activation(gate) * up [R, N] for x [R, 2 N], which has gate and up side by side."""
     R = len(x)
     N = x.shape[1] // 2
     out = x.new_empty(R, N)
@@ -362,38 +368,38 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 # Tuned on an H200, 2026-11-27, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
 # Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
-LINEAR_ROWS = 256  # up to here these kernels; beyond, the products fill the chip and are cuBLAS's
-FEW_ROWS = 64  # up to here for any size; beyond, up to so many products of two numbers:
+LINEAR_ROWS = 256  # with more rows a product fills the chip, and cuBLAS computes it
+FEW_ROWS = 64  # up to here, layers of any size; beyond, up to this many multiplications:
 LINEAR_PRODUCTS = 600_000_000
-SMALL_WEIGHT = 2_000_000  # numbers of a weight matrix that takes small tiles even for many rows
-TILES_MEMORY = 210_000  # bytes of shared memory that the tiles under way may take
-SPLIT_K = 256  # inputs of a part, at least
-PART_BLOCK = 128  # and a multiple of this: a multiple of all tiles' blocks
+SMALL_WEIGHT = 2_000_000  # up to this many weights take small tiles even for many rows
+TILES_MEMORY = 210_000  # bytes of shared memory that the tiles in flight may take
+SPLIT_K = 256  # minimum inputs of a part
+PART_BLOCK = 128  # the inputs of a part are a multiple of this, as this is of all tiles' blocks
 ENOUGH_PROGRAMS = 95  # with more, K is not split further
-PREFETCHED = 2_500_000  # numbers of a weight matrix, at most, that few rows ask for in advance
-NORMED_ROW = 1024  # numbers of a row that a product normalises itself, at most
+PREFETCHED = 2_500_000  # up to this many weights are prefetched if there are few rows
+NORMED_ROW = 1024  # up to this length, a product normalises its row itself
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: ROWS x COLS outputs to a program, from BLOCK inputs at a time."""
+    """How a product is cut: ROWS x COLS outputs per program, BLOCK inputs at a time."""
 
     rows: int
     cols: int
     block: int
     warps: int
-    stages: int = 1  # tiles under way at once
+    stages: int = 1  # tiles in flight
     swapped: bool = False
-    apart: int = 1  # parts of a sum, by as many programs
-    together: int = 1  # parts that a program adds up
+    apart: int = 1  # parts of a sum that different programs compute
+    together: int = 1  # parts of a sum that one program computes and adds up
 
     def options(self) -> dict:
         return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
 
 
 def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
-    """The tiles for one row, as tuned."""
+    """Return the tiles for one row, as tuned."""
     width = triton.next_power_of_2(K)
-    if isinstance(x, LazyNorm):  # the whole row at once, as its norm needs
+    if isinstance(x, LazyNorm):  # the norm needs the whole row in one block
         warps = 2 if K > 768 else 1
         return Tiles(1, 4, width, warps=4 if gated else warps)
     if is_head:
@@ -410,7 +416,7 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
 
 
 def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
-    """The tiles for R rows with N outputs each, and `numbers` weights, as tuned."""
+    """Return the tiles for R rows with N outputs each and this many weights, as tuned."""
     if R <= 16:  # 6 stages: only one program fits on a processor, so they spread evenly
         return Tiles(16, 64, 128, warps=4, stages=6, swapped=True)
     if R <= 32:
@@ -423,14 +429,14 @@ def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
 
 
 def head_tiles(R: int) -> Tiles:
-    """The same for the head, whose outputs are many more."""
+    """Return the tiles for the head, which has many more outputs than other layers."""
     rows = min(256, padded(R))
     warps = 8 if rows >= 128 else 4
     return Tiles(rows, 128, 64, warps, stages=3)
 
 
 def num_parts(K: int, programs: int) -> int:
-    """Split-K: into how many parts the K inputs are cut so that more programs run at once."""
+    """Return how many parts to cut the K inputs into (split-K), so that enough programs run."""
     P = 1
     while programs * P <= ENOUGH_PROGRAMS and K >= 2 * P * SPLIT_K:
         P *= 2
@@ -438,15 +444,15 @@ def num_parts(K: int, programs: int) -> int:
 
 
 def use_triton(R: int, layer: nn.Module) -> bool:
-    """Whether these kernels are faster than cuBLAS for R rows."""
+    """Return whether these kernels are faster than cuBLAS for R rows."""
     return R <= FEW_ROWS or (R <= LINEAR_ROWS and R * layer.weight.numel() <= LINEAR_PRODUCTS)
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
     """
-    activation(layer(x)): x [R, K], a layer with weight [N, K] and bias [N] or None -> [R, N]; if it
-    is gated, of a layer with twice as many rows, activation(gate) * up. With `partial_sums` the
-    result may also be several fp32 matrices [P, R, N], for `add_norm` to add up.
+    Return activation(layer(x)) [R, N] for x [R, K] and a layer with weight [N, K] and bias [N] or
+    None. A gated layer has twice as many rows, and the result is activation(gate) * up. With
+    `partial_sums` the result may also be several fp32 matrices [P, R, N], which `add_norm` adds up.
     """
     if use_triton(len(x), layer):
         return launch_linear(x, layer, activation, gated, partial_sums)
@@ -459,8 +465,8 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
 
 def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
     """
-    Logits [R, V] of x [R, K], by these kernels where cuBLAS is no faster. In 16 bits it takes five
-    times as long where 8 does not divide the vocabulary.
+    Return logits [R, V] of x [R, K], by these kernels unless cuBLAS is faster. In 16 bits, cuBLAS
+    takes five times as long if the size of the vocabulary is not a multiple of 8.
     """
     in_16_bits = layer.weight.element_size() == 2
     if len(x) == 1 or (in_16_bits and (len(x) <= FEW_ROWS or len(layer.weight) % 8)):
@@ -481,15 +487,15 @@ def launch_linear(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """
-    As linear; or, with `targets`, one layer's pool and the slots [R] in it, as project_qkv, but q
-    is [R, H D]. With `tiles`, by matrix_kernel, whatever R is.
+    Compute `linear` with these kernels. With `targets`, one layer's pool and the slots [R] in it,
+    compute project_qkv, but return q as [R, H D]. With `tiles`, use matrix_kernel even for one row.
     """
     N, K = layer.weight.shape
     if gated:
         N //= 2
     assert layer.weight.is_contiguous(), "weights must be contiguous"
-    assert not (partial_sums and activation), "the activation is of the sum, not of its parts"
-    # D is 0 without a pool: no columns are of k and v
+    assert not (partial_sums and activation), "an activation applies to the sum, not to its parts"
+    # without a pool D is 0, so no columns belong to k and v
     shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated}
     shape |= {"Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
@@ -497,7 +503,7 @@ def launch_linear(
         kv, slots = targets
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
-        pool = (kv, slots, kv.stride(0))  # from K to V
+        pool = (kv, slots, kv.stride(0))  # offset from K to V
     width = N - 2 * shape["Hk"] * shape["D"]  # columns of the result
     dtype = torch.float32 if partial_sums else layer.weight.dtype
     R = len(x)
@@ -516,7 +522,7 @@ def launch_linear(
 
 
 def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
-    """vector_kernel, for the one row of x."""
+    """Launch vector_kernel for the only row of x."""
     row = (x, None, None, None, None, 0.0)
     P = 0
     rms = False
@@ -533,16 +539,16 @@ def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles)
 
 
 def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
-    """matrix_kernel, for the R rows of x, to out [P, R, columns]."""
+    """Launch matrix_kernel for the R rows of x; it writes out [P, R, columns]."""
     assert x.is_contiguous(), "rows must be contiguous"
     R = len(x)
     column_tiles = triton.cdiv(shape["N"], tiles.cols)
     row_tiles = triton.cdiv(R, tiles.rows)
-    blocks = triton.cdiv(shape["K"], tiles.apart * tiles.together * PART_BLOCK)  # of a part
+    blocks = triton.cdiv(shape["K"], tiles.apart * tiles.together * PART_BLOCK)  # per part
     weight_tiles = 2 * tiles.cols if shape["GATED"] else tiles.cols
     stage_bytes = (tiles.rows + weight_tiles) * tiles.block * x.element_size()
-    room = min(TILES_MEMORY, shared_memory(x.device))
-    stages = max(1, min(tiles.stages, room // stage_bytes))
+    available = min(TILES_MEMORY, shared_memory(x.device))
+    stages = max(1, min(tiles.stages, available // stage_bytes))
     matrix_kernel[(column_tiles, row_tiles, tiles.apart)](
         x, layer.weight, layer.bias, out, *pool, R, **shape, **tiles.options(),
         ROWS=tiles.rows, LENGTH=blocks * PART_BLOCK, PARTS=tiles.together, SWAPPED=tiles.swapped,

@@ -1,13 +1,13 @@
 """
-Linear layers that a CPU computes with: fp32 in panels for cpu.c, 8-bit integers for cpu.c or torch,
-and bf16, packed by oneDNN for torch.
+Linear layers in the formats that a CPU computes with: fp32 in panels for cpu.c, 8-bit integers for
+cpu.c or torch, and bf16, packed by oneDNN, for torch.
 
-    model = converted(model, "int8")       # a copy with weights of 8-bit integers
-    model = converted(model, layer=Bf16Linear)  # a copy with matrices in bf16, all else in fp32
-    model = converted(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
+    model = pack_weights(model, "int8")             # a copy with weights as 8-bit integers
+    model = pack_weights(model, layer=Bf16Linear)   # a copy with matrices in bf16, the rest in fp32
+    model = pack_weights(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
 
-Of a model without weights (meta device) the copy has none either: `fill` gets them, one by one, as
-they are loaded (checkpoint.py).
+If the model has no weights yet (meta device), neither has the copy. checkpoint.py then calls `fill`
+for each layer as it loads the weights.
 """
 
 import mmap
@@ -21,18 +21,18 @@ from torch import Tensor
 
 from model import GPT
 
-# rows of x for which oneDNN chooses the layout; measured, other numbers differ little
+# oneDNN chooses the layout for this many rows of x; other numbers make little difference
 PACKED_FOR_ROWS = 64
-LARGEST = 127  # of the 8-bit integers; the smallest is -127
-PANEL = 32  # outputs whose weights are kept together, as in cpu.c
-ARENA = 2**26  # bytes that are asked for at once
+LARGEST = 127  # the largest 8-bit weight; the smallest is -127
+PANEL = 32  # outputs whose weights are stored together, as in cpu.c
+ARENA = 2**26  # bytes that are mapped at a time
 
 
 class Packed(nn.Module):
     """
-    A linear layer that keeps its weights in a layout of its own: `make_room` allocates them by the
-    shape of the weights [out, in], and `fill(weight)` copies these into it. `parts`: 2 for a gated
-    layer, whose halves have N outputs each.
+    Base class of linear layers that store their weights in another layout. `allocate` reserves
+    memory for weights of a shape [out, in], and `fill(weight)` copies them into it. `parts` is 2
+    for a gated layer, whose halves have N outputs each.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, arena=None):
@@ -40,32 +40,32 @@ class Packed(nn.Module):
         self.parts = parts
         self.N = len(weight) // parts
         self.bias = None if bias is None else nn.Parameter(bias.detach(), False)
-        self.make_room(weight.detach(), arena)
+        self.allocate(weight.detach(), arena)
 
 
 def can_pack() -> bool:
-    """Return whether oneDNN is here and multiplies bf16, for which it wants AVX-512."""
+    """Return whether oneDNN is available and multiplies bf16, for which it needs AVX-512."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Bf16Linear(Packed):
     """
-    A linear layer in bf16; x and the result are fp32. Its weights have the layout that oneDNN
-    multiplies fastest, if it can. No compiler is needed, and there are no gradients.
+    A linear layer in bf16; x and the result are fp32. Its weights are in the layout that oneDNN
+    multiplies fastest, if oneDNN can multiply bf16. It needs no compiler, and has no gradients.
     """
 
-    def make_room(self, weight: Tensor, arena=None):
+    def allocate(self, weight: Tensor, arena=None):
         self.weight = nn.Parameter(weight, False)
 
     def fill(self, weight: Tensor):
         if can_pack():
             weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
         else:
-            weight = weight.clone()  # the caller's memory is used again
-        self.make_room(weight)
+            weight = weight.clone()  # the caller reuses its memory
+        self.allocate(weight)
 
     def _apply(self, *_):
-        """Stay in bf16 when the rest of the model becomes fp32."""
+        """Stay in bf16 when the rest of the model is converted to fp32."""
         return self
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,8 +77,9 @@ class Bf16Linear(Packed):
 
 class Arena:
     """
-    Memory for the weights of a model, back to back, in pages of 2 MB if the system has them: a step
-    reads them all, and finds the next page sooner. A page is taken when it is written.
+    Memory for the weights of a model, back to back. It uses pages of 2 MB if the system has them: a
+    step reads all weights, and with fewer pages it spends less time looking them up. A page takes
+    up memory only once it is written.
     """
 
     def __init__(self):
@@ -87,7 +88,7 @@ class Arena:
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         count = prod(shape)
-        size = count * dtype.itemsize  # of whole panels: a multiple of 32
+        size = count * dtype.itemsize  # a multiple of 32, because panels are whole
         if self.used + size > len(self.memory):
             self.memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -99,14 +100,14 @@ class Arena:
 
 
 def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
-    """Weights [out, in] as those of each panel, [at most 32, in]; a part begins with a new one."""
+    """Split weights [out, in] into panels of [at most 32, in]. Each part begins a new panel."""
     return [rows for part in weight.chunk(parts) for rows in part.split(PANEL)]
 
 
 class PanelLinear(Packed):
-    """A linear layer as cpu.c takes it: fp32 weights [panels, in, 32], zero-padded."""
+    """A linear layer in the layout of cpu.c: fp32 weights [panels, in, 32], zero-padded."""
 
-    def make_room(self, weight: Tensor, arena: Arena):
+    def allocate(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
         self.weight = arena.zeros(panels, weight.shape[1], PANEL)
 
@@ -117,48 +118,51 @@ class PanelLinear(Packed):
 
 def largest_activation(K: int) -> int:
     """
-    Return the largest number of 16 bits, or a smaller one: a sum of K products with 8-bit weights
-    must stay below 2^31.
+    Return the largest integer that activations are rounded to: 16 bits, or less if K is large,
+    because a sum of K products with 8-bit weights must stay below 2^31.
     """
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
 class Int8Linear(Packed):
     """
-    A linear layer of 8-bit weights [out, in], with one scale for each output and one for each
-    input: some inputs are large and have small weights, which would be rounded to a few steps. Each
-    row of x, times the inputs' scales, is rounded, too, to 11 to 15 bits and a sign; the sums of
-    the products of these integers are exact, whoever computes them: cpu.c, which is meant to, or
-    `forward`, which needs no compiler and is slow.
+    A linear layer of 8-bit weights [out, in]. There is one scale for each output, and also one for
+    each input: some inputs are large and have small weights, which a scale per output would round
+    to a few steps. Each row of x, times the inputs' scales, is rounded to a sign and 11 to 15 bits.
+    The sums of the products of these integers are exact, so it does not matter which code computes
+    them: normally cpu.c, or `forward`, which needs no compiler but is slow.
     """
 
-    def make_room(self, weight: Tensor, arena: Arena):
+    def allocate(self, weight: Tensor, arena: Arena):
         rows = PANEL * len(panels_of(weight, self.parts))
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
         self.columns = nn.Parameter(torch.zeros(weight.shape[1]), False)
-        if self.parts == 1:  # cpu.c reads whole panels; the padding's outputs are never read
+        if self.parts == 1:  # cpu.c reads whole panels, and drops the outputs of padding
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 
     def fill(self, weight: Tensor):
-        """An input's scale is its largest weight, as a share of the largest of that output."""
+        """
+        Quantize these weights. The scale of input j is the maximum of |w[i, j]| / max |w[i, :]|
+        over all outputs i.
+        """
         panels = []
         for rows in panels_of(weight, self.parts):
             first = PANEL * len(panels)
             panels.append((slice(first, first + len(rows)), rows))
         self.columns.fill_(1e-12)
-        for at, rows in panels:
+        for outputs, rows in panels:
             shares = rows.float().abs()
             largest = shares.amax(1).clamp(min=1e-12)
-            self.scale[at] = largest / LARGEST
+            self.scale[outputs] = largest / LARGEST
             shares /= largest[:, None]
-            shares.nan_to_num_()  # a broken output breaks no other
+            shares.nan_to_num_()  # NaN or infinity in one output must not spoil the others
             torch.maximum(self.columns, shares.amax(0), out=self.columns)
-        for at, rows in panels:
-            steps = rows.float() / self.scale[at, None]
+        for outputs, rows in panels:
+            steps = rows.float() / self.scale[outputs, None]
             steps /= self.columns
-            self.weight[at] = steps.round_()
+            self.weight[outputs] = steps.round_()
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.columns
@@ -166,7 +170,7 @@ class Int8Linear(Packed):
         largest = x.abs().amax(-1, keepdim=True).clamp(min=1e-30)
         steps = torch.full_like(largest, most) / largest  # most / largest would round twice
         integers = (x * steps).round()
-        # in fp64 no sum is rounded
+        # sums in fp64 are exact here
         sums = F.linear(integers.double(), self.weight.double()).float()
         y = sums * (self.scale * (largest / most))
         y = y.unflatten(-1, (self.parts, -1))[..., : self.N].flatten(-2)
@@ -174,7 +178,7 @@ class Int8Linear(Packed):
 
 
 class Int8Embedding(Packed):
-    """An embedding with the weights of an `Int8Linear`."""
+    """An embedding that shares the weights of an `Int8Linear`."""
 
     def __init__(self, layer: Int8Linear):
         nn.Module.__init__(self)
@@ -187,19 +191,20 @@ class Int8Embedding(Packed):
         return self.weight[tokens] * self.scale[tokens, None] * self.columns
 
 
-def converted(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
+def pack_weights(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
-    Return a copy of the model with `layer` as its linear layers or, quantized, with `Int8Linear`
-    and `Int8Embedding`; all else is fp32. A model that has them already shares their weights. If
-    neither is wanted, return the model itself.
+    Return a copy of the model whose linear layers are of the class `layer` or, with
+    quantize="int8", `Int8Linear`, with an `Int8Embedding`. Everything else is fp32. If the model
+    has such layers already, the copy shares their weights. If neither is given, return the model
+    itself.
     """
     if quantize not in ("none", "int8"):
-        raise ValueError(f"quantize is {quantize!r}: there is none and int8")
+        raise ValueError(f"quantize is {quantize!r}: use none or int8")
     if quantize == "int8":
         layer = Int8Linear
     if layer is None:
         return model
-    # a deepcopy that takes the same weights for copies
+    # a deepcopy that shares the weights instead of copying them
     shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
     model = deepcopy(model, shared)
     arena = Arena()

@@ -1,19 +1,20 @@
 """
-Shared prefixes (cascade attention): if consecutive decoding requests begin with the same blocks,
-the K and V in these are read once for the group, not once for each request. These are the
+Shared prefixes (cascade attention). If consecutive decoding requests begin with the same blocks, K
+and V in these blocks are read once for the group, not once for each request. Examples are the
 choices of one prompt, and requests with the same system prompt.
 
-kernels.attention_kernel computes both: first a group's rows of queries attend to the tokens that
-they share, then each request goes on from there. These are the additions that it would make by
-itself, so answers are the same to the last bit. 256 choices of a prompt of 768 tokens, G = 1:
+kernels.attention_kernel computes both parts: first a group's rows of queries attend to the tokens
+that they share, then each request goes on from there. A request on its own would make the same
+additions in the same order, so its answer is the same to the last bit. Example: 256 choices of a
+prompt of 768 tokens, G = 1:
 
     requests    0 .. 63    64 .. 127    128 .. 191    192 .. 255
     tokens      ▓▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓▓     ▓▓▓▓▓▓▓▓      ▓▓▓▓▓▓▓▓      0 .. 767, by 4 groups
                 ││││││││   ││││││││     ││││││││      ││││││││      768 .., by 256 requests
 
-The host, which knows all block tables, finds the groups and decides whether sharing pays. A step
-with groups has a shape of its own (`StepShape.groups`); all others are as they would be without
-this file. ops/choice.py has the table of operators. Letters as in kernels.py.
+The host, which knows all block tables, finds the groups and decides whether sharing pays off. A
+step with groups has a shape of its own (`StepShape.groups`). Every other step is the same as it
+would be without this file. ops/choice.py has the table of operators. Letters as in kernels.py.
 """
 
 from typing import NamedTuple
@@ -21,33 +22,33 @@ from typing import NamedTuple
 import kernels
 from ops.inputs import StepShape
 
-LEAST_REQUESTS = 16  # decodes in a step with groups: with fewer there is no time to save
-LEAST_SPARED = 16384  # tokens whose K and V are read once less, all groups together
-LEAST_MEMBERS = 8  # of a group, on average, if a step has as many groups as it has room for
+LEAST_REQUESTS = 16  # decodes in a step with groups; with fewer there is no time to save
+LEAST_SPARED = 16384  # reads of a token's K and V that all groups together must save
+LEAST_MEMBERS = 8  # of a group on average, if a step has its maximum number of groups
 
 
 class Groups(NamedTuple):
     """The groups of a step, as lists that become inputs of the step (inputs.StepInputs)."""
 
-    # [n] tokens that a request shares with its group, a multiple of TILE; 0: it is in none
+    # [n] tokens that a request shares with its group, a multiple of TILE; 0 without a group
     shared: list[int]
-    first: list[int]  # [groups] the first request of each
-    end: list[int]  # [groups] the request after its last
+    first: list[int]  # [groups] the first request of each group
+    end: list[int]  # [groups] the end of each group (exclusive)
 
 
 def most_members(G: int) -> int:
-    """Requests whose queries for one KV head fit into the rows of a program."""
+    """Return how many requests' queries for one KV head fit into the rows of a program."""
     return max(1, kernels.PREFILL_ROWS // G)
 
 
 def num_groups(n: int, G: int) -> int:
-    """Groups that a step of n decodes has room for."""
+    """Return the maximum number of groups in a step of n decodes."""
     return -(-n // min(most_members(G), LEAST_MEMBERS))
 
 
 def num_common(a: list[int], b: list[int], most: int) -> int:
     """
-    The number of blocks that two tables have in common before they differ, at most `most`.
+    Return how many leading blocks two tables have in common, at most `most`.
 
     >>> num_common([4, 7, 1, 9], [4, 7, 2, 9], 4)
     2
@@ -61,9 +62,10 @@ def num_common(a: list[int], b: list[int], most: int) -> int:
 
 def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tuple[int, int, int]]:
     """
-    [(first, end, blocks)]: requests first .. end - 1, at most `most` of them, begin with so many
-    blocks in common. Only full blocks are shared; `full` [n] counts those of each request. A
-    request that has fewer in common than those before it joins them if that saves more reads.
+    Return the groups as [(first, end, blocks)]: requests first .. end - 1, at most `most` of them,
+    have their first `blocks` blocks in common. Only full blocks are shared; `full` [n] is the
+    number of full blocks of each request. A request that has fewer blocks in common with the group
+    than its members have joins it if that saves more reads.
 
     >>> tables = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 6], [1, 2, 7], [1, 2, 8], [1, 9, 9]]
     >>> find_groups(tables, [2, 2, 1, 2, 2, 2, 3], most=64)
@@ -90,8 +92,8 @@ def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tup
 
 class GroupFinder:
     """
-    Finds the groups of a step, of a model with G query heads to a KV head and blocks of S. Most
-    steps have the requests and groups of the one before.
+    Finds the groups of a step, for a model with G query heads per KV head and blocks of S tokens.
+    Most steps have the same requests and groups as the step before, so the groups are kept.
     """
 
     def __init__(self, G: int, S: int):
@@ -101,7 +103,7 @@ class GroupFinder:
         self.groups: Groups | None = None
 
     def find(self, requests: list) -> Groups | None:
-        """The groups of requests that decode; None where sharing does not pay."""
+        """Return the groups of the decoding requests, or None if sharing does not pay off."""
         tables = [r.block_table for r in requests]
         # A table stays the same list while its request runs, and its full blocks do not change. So
         # a table that has only grown compares as equal, and the comparison is fast.
@@ -112,13 +114,14 @@ class GroupFinder:
         return self.groups
 
     def shape(self, n: int) -> StepShape:
-        """Return the shape of a step with groups: for n decodes, unpadded."""
+        """Return the shape of a step with groups, for n decodes without padding."""
         return StepShape(n, 0, 0, num_groups(n, self.G))
 
     def shapes(self, N: int) -> list[StepShape]:
         """
-        Return the shapes that steps with groups are padded to, of at most N decodes. They are few,
-        because each needs a graph of its own, and a step that shares has time for padding.
+        Return the shapes that steps with groups are padded to, for up to N decodes. There are few
+        of them, because each needs a CUDA graph of its own, and a step that shares prefixes has
+        time to spare for padding.
         """
         least = LEAST_REQUESTS
         if least > N:
@@ -127,7 +130,7 @@ class GroupFinder:
         return [self.shape(n) for n in (*fewer, N)]
 
     def worth_it(self, found: list[tuple[int, int, int]]) -> Groups | None:
-        """The groups that save most reads, or None if together they save too few."""
+        """Return the groups that save the most reads, or None if together they save too few."""
         n = len(self.tables)
         if n < LEAST_REQUESTS:
             return None

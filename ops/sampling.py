@@ -1,17 +1,17 @@
 """
 From logits to tokens, for a batch in which every request has its own parameters.
 
-Randomness is a function, not a state: the noise of a token depends on the request's seed, its
+Randomness is a function, not a state: the noise of a token depends only on the request's seed, its
 position and the choice index, never on what else is in the batch. So the same request with the same
-seed gives the same tokens, alone or in a crowd, preempted or not. Letters: R rows of logits, V
-vocabulary.
+seed gets the same tokens, whether it runs alone or in a crowd, and even if it was preempted.
+Letters: R rows of logits, V vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
     rows.fill(SamplingRow(2, SamplingParams(top_p=0.9), seed=7))
     tokens = sample_torch(logits, torch.tensor([2]), positions, rows)     # [1, V], [1] -> [1]
 
-`sample_torch` is the reference and runs anywhere. On a GPU its twin in sampling_kernels.py does the
-same in two launches whatever the batch asks for, so that a CUDA graph can hold it.
+`sample_torch` is the reference and runs anywhere. On a GPU, its twin in sampling_kernels.py does
+the same in two launches, whatever the batch asks for, so that a CUDA graph can contain it.
 """
 
 import math
@@ -36,8 +36,8 @@ MOST_LOGPROBS = RANGES["logprobs"].bounds["le"]
 
 class Floats(NamedTuple):
     """
-    A request's parameters that the device has in fp32, in the order that the kernels rely on. In
-    SamplingRows each field is a column, with a number for each row.
+    The parameters of a request that the device stores in fp32, in the order that the kernels rely
+    on. In SamplingRows each field is a column, with one number per row.
     """
 
     temperature: float
@@ -49,7 +49,7 @@ class Floats(NamedTuple):
 
 
 class Ints(NamedTuple):
-    """The same for those that it has in int64."""
+    """The parameters of a request that the device stores in int64, in the same way."""
 
     top_k: int  # 0: all tokens
     seed: int
@@ -60,19 +60,19 @@ class Ints(NamedTuple):
 
 
 class SamplingRow(NamedTuple):
-    """A request that gets a row of `SamplingRows`."""
+    """What goes into a request's row of `SamplingRows`."""
 
     row: int
     params: SamplingParams
     seed: int
-    choice: int = 0  # which answer to its prompt, the first is 0
+    choice: int = 0  # index of the answer among those to its prompt
     prompt_tokens: Sequence[int] = ()
-    generated_tokens: Sequence[int] = ()  # so far, after a preemption
+    generated_tokens: Sequence[int] = ()  # some, after a preemption
     stop_token_ids: Iterable[int] = ()
 
     def floats(self) -> Floats:
         p = self.params
-        repetition = max(p.repetition_penalty, 1e-6)  # divided by less, logits would overflow
+        repetition = max(p.repetition_penalty, 1e-6)  # a smaller divisor would overflow logits
         temperature = p.temperature
         if temperature < GREEDY_BELOW:
             temperature = 0.0
@@ -89,7 +89,9 @@ class SamplingRow(NamedTuple):
 
 
 def sampling_row(request: Request) -> SamplingRow:
-    """Return the row of a request that starts to run: greedy, unless it has `params`."""
+    """
+    Return the row of a request that starts to run. It is greedy unless the request has `params`.
+    """
     params = getattr(request, "params", GREEDY)
     return SamplingRow(
         request.row,
@@ -103,7 +105,7 @@ def sampling_row(request: Request) -> SamplingRow:
 
 
 def bias_vector(params: SamplingParams, V: int) -> Tensor:
-    """[V] fp32: logit_bias."""
+    """Return logit_bias as a vector [V] fp32."""
     bias = torch.zeros(V)
     if params.logit_bias:
         values = list(params.logit_bias.values())
@@ -111,21 +113,22 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
     return bias
 
 
-def token_marks(request: SamplingRow, V: int) -> Tensor:
-    """A request's row of SamplingRows.marks: [V] int64."""
+def token_flags(request: SamplingRow, V: int) -> Tensor:
+    """Return a request's row of SamplingRows.token_flags: [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
-    marks = 4 * generated.bincount(minlength=V)
+    token_flags = 4 * generated.bincount(minlength=V)
     stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
-    marks[stops] += 2
-    marks[list(request.prompt_tokens)] += 1  # once, also for a token that is there several times
-    return marks
+    token_flags[stops] += 2
+    # += counts a repeated index only once
+    token_flags[list(request.prompt_tokens)] += 1
+    return token_flags
 
 
 class SamplingRows:
     """
-    The parameters of every running request, and its last token, in device arrays, indexed by the
-    request's row. The tensors are never replaced, for CUDA graphs know them by their addresses.
-    What a row does not ask for is never read, so never cleared either.
+    The parameters of every running request, and its last token, in device arrays indexed by the
+    request's row. The tensors are never replaced, because CUDA graphs store their addresses. If a
+    request does not use an array, its row there is never read, so it need not be cleared.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device):
@@ -136,14 +139,14 @@ class SamplingRows:
         self.floats = Floats(*self.packed_floats.unbind(1))
         self.ints = Ints(*self.packed_ints.unbind(1))
         self.bias = zeros(num_rows, vocab_size)
-        # of each token: 4 * times generated + 2 if a stop token + 1 if in the prompt
-        self.marks = zeros(num_rows, vocab_size, dtype=torch.int32)
+        # for each token: 4 * times generated + 2 if it is a stop token + 1 if it is in the prompt
+        self.token_flags = zeros(num_rows, vocab_size, dtype=torch.int32)
         self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
 
     def fill(self, *requests: SamplingRow):
         """
-        Fill the requests' rows, in place: two small uploads for all of them, and one of V numbers
-        each for the bias and the marks of those that need them. The host does not wait.
+        Fill the requests' rows in place. This takes two small uploads for all rows together, and
+        one of V numbers for each bias and each row of flags that is used. The host does not wait.
         """
         device = self.bias.device
         V = self.bias.shape[1]
@@ -153,7 +156,7 @@ class SamplingRows:
             if params.biases:
                 self.bias[row] = upload(bias_vector(params, V), device, torch.float32)
             if params.penalises or params.min_tokens:
-                self.marks[row] = upload(token_marks(request, V), device, torch.int32)
+                self.token_flags[row] = upload(token_flags(request, V), device, torch.int32)
         ints = upload([[r.row, *r.ints()] for r in requests], device)
         floats = upload([r.floats() for r in requests], device, torch.float32)
         rows = ints[:, 0]
@@ -161,9 +164,9 @@ class SamplingRows:
         self.packed_floats[rows] = floats
 
     def uncount(self, rows: Tensor, tokens: Tensor):
-        """Take back that `sample` has counted these tokens [R], which are refused."""
+        """Undo the counting of these tokens [R] by `sample`, because they are refused."""
         counted = 4 * self.ints.penalised[rows].int()
-        self.marks.index_put_((rows, tokens), -counted, accumulate=True)
+        self.token_flags.index_put_((rows, tokens), -counted, accumulate=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -172,14 +175,14 @@ class SamplingRows:
 
 def masked(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """
-    scores [R, V], -inf for tokens that are not allowed: their bits in allowed [R, V / 32] int32,
-    the lowest first, are 0. None: all are.
+    Return scores [R, V] with -inf for tokens that are not allowed. allowed [R, V / 32] int32 has a
+    bit for each token, the lowest first; 0 means not allowed. None allows all.
     """
     if allowed is None:
         return scores
     _, V = scores.shape
-    places = torch.arange(32, device=scores.device)
-    bits = allowed[:, :, None] >> places
+    shifts = torch.arange(32, device=scores.device)
+    bits = allowed[:, :, None] >> shifts
     bits = bits.flatten(1)[:, :V] & 1
     return scores.masked_fill(bits == 0, -torch.inf)
 
@@ -192,11 +195,12 @@ def choose(
     *key: Tensor,
 ) -> Tensor:
     """
-    The best token [R] int64 of scores [R, V] / temperature [R] + Gumbel noise, which is a sample of
-    the softmax (the Gumbel-max trick, Gumbel 1954), among those that are `allowed` (see `masked`)
-    and not below `lowest` [R]. Without a temperature a row is greedy: no noise; None: all are.
-    `key`: what `gumbel_noise` wants. Of a tie the lowest token; NO_TOKEN for a row without a finite
-    maximum (NaN anywhere, all -inf).
+    Return the best token [R] int64 of scores [R, V] / temperature [R] + Gumbel noise. This is a
+    sample of the softmax (the Gumbel-max trick, Gumbel 1954). Only tokens that are `allowed` (see
+    `masked`), and whose score / temperature is at least `lowest` [R], can be chosen. A row with
+    temperature 0 is greedy: it gets no noise. Without temperatures (None) all rows are greedy.
+    `key` holds the arguments of `gumbel_noise`. Of equal scores the lowest token wins. A row
+    without a finite maximum (NaN anywhere, or all -inf) gets NO_TOKEN.
     """
     scores = masked(scores, allowed)
     if temperature is not None:
@@ -216,21 +220,21 @@ def sample_torch(
     rows: Tensor,
     positions: Tensor,
     per_row: SamplingRows,
-    asked: Sequence[SamplingParams] | None = None,
+    row_params: Sequence[SamplingParams] | None = None,
     allowed: Tensor | None = None,
     choose: Callable = choose,
     exp: Callable = torch.exp,
 ) -> Tensor:
     """
     Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
-    requests' rows in `per_row`, positions [R] the places of the new tokens in their texts; `asked`,
-    the SamplingParams of the rows, spares work that no row wants; `allowed`: see `masked`. Returns
-    [R] int64, perhaps NO_TOKEN. In place: per_row.last_token gets the tokens (0 for NO_TOKEN), and
-    per_row.marks counts them in rows with penalties.
+    requests' rows in `per_row`, and positions [R] are those of the new tokens. `row_params`, the
+    SamplingParams of the rows, lets it skip work that no row needs. `allowed`: see `masked`.
+    Returns [R] int64, NO_TOKEN where `choose` finds none. In place: per_row.last_token is set to
+    the tokens (0 for NO_TOKEN), and per_row.token_flags counts them in rows with penalties.
     """
-    # what any row asks for, by the attributes of SamplingParams
+    # what at least one row asks for, as attributes of SamplingParams
     names = ("adjusts", "temperature", "filters", "penalises")
-    used = {name for name in names if asked is None or any(map(attrgetter(name), asked))}
+    used = {name for name in names if row_params is None or any(map(attrgetter(name), row_params))}
     floats = per_row.floats
     ints = per_row.ints
     scores = logits.float()
@@ -251,15 +255,16 @@ def sample_torch(
         is_valid = tokens != NO_TOKEN
         counted = is_valid * ints.penalised[rows]
         new = 4 * counted.int()
-        per_row.marks.index_put_((rows, last), new, accumulate=True)
+        per_row.token_flags.index_put_((rows, last), new, accumulate=True)
     per_row.last_token[rows] = last
     return tokens
 
 
 def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRows) -> Tensor:
     """
-    scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's. A
-    forbidden token gets -inf added, not assigned: a NaN stays one, and makes its row invalid.
+    Return scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's.
+    For a forbidden token, -inf is added, not assigned, so that a NaN stays NaN and makes its row
+    invalid.
     """
 
     def column(values: Tensor) -> Tensor:
@@ -267,10 +272,10 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
 
     floats = per_row.floats
     ints = per_row.ints
-    marks = per_row.marks[rows]
-    times = marks >> 2  # that each token was generated
-    is_stop = marks & 2 > 0
-    in_text = (marks & 1) + times > 0
+    token_flags = per_row.token_flags[rows]
+    times = token_flags >> 2  # how often each token was generated
+    is_stop = token_flags & 2 > 0
+    in_text = (token_flags & 1) + times > 0
 
     # logit_bias
     scores = scores + torch.where(column(ints.biased) > 0, per_row.bias[rows], 0.0)
@@ -290,8 +295,9 @@ def threshold(
     scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, exp: Callable = torch.exp
 ) -> Tensor:
     """
-    The least score [R] that all filters [R] keep, of scores [R, V]: the largest of what each of the
-    three gives. Scores that tie with it stay, so the best token always does. `exp`: e^x of [R, V].
+    Return the lowest score [R] that all filters [R] keep, for scores [R, V]: the largest of the
+    lowest scores that each filter keeps. Scores that tie with it are kept, so the best token always
+    is. `exp` computes e^x of [R, V].
     """
     V = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
@@ -302,16 +308,16 @@ def threshold(
     k = k.clamp(max=V)
     of_top_k = ranked.gather(1, k[:, None] - 1)
 
-    # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed for
-    # this share of the probability of what top_k keeps
-    # each token's probability as a share of the best one's
+    # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed to
+    # reach this share of the probability that top_k keeps
+    # first each token's probability, relative to the best token's
     shares = exp(ranked - best)
     weights = shares.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
-    needed = mass - weights < share * mass[:, -1:]  # the more likely tokens are not enough
+    needed = mass - weights < share * mass[:, -1:]  # more likely tokens are not enough
     of_top_p = last_score(ranked, needed)
-    # a top_p of 1 keeps all: with rounding, the sum reaches the whole before the last token
+    # a top_p of 1 keeps all, but because of rounding the sum may reach 1 before the last token
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
     # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
@@ -322,16 +328,19 @@ def threshold(
 
 
 def last_score(ranked: Tensor, kept: Tensor) -> Tensor:
-    """The score [R, 1] of the last token kept, of the first if none is; both [R, V], best first."""
+    """
+    Return the score [R, 1] of the last token that is kept, or of the first token if none is. Both
+    arguments are [R, V], best first.
+    """
     count = kept.sum(1, keepdim=True)
     return ranked.gather(1, count.clamp(min=1) - 1)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Compute it for each row of logits [R, V]. Returns [R, V] fp32, or some more columns."""
-    if logits.is_cuda:  # the sum's order follows where in 16 bytes of memory a row begins
+    """Return the log-softmax [R, V] fp32 of logits [R, V]. It may have a few more columns."""
+    if logits.is_cuda:  # the order of the sum depends on a row's alignment to 16 bytes
         logits = F.pad(logits, (0, -logits.shape[1] % 8), value=-torch.inf)
-    # not logsumexp, which several threads add up in parts, where there is one row
+    # not logsumexp: if there is only one row, several threads add up parts of it
     return logits.log_softmax(1, dtype=torch.float32)
 
 
@@ -339,10 +348,11 @@ def logprobs(
     logits: Tensor, tokens: Tensor, n: int, log_softmax: Callable = log_softmax
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
-    Log-softmax of the raw logits [R, V], before temperature and penalties: of the chosen tokens [R]
-    -> [R] fp32, and the n largest, [R, n] token ids and [R, n] fp32, best first. LOWEST_LOGPROB is
-    the least, also where a row has NaN or its token is NO_TOKEN. A row's results do not depend on
-    the other rows, on threads, or on n.
+    Return log-probabilities: the log-softmax of the raw logits [R, V], before temperature and
+    penalties. The three results are those of the chosen tokens [R], as [R] fp32; and the n most
+    likely tokens, best first, as token ids [R, n] and log-probabilities [R, n] fp32. The lowest
+    value is LOWEST_LOGPROB, which also stands for NaN in a row and for NO_TOKEN. A row's results do
+    not depend on the other rows, on threads, or on n.
     """
     _, V = logits.shape
     scores = log_softmax(logits)
@@ -350,7 +360,7 @@ def logprobs(
     def finite(x: Tensor) -> Tensor:
         return x.nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
 
-    # which of equal logits topk takes depends on how many it takes: as many as can be asked for
+    # which of equal logits topk takes depends on how many it takes, so always take the maximum
     most = max(n, MOST_LOGPROBS) if n else 0
     ranked = sort_keys(logits) if logits.is_cuda else logits
     ids = ranked.topk(min(most, V)).indices[:, :n]
@@ -360,8 +370,8 @@ def logprobs(
 
 def sort_keys(logits: Tensor) -> Tensor:
     """
-    Integers [R, V] in the order of logits [R, V], of equal ones the first is the largest: on a GPU
-    the number of rows decides which of equal numbers topk takes.
+    Return integers [R, V] that have the order of logits [R, V]; of equal logits, the first gets the
+    largest integer. On a GPU, the number of rows decides which of equal numbers topk takes.
     """
     _, V = logits.shape
     words = logits.float().view(torch.int32).long()
@@ -381,9 +391,9 @@ ROUNDS = 10
 
 def philox(counter: tuple, key: tuple) -> tuple:
     """
-    Four random words from four 32-bit counter words and two key words, all int64 tensors that
-    broadcast. Words 0 and 2 go through a round alike, and so do 1 and 3: each pair is one tensor,
-    which halves the operations.
+    Return four random words for four 32-bit counter words and two key words, all of them int64
+    tensors that broadcast. In each round words 0 and 2 are treated alike, and so are words 1 and 3.
+    So each pair is one tensor, which halves the operations.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     even = torch.stack([c0, c2])  # [2, ...]
@@ -402,9 +412,9 @@ def philox(counter: tuple, key: tuple) -> tuple:
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, V: int) -> Tensor:
     """
-    Standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. Key: the seed.
-    Counter: (token id // 4, position, choice, 0); token id t takes word t % 4. A word's upper 23
-    bits are a u in (0, 1), exact in fp32.
+    Return standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. The key is
+    the seed. The counter is (token id // 4, position, choice, 0), and token id t takes word t % 4.
+    The upper 23 bits of a word make a number u in (0, 1), exact in fp32.
     """
     quads = torch.arange(math.ceil(V / 4), device=seeds.device)  # [V / 4]
     zero = torch.zeros_like(quads)

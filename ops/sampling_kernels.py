@@ -1,10 +1,10 @@
 """
 The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend only
-on shapes, so one CUDA graph of them serves whatever is asked. Nothing is sorted, and what a row did
-not ask for is skipped on the device.
+on shapes. So one CUDA graph of them works for whatever a batch asks for. Nothing is sorted, and
+what a row did not ask for is skipped on the device.
 
-    threshold_kernel     the least score that a row's top_k, top_p and min_p keep
-    gumbel_max_kernel    argmax of the kept scores over temperature, plus Gumbel noise
+    threshold_kernel     the lowest score that a row's top_k, top_p and min_p keep
+    gumbel_max_kernel    argmax of score / temperature + Gumbel noise, over the kept scores
 
 Not run by itself. Letters: R rows of logits, V vocabulary.
 """
@@ -16,17 +16,17 @@ import params
 from kernels import INF, INTERPRETED, finishes_last, jit, pdl_options, pdl_wait, tl, triton
 from ops.sampling import Floats, Ints, SamplingRows, masked
 
-# Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows; `python bench.py overhead`
-# there measures the time of both kernels in a decode step ("sampling").
-THRESHOLD_WIDTH = 2048  # tokens that a program takes at a time
+# Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows. On a GPU, `python bench.py
+# overhead` measures the time of both kernels in a decode step ("sampling").
+THRESHOLD_WIDTH = 2048  # tokens that a program reads at a time
 THRESHOLD_WARPS = 16
-QUADS = 256  # Philox calls that a program takes at a time, four tokens each
+QUADS = 256  # Philox calls that a program makes at a time, for four tokens each
 GUMBEL_MAX_WARPS = 4
-GUMBEL_MAX_PROGRAMS = 4096  # four times what the chip runs at a time
+GUMBEL_MAX_PROGRAMS = 4096  # four times as many as the chip runs at a time
 
 GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
 NO_TOKEN = tl.constexpr(params.NO_TOKEN)
-# Columns: the fields of sampling.Floats and sampling.Ints, in their order
+# Columns: the fields of sampling.Floats and sampling.Ints, in that order
 FLOATS = range(len(Floats._fields))
 TEMPERATURE, TOP_P, MIN_P, REPETITION, FREQUENCY, PRESENCE = map(tl.constexpr, FLOATS)
 INTS = range(len(Ints._fields))
@@ -36,34 +36,34 @@ NUM_INTS = tl.constexpr(len(INTS))
 
 
 @jit
-def row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V):
+def row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V):
     """
-    Row r of logits and what is asked of it, as `load_adjusted` wants them: pointers to the row's
-    own numbers, and whether the row is biased, may not stop yet, and is penalised.
+    Return row r of logits and what it asks for, in the form that `load_adjusted` takes: pointers to
+    the row's own numbers, and whether the row has a bias, may not stop yet, and has penalties.
     """
     row = tl.load(rows + r)
     floats, ints = floats + row * NUM_FLOATS, ints + row * NUM_INTS
     logits += r.to(tl.int64) * stride
     banned = tl.load(positions + r) < tl.load(ints + STOP_FROM)
     biased, penalised = tl.load(ints + BIASED) != 0, tl.load(ints + PENALISED) != 0
-    return logits, floats, ints, bias + row * V, marks + row * V, V, biased, banned, penalised
+    return logits, floats, ints, bias + row * V, token_flags + row * V, V, biased, banned, penalised
 
 
 @jit
 def load_adjusted(view, t):
     """
-    Load logits of tokens t as `sampling.adjust` changes them: fp32, after bias, ban of stop tokens
-    and penalties; -inf beyond the last token.
+    Load the logits of tokens t, adjusted as by `sampling.adjust`: fp32, after bias, ban of stop
+    tokens and penalties; -inf beyond the last token.
     """
-    logits, floats, _, bias, marks, V, biased, banned, penalised = view
+    logits, floats, _, bias, token_flags, V, biased, banned, penalised = view
     score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
     if biased:
         score += tl.load(bias + t, mask=t < V, other=0.0)
     if banned | penalised:
-        mark = tl.load(marks + t, mask=t < V, other=0)
-        count = mark >> 2
-        score += tl.where(((mark & 2) > 0) & banned, -INF, 0.0)
-        repetition = tl.where((mark & 1) + count > 0, tl.load(floats + REPETITION), 1.0)
+        flags = tl.load(token_flags + t, mask=t < V, other=0)
+        count = flags >> 2
+        score += tl.where(((flags & 2) > 0) & banned, -INF, 0.0)
+        repetition = tl.where((flags & 1) + count > 0, tl.load(floats + REPETITION), 1.0)
         score = tl.where(score > 0, score / repetition, score * repetition)
         taken = tl.load(floats + FREQUENCY) * count.to(tl.float32)
         score -= taken + tl.where(count > 0, tl.load(floats + PRESENCE), 0.0)
@@ -79,10 +79,10 @@ def weight_above(
     scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    One pass over n scores: the weight at or above each of three pivots, which is the number of
-    scores or, if WEIGHTED, their probability times a constant, the sum of 2^((score - top) * rate)
-    with rate = log2(e) / temperature. Also the smallest score from `low` on and the largest below
-    `high`.
+    Make one pass over n scores. Return the weight at or above each of three pivots, the smallest
+    score that is at least `low`, and the largest below `high`. The weight is the number of scores
+    or, if WEIGHTED, their probability times a constant: the sum of 2^((score - top) * rate) with
+    rate = log2(e) / temperature.
     """
     above1 = tl.zeros([WIDTH], tl.float32)
     above2 = tl.zeros([WIDTH], tl.float32)
@@ -111,13 +111,13 @@ def find_threshold(
     scores, n, smallest, top, target, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    The largest of n scores, among `smallest` .. `top`, with a weight of at least `target` (k, or a
-    share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <= answer <
-    high into four, and also finds the smallest and the largest score inside the bracket before:
-    when these two are equal, that score is the answer.
+    Return the largest of n scores, among `smallest` .. `top`, with a weight of at least `target`
+    (k, or a share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <=
+    answer < high into four. It also finds the smallest and the largest score inside the previous
+    bracket: when these two are equal, that score is the answer.
     """
     low, high, largest, rounds = smallest, top + INF, top, 0
-    # fp32 has 2^8 binades: 300 rounds are never needed, but no row may make a kernel hang
+    # fp32 has 2^8 binades, so 300 rounds are always enough; no row may make the kernel hang
     while (smallest < largest) & (rounds < 300):
         step = largest * 0.25 - smallest * 0.25
         p1, p2, p3 = smallest + step, smallest + 2 * step, smallest + 3 * step
@@ -142,9 +142,9 @@ def find_threshold(
 @jit
 def compact(view, V, floor, scores, WIDTH: tl.constexpr):
     """
-    Copy a row's scores from `floor` on to `scores`, WIDTH columns side by side. Each lane fills its
-    own column, so no lane waits for another; shorter columns are padded with -inf. Returns how many
-    numbers `scores` has now, padding included.
+    Copy a row's scores that are at least `floor` to `scores`, in WIDTH columns side by side. Each
+    lane fills its own column, so no lane waits for another. Shorter columns are padded with -inf.
+    Returns how many numbers `scores` has now, including padding.
     """
     lane = tl.arange(0, WIDTH)
     height = tl.zeros([WIDTH], tl.int32)
@@ -153,28 +153,29 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
         tl.store(scores + height * WIDTH + lane, score, mask=score >= floor)
         height += (score >= floor).to(tl.int32)
     highest = tl.max(height, axis=0)
-    nothing = tl.full([WIDTH], -INF, tl.float32)
+    padding = tl.full([WIDTH], -INF, tl.float32)
     for i in range(0, highest):
-        tl.store(scores + i * WIDTH + lane, nothing, mask=i >= height)
+        tl.store(scores + i * WIDTH + lane, padding, mask=i >= height)
     tl.debug_barrier()  # other threads will read them
     return highest * WIDTH
 
 
 @jit
 def threshold_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, finished, scratch,
+    logits, rows, positions, floats, ints, bias, token_flags, thresholds, finished, scratch,
     stride, scratch_stride, V,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program finds the least score that the filters of its row keep, as
-    `sampling.threshold` but before the temperature; -inf where there is nothing to filter. One or
-    two passes over the row give bounds, a last one copies only the scores that may be the answer to
-    `scratch`, and these few are searched. Also sets `finished` to zero, for gumbel_max_kernel.
+    Grid (R,): a program finds the lowest score that its row's filters keep, as `sampling.threshold`
+    does, but before dividing by the temperature. It is -inf if there is nothing to filter. One or
+    two passes over the row find bounds. A last pass copies only the scores that may be the answer
+    to `scratch`, and only these few are searched. Also sets `finished` to zero, for
+    gumbel_max_kernel.
     """
     pdl_wait(PDL)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
-    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
+    view = row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V)
     floats, ints, scratch = view[1], view[2], scratch + r.to(tl.int64) * scratch_stride
     temperature, top_p = tl.load(floats + TEMPERATURE), tl.load(floats + TOP_P)
     min_p, k = tl.load(floats + MIN_P), tl.load(ints + TOP_K)
@@ -191,14 +192,14 @@ def threshold_kernel(
         peak = tl.maximum(peak, score)
         least = tl.minimum(least, tl.where(score > -INF, score, INF))
     top, floor = tl.max(peak, axis=0), tl.min(least, axis=0)
-    # a row with an infinite score has no token: leave nothing to search
+    # a row with an infinite score gets no token, so leave nothing to search
     floor = tl.where(top < INF, floor, top)
     rate = 1.4426950408889634 / temperature  # log2(e): weights are powers of two
     if limited | (top_p < 1):
         mass = 0.0
-        # First a bound from below, cheaply. top_k: with at least k lanes, the k-th best of their
-        # peaks. top_p: V tokens of a weight below (1 - top_p) * mass / V together weigh less than
-        # what top_p drops.
+        # First find a cheap lower bound. For top_k: the k-th best of the peaks, if at least k lanes
+        # have one. For top_p: V tokens that each weigh less than (1 - top_p) * mass / V together
+        # weigh less than what top_p drops.
         if limited:
             if tl.sum((peak > -INF).to(tl.int32), axis=0) >= k:
                 tl.store(scratch + lane, peak)
@@ -219,7 +220,7 @@ def threshold_kernel(
             mass = weight_above(
                 scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH
             )[0]
-        if top_p < 1:  # of what top_k left
+        if top_p < 1:  # a share of what top_k kept
             floor = find_threshold(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
     if min_p > 0:
         floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
@@ -233,7 +234,7 @@ def threshold_kernel(
 @jit
 def philox_words(seed, quad, position, choice):
     """
-    The words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in `sampling.gumbel_noise`;
+    Return the words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in `sampling.gumbel_noise`.
     tl.philox has the same rounds.
     """
     return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
@@ -251,11 +252,12 @@ else:
 @jit
 def gumbel(word):
     """
-    Gumbel noise of words uint32, as in `sampling.gumbel_noise`: -log(E) with E = -log(u). The
-    chip's own logarithm is three times as fast as an exact one, but inaccurate for u close to 1,
-    which the tokens that win have: there E is a series in 1 - u.
+    Return the Gumbel noise of words uint32, as in `sampling.gumbel_noise`: -log(E) with E =
+    -log(u). The chip's own logarithm is three times as fast as an exact one, but inaccurate for u
+    close to 1. The tokens that win have such a u, so there E is computed as a series in 1 - u.
     """
-    # 1 - u, exactly; 2^-23. The xor is a ~, which older interpreters refuse for unsigned words.
+    # v is 1 - u, exactly (the factor is 2^-23). The xor computes ~, which older interpreters refuse
+    # for unsigned words.
     v = ((word >> 9 ^ 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
     minus_log_2: tl.constexpr = -0.6931471805599453
@@ -265,8 +267,8 @@ def gumbel(word):
 @jit
 def running_argmax(best, token, score, t, noise, inverse, floor):
     """
-    The best perturbed score and its token so far, each lane its own, after tokens t; `inverse` is 1
-    / temperature. A NaN counts as infinity, so it wins and makes the row invalid.
+    Return the best perturbed score so far and its token, per lane, after tokens t. `inverse` is 1 /
+    temperature. A NaN counts as infinity, so it wins and makes the row invalid.
     """
     score = tl.where(score < floor, -INF, score * inverse + noise)
     score = tl.where(score == score, score, INF)
@@ -275,20 +277,20 @@ def running_argmax(best, token, score, t, noise, inverse, floor):
 
 @jit
 def gumbel_max_kernel(
-    logits, rows, positions, floats, ints, bias, marks, thresholds, finished,
+    logits, rows, positions, floats, ints, bias, token_flags, thresholds, finished,
     partial, partial_token, tokens, last_token, stride, V,
     SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, SPLITS): a program searches every SPLITS-th tile of a row, QUADS Philox calls with four
-    tokens each. The last program of a row to finish compares the bests of all, stores the winner in
-    `tokens` and `last_token`, and counts it in `marks` if the row has penalties. `finished` is zero
-    before.
+    Grid (R, SPLITS): a program searches every SPLITS-th tile of a row. A tile is QUADS Philox calls
+    with four tokens each. The last program of a row to finish compares the best tokens of all
+    programs, stores the winner in `tokens` and `last_token`, and counts it in `token_flags` if the
+    row has penalties. `finished` must be zero before.
     """
     pdl_wait(PDL)
     r, split = tl.program_id(0), tl.program_id(1)
-    view = row_view(r, logits, rows, positions, floats, ints, bias, marks, stride, V)
-    _, floats, ints, _, marks, _, _, _, penalised = view
+    view = row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V)
+    _, floats, ints, _, token_flags, _, _, _, penalised = view
     seed, choice, position = tl.load(ints + SEED), tl.load(ints + CHOICE), tl.load(positions + r)
     temperature, floor = tl.load(floats + TEMPERATURE), tl.load(thresholds + r)
     drawn = temperature >= GREEDY_BELOW
@@ -312,7 +314,7 @@ def gumbel_max_kernel(
             best, token = running_argmax(best, token, scores[i], t + i, noise[i], inverse, floor)
     highest = tl.max(best, axis=0)
     tl.store(partial + r * SPLITS + split, highest)
-    first = tl.min(tl.where(best == highest, token, V), axis=0)  # of a tie the lowest token
+    first = tl.min(tl.where(best == highest, token, V), axis=0)  # of equal scores the lowest token
     tl.store(partial_token + r * SPLITS + split, first)
     if finishes_last(finished + r, SPLITS):
         part = r * SPLITS + tl.arange(0, SPLITS)
@@ -324,16 +326,16 @@ def gumbel_max_kernel(
         tl.store(tokens + r, tl.where(valid, winner, NO_TOKEN).to(tl.int64))
         tl.store(last_token + tl.load(rows + r), tl.where(valid, winner, 0).to(tl.int64))
         if valid & penalised:
-            tl.atomic_add(marks + winner, 4)
+            tl.atomic_add(token_flags + winner, 4)
 
 
 def sample_triton(
-    logits, rows, positions, per_row: SamplingRows, asked=None, allowed=None
+    logits, rows, positions, per_row: SamplingRows, row_params=None, allowed=None
 ) -> Tensor:
-    """Pick tokens as `sampling.sample_torch` does, on CUDA; `asked` changes nothing here."""
+    """Pick tokens on CUDA as `sampling.sample_torch` does. `row_params` is ignored."""
     logits = masked(logits, allowed)
     R, V = logits.shape
-    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: wanted whole rows"
+    assert logits.stride(1) == 1, f"logits have strides {logits.stride()}: rows must be contiguous"
     assert per_row.bias.shape[1] == V, f"logits for {V} tokens, rows for {per_row.bias.shape[1]}"
     contiguous = rows.is_contiguous() and positions.is_contiguous()
     assert contiguous, "rows and positions must be contiguous"
@@ -343,13 +345,13 @@ def sample_triton(
     splits = triton.next_power_of_2(max(1, min(GUMBEL_MAX_PROGRAMS // R, tiles)))
     width = min(THRESHOLD_WIDTH, triton.next_power_of_2(V))
     thresholds = logits.new_empty(R, dtype=torch.float32)
-    scratch = thresholds.new_empty(R, triton.cdiv(V, width) * width)  # of which little is written
+    scratch = thresholds.new_empty(R, triton.cdiv(V, width) * width)  # mostly left unwritten
     finished = tokens.new_empty(R, dtype=torch.int32)
     partial = thresholds.new_empty(R * splits)
     partial_token = finished.new_empty(R * splits)
     stride = logits.stride(0)
     pdl = pdl_options(logits)
-    of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.marks
+    of_rows = per_row.packed_floats, per_row.packed_ints, per_row.bias, per_row.token_flags
     args = logits, rows, positions, *of_rows, thresholds, finished
     threshold_kernel[(R,)](
         *args, scratch, stride, scratch.stride(0), V, WIDTH=width, num_warps=THRESHOLD_WARPS, **pdl

@@ -1,10 +1,10 @@
 """
 The OpenAI-compatible HTTP interface: what each path answers, and how the server starts and drains.
 
-The way of a call: a `Connection` (connection.py) reads it, the `Gate` (gate.py) checks who sends
-it, Starlette's router finds the method of `Service` that answers its path, protocol.py parses its
-body. A completion is a `Job` (answers.py), where the engine's tokens become text. Not run by
-itself: serve.py makes a Service of the HTTP process.
+How a call is handled: a `Connection` (connection.py) reads it, and the `Gate` (gate.py) checks who
+sends it. Starlette's router finds the method of `Service` for its path, and protocol.py parses its
+body. A completion becomes a `Job` (answers.py), which converts the engine's tokens to text. Not run
+by itself: serve.py makes a Service for the HTTP process.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from server.protocol import ApiError
 from server.text import LONG, EncoderBusy, TooLong
 from tokenizer import TokenizerError, token_name
 
-MAX_LONG_ANSWERS = 4  # in memory at once: of /tokenize and /detokenize
-MAX_NAMES = 2**14  # tokens that one answer names: more would hold up the event loop
+MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize that are in memory at the same time
+MAX_NAMES = 2**14  # tokens that one answer names; more would block the event loop
 
 
 class Service:
@@ -60,45 +60,49 @@ class Service:
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = live.Listeners(client, args.log_requests)
         self.draining = False
-        self.server = None  # `run` makes it; without it, another program's answers the calls
+        self.server = None  # made by `run`; None: another program's server runs this service
         client.on_state = self.engine_changed
         client.on_stats = self.metrics.update
 
     def check_ready(self):
-        """Raises ApiError (503) while no work is accepted: loading, draining or dead."""
+        """Raises ApiError (503) unless work is accepted: while loading, draining, or dead."""
         state = "draining" if self.draining else self.client.state
         if state != "ready":
             why = self.client.reason or "try again later"
             raise ApiError(503, f"the server is {state}: {why}", code=state)
 
     def check_room(self, count: int):
-        """Raises ApiError for more choices than the queue has room for, now (429) or ever (400)."""
+        """
+        Raises ApiError if the queue has no room for `count` choices: 429 if it has none now, 400 if
+        it can never have.
+        """
         self.check_ready()  # again: the engine may have died while the prompts were encoded
         waiting = len(self.client.choices)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
-            message = f"{count} prompts x n in one call, at most {capacity} are taken: split it"
+            message = f"{count} prompts x n in one call, at most {capacity} are accepted: split it"
             raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
             choices = plural(count, "choice")
-            message = f"{choices} beside {waiting} in work: at most {capacity} are taken"
+            message = f"{choices} beside {waiting} in work: at most {capacity} are accepted"
             raise ApiError(429, f"{message}, try again later", code="queue_full")
 
     async def parse_body(self, http, kind):
-        """The call's JSON, as one of protocol.py's bodies, for this model. Raises ApiError."""
-        # Against CSRF: a page of another origin may send other types without asking first.
+        """Parse the call's JSON as a body of this class (see protocol.py). Raises ApiError."""
+        # Against CSRF: a browser lets pages of other origins send some media types without asking
+        # the server, but JSON is not among them.
         media_type = http.headers.get("content-type", "").partition(";")[0]
         if media_type.strip().lower() != "application/json":
             message = "the body must be JSON, sent with the header Content-Type: application/json"
             raise ApiError(400, message)
-        self.check_ready()  # before the body is read, as it is long perhaps
+        self.check_ready()  # before reading the body, which may be long
         limit = self.args.max_body_mib * 2**20
         message = f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib"
         too_long = ApiError(413, message)
         if int(http.headers.get("content-length", 0)) > limit:
             raise too_long
         data = bytearray()
-        async for part in http.stream():  # counted: a chunked body announces no length
+        async for part in http.stream():  # counted, because a chunked body has no content-length
             data += part
             if len(data) > limit:
                 raise too_long
@@ -111,13 +115,16 @@ class Service:
         return body
 
     def check_model(self, name):
-        """Raises ApiError (404) for another model than the one there is; None is that one."""
+        """Raises ApiError (404) unless this is the name of the model that is served, or None."""
         if name not in (None, self.name):
             message = f"there is no model {name!r:.200} here; there is {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def encode(self, body, most_tokens: float = math.inf) -> list[list[int]]:
-        """Token ids of each prompt. Raises ApiError, also for one of more than most_tokens."""
+        """
+        Return the token ids of each prompt. Raises ApiError, for example if a prompt has more than
+        `most_tokens`.
+        """
         add = not body.messages if body.add_special_tokens is None else body.add_special_tokens
         if not body.messages:
             texts = [body.prompt] if isinstance(body.prompt, str) else body.prompt
@@ -126,8 +133,10 @@ class Service:
         if not self.encoder.chat:
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
-        names = {}  # by the ids of calls, which some servers count anew in each turn
-        for message in body.messages:  # Hermes' template asks for the name of a result's function
+        # Hermes' template needs the name of the function in each result. Some servers number calls
+        # from 0 again in each turn, so the names are collected message by message.
+        names = {}  # id of a call -> name of its function
+        for message in body.messages:
             names |= {call.id: call.function.name for call in message.tool_calls or ()}
             message.name = message.name or names.get(message.tool_call_id)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
@@ -138,8 +147,8 @@ class Service:
         with refusals_about("messages"):
             return [await self.encoder.encode_chat(messages, add, most_tokens, **options)]
 
-    # Each returns the ASGI application that answers. `http` is Starlette's request, `kind` the
-    # class of its body.
+    # The methods for the paths. Each returns the ASGI application that answers. `http` is
+    # Starlette's request, and `kind` is the class of its body.
 
     def routes(self) -> list[Route]:
         def post(path, call, kind):
@@ -166,7 +175,7 @@ class Service:
     async def complete(self, kind, http) -> Job:
         body = await self.parse_body(http, kind)
         num_prompts = 1 if body.messages else len(body.prompt)
-        self.check_room(num_prompts * body.n)  # now: to encode a million prompts takes seconds
+        self.check_room(num_prompts * body.n)  # early: encoding a million prompts takes seconds
         info = self.client.info
         if body.messages or isinstance(body.prompt[0], str):
             prompts = await self.encode(body, info["max_model_len"])
@@ -176,9 +185,9 @@ class Service:
         call = http.scope["call"]
         salt = f"{call.salt}:{body.cache_salt or ''}"
         job = Job(self, body, prompts, salt, call.id, owner_of(http))
-        call.logged["seed"] = job.seed  # sent with it, a call gets this answer again
+        call.logged["seed"] = job.seed  # a call with this seed gets the same answer again
         if self.args.log_requests:
-            # with the model's own defaults; without the salt, a secret
+            # includes the model's own defaults; the salt is left out, because it is a secret
             fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
             log("request", id=job.id, **fields | {"seed": job.seed})
         call.job = job
@@ -212,9 +221,9 @@ class Service:
 
     def json_answer(self, answer, body):
         """
-        The ASGI application that sends what `answer()` returns. Of bodies that are long at most
-        MAX_LONG_ANSWERS are answered at once, from the encoding until the client has read it: an
-        answer may have 30 MB.
+        Return the ASGI application that sends the result of `answer()`. An answer to a long body
+        may have 30 MB. So at most MAX_LONG_ANSWERS of these exist at the same time, each from its
+        encoding until the client has read it.
         """
         is_short = len(str(body)) <= LONG
 
@@ -234,7 +243,7 @@ class Service:
         return JSONResponse(self.describe_model())
 
     def describe_model(self) -> dict:
-        """The model, as OpenAI's API describes one. Raises ApiError (503)."""
+        """Return the description of the model in OpenAI's form. Raises ApiError (503)."""
         self.check_ready()
         limit = self.client.info["max_model_len"]
         return {
@@ -243,11 +252,11 @@ class Service:
             "created": self.created,
             "max_model_len": limit,
             "owned_by": "pagedgpt",
-            "chat": self.encoder.chat is not None,  # else chat completions are refused: no template
+            "chat": self.encoder.chat is not None,  # if False, chat completions are refused
         }
 
     async def show_page(self, http):
-        """The page is the same for all: it asks for the key, and for what happens, by itself."""
+        """Send the page. It is the same for everyone, and asks for the key itself."""
         page = live.page()
         headers = live.page_headers(page) | {"Vary": "Accept-Encoding"}
         if "gzip" in http.headers.get("accept-encoding", "").replace(" ", "").split(","):
@@ -276,7 +285,7 @@ class Service:
         text = generate_latest(self.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    # What a router in front of several servers asks each of them, under SGLang's names.
+    # For routers in front of several servers, which know these paths from SGLang.
 
     async def show_info(self, http):
         self.check_ready()
@@ -301,12 +310,11 @@ class Service:
         }
         return JSONResponse({"dp_rank_count": 1, "loads": [load]})
 
-    # its life
+    # start and end
 
     async def run(self, sock) -> str | None:
         """
-        Serve until a signal or until the engine is gone for good. Returns what went wrong, None if
-        nothing did.
+        Serve until a signal comes or the engine is dead. Returns why the engine is dead, or None.
         """
         loop = asyncio.get_running_loop()
         config = uvicorn.Config(
@@ -319,7 +327,7 @@ class Service:
             timeout_graceful_shutdown=LINGER_SECONDS,
         )
         self.server = uvicorn.Server(config)
-        # a signal drains first
+        # on a signal, drain first
         self.server.handle_exit = lambda *_: loop.call_soon_threadsafe(self.stop)
         self.sock = sock
         # HTTP is served while the model loads, so that a supervisor can tell "loading" from "dead"
@@ -329,7 +337,10 @@ class Service:
         return self.client.reason if self.client.state == "dead" else None
 
     def engine_changed(self, state):
-        """The client's `on_state`: greet when the engine is ready, log its restart, end with it."""
+        """
+        React to a new state of the engine (`EngineClient.on_state`). Print the greeting when it is
+        ready, log a restart, and end the server if the engine is dead.
+        """
         if state == "ready":
             self.listeners.engine_started()
             if self.server and not self.draining:
@@ -347,8 +358,8 @@ class Service:
 
     def stop(self):
         """
-        Drain: accept no new work, and let calls that run finish, for at most --drain-seconds. The
-        second time: end them now.
+        Drain: accept no new work, and let running calls finish, for at most --drain-seconds. If
+        called a second time, end the running calls now.
         """
         if self.draining:
             self.deadline = 0.0
@@ -358,7 +369,7 @@ class Service:
         if self.client.choices:
             requests = plural(len(self.client.choices), "request")
             say(f"finishing {requests}; a second signal ends them")
-        # kept: the loop itself holds tasks weakly
+        # a reference to the task is kept, because the event loop has only a weak one
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
@@ -371,18 +382,24 @@ class Service:
 
 
 def owner_of(http) -> str:
-    """Return the key of a call; without keys its client's address, "" if it is gone already."""
+    """
+    Return the salt of a call's API key. If there are no keys, return the client's address, or "" if
+    the client is gone.
+    """
     return http.scope["call"].salt or (http.client.host if http.client else "")
 
 
 @contextlib.contextmanager
 def refusals_about(field: str):
-    """The encoder's refusals, as ApiError: 400 about this field, 429 where too much waits."""
+    """
+    Turn the encoder's refusals in the body into ApiError: 400 about this field, or 429 if too many
+    texts wait to be encoded.
+    """
     try:
         yield
     except TokenizerError as error:
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        # a template may repeat what it was given: the log has other words
+        # the message of a template may quote a client's text, which the log must not have
         raise ApiError(400, str(error), field, code, logged=f"{field} cannot be encoded") from None
     except EncoderBusy as error:
         raise ApiError(429, str(error), code="encoder_busy") from None
@@ -390,12 +407,12 @@ def refusals_about(field: str):
 
 def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
     """
-    The output of a server that is ready: a line that scripts wait for, and a command to try.
+    Return the output of a server that is ready: a line that scripts wait for, and a command to try.
     """
     if chats:
         path = "chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
-    else:  # a small model reads better below temperature 1
+    else:  # below temperature 1, a small model writes better
         path = "completions"
         body = {"prompt": "def", "max_tokens": 64, "temperature": 0.6}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""

@@ -1,12 +1,12 @@
 """
-The HTTP process's end of the link to the engine: requests go out, tokens come in, in rounds.
+The HTTP process's end of the link to the engine: requests go out, and tokens come in, in rounds.
 
-    client = EngineClient(start)           # before the event loop runs: the engine loads meanwhile
+    client = EngineClient(start)           # before the event loop runs, so the engine loads already
     await client.attach()                  # in the event loop
-    client.submit(choices)                 # a job's `on_tokens` or `on_refusal` is called in return
+    client.submit(choices)                 # the job's `on_tokens` or `on_refusal` is then called
 
-Not run by itself: serve.py makes one. link.py is the other end, and defines the messages.
-answers.py makes text of the tokens.
+Not run by itself: serve.py makes an EngineClient. link.py is the other end, and process.py lists
+the messages. answers.py converts the tokens to text.
 """
 
 import asyncio
@@ -16,41 +16,43 @@ import time
 from engine.link import join_rows, read_messages, to_line
 from server.protocol import ApiError
 
-STALL_SECONDS = 120  # an engine with work and no word for so long is not alive
+STALL_SECONDS = 120  # an engine that has work but sends nothing for this long counts as dead
 CRASHED = "the engine stopped unexpectedly"
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # Engine.stats() of no engine, in part
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # the needed part of Engine.stats(), idle
 
-# Backpressure: writes are batched by how busy this process is. A round: all that the engine has
-# sent is read, and written to its streams. A write to a stream costs much more than a token: with
-# one for each token of 256 streams the HTTP process would do nothing else, and requests that have
-# arrived would wait to be read until the streams before them have ended. So after a round the
-# engine's messages are left unread for as long as the round took, up to a limit. A round lasts
-# until the event loop has run everything that was ready, other work included: the further behind
-# this process is, the more tokens are joined (here, and by the engine once the link is full), and
-# what arrives is read between two rounds. A single stream never waits: its rounds are shorter than
-# timers can resolve.
-MIN_PAUSE = 0.001  # seconds: timers resolve no less
-MAX_PAUSE = 0.02  # seconds, by which a gap between tokens may grow
+# Backpressure: the busier this process is, the more tokens it sends in one write. In a round it
+# reads everything that the engine has sent, and writes it to the streams. A write to a stream costs
+# much more than a token. With a write for each token of 256 streams, this process would do nothing
+# else, and new requests would not be read until the streams before them have ended.
+#
+# So after a round the engine's messages are left unread for as long as the round took, up to a
+# limit. A round lasts until the event loop has run everything that was ready, including other work.
+# The further this process lags, the more tokens are joined, here and, once the link is full, in the
+# engine. Between two rounds, new requests are read. A single stream never waits, because its rounds
+# are shorter than the resolution of timers.
+MIN_PAUSE = 0.001  # seconds; the resolution of timers
+MAX_PAUSE = 0.02  # seconds; a gap between two tokens grows by at most this
 
 
 class EngineClient(asyncio.Protocol):
     """
-    The link to the engine, and the table of the choices that wait for tokens. It belongs to the
-    event loop and never blocks it.
+    The link to the engine, and the table of the choices that wait for tokens. It runs in the event
+    loop and never blocks it.
 
         HTTP process  ------- add, abort, listen ------>  engine process
                       <-- ready, step, error, events, fatal --
 
-    `start()` starts the engine's process and returns it (multiprocessing's Process), with a socket,
-    which is the link to it; it is called once, and once more if the engine dies.
+    `start()` starts the engine's process. It returns the multiprocessing.Process and the socket of
+    the link. It is called once, and once more if the engine dies.
 
     state      loading -> ready -> restarting -> ready -> dead
     info       the engine's message "ready": max_model_len and other limits
-    reason     why the engine is gone; "": it is not
-    stats      Engine.stats() as the engine sent it last
+    reason     why the engine is gone, or ""
+    stats      the last Engine.stats() that the engine has sent
 
-    `on_state(state)` and `on_stats(stats)` are called with what changed, and, after `listen`,
-    `on_events(lines)` with the engine's record (events.py); no lines: it publishes no more.
+    Three attributes are callbacks. `on_state(state)` and `on_stats(stats)` are called with each new
+    value. After `listen`, `on_events(lines)` is called with new lines of the engine's record
+    (events.py). If there are no lines, the engine has stopped publishing.
     """
 
     def __init__(self, start):
@@ -60,29 +62,31 @@ class EngineClient(asyncio.Protocol):
         self.info = {}
         self.reason = ""
         self.stats = IDLE
-        self.choices = {}  # the request's id -> the answers.Choice that waits for its tokens
-        self.ids = map(str, itertools.count())  # ours: a client may send the same request_id twice
-        self.heard = time.monotonic()  # the last word of the engine, or the first request since
+        self.choices = {}  # request id -> the answers.Choice that waits for its tokens
+        # not the clients' ids: a client may send the same request_id twice
+        self.ids = map(str, itertools.count())
+        # time of the engine's last message, or of the first request since it became idle
+        self.heard = time.monotonic()
         self.is_paused = False  # between two rounds
-        self.on_state = self.on_stats = self.on_events = lambda *news: None
+        self.on_state = self.on_stats = self.on_events = lambda *changes: None
         self._connect()
 
     def _connect(self):
-        self.unread = bytearray()  # the beginning of a message
-        # messages that the link has no room for, by operation and request: "abort 5.1"
+        self.unread = bytearray()  # the beginning of a message whose rest has not arrived yet
+        # messages to send when the link is free again, by operation and request: "abort 5.1"
         self.unsent = {}
         self.is_full = False
-        self.last_words = ""
+        self.fatal_error = ""  # the message that the engine has sent before it ended
         self.transport = None
         self.process, self.sock = self.start()
 
     async def attach(self):
-        """Begin to read."""
+        """Start to read from the link."""
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self, sock=self.sock)
 
     def close(self):
-        """End the link, and with it the engine."""
+        """Close the link, which ends the engine."""
         transport = self.transport
         self.transport = None  # so `connection_lost` sees that this side closed it
         if transport:
@@ -90,11 +94,11 @@ class EngineClient(asyncio.Protocol):
 
     def submit(self, choices):
         """Have the choices of one prompt computed."""
-        # an idle engine sends nothing: its silence counts from its first request
+        # an idle engine sends nothing, so its silence is measured from the first request on
         if not self.choices:
             self.heard = time.monotonic()
         id = next(self.ids)
-        for number, choice in enumerate(choices):  # the engine names its forks so, too
+        for number, choice in enumerate(choices):  # the engine gives its forks the same ids
             choice.engine_id = f"{id}.{number}" if number else id
             self.choices[choice.engine_id] = choice
         first = choices[0]
@@ -109,14 +113,15 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, choice) -> bool:
         """
-        Stop a choice's request; what it still sends is dropped. False if it has ended or was never
-        submitted.
+        Stop a choice's request. Tokens that still arrive are dropped. Returns False if the request
+        has ended or was never submitted.
         """
         if not self.choices.pop(choice.engine_id, None):
             return False
         self._write(op="abort", id=choice.engine_id)
-        # An engine that does not read, as in a long step, would later compute a prompt for which no
-        # choice waits any more; and clients that come and go meanwhile would fill the memory here.
+        # If the engine does not read, for example during a long step, the request may still be
+        # unsent. Then it is dropped here. Otherwise the engine would later compute a prompt in
+        # vain, and clients that come and go in the meantime would fill this process's memory.
         ids = [sibling.engine_id for sibling in choice.siblings]
         add = f"add {ids[0]}"
         if add in self.unsent and self.choices.keys().isdisjoint(ids):
@@ -125,25 +130,28 @@ class EngineClient(asyncio.Protocol):
         return True
 
     def listen(self, is_on: bool, tokens: bool):
-        """Have the engine publish its record, from a snapshot on; or no listener is left."""
+        """
+        Say whether there are listeners. If so, the engine publishes its record, beginning with a
+        snapshot; `tokens`: with token ids.
+        """
         self._write(op="listen", on=is_on, tokens=tokens)
 
     def refuse_all(self, error: ApiError):
-        """End everything that waits."""
+        """End all calls that wait for the engine with this error."""
         for choice in list(self.choices.values()):
             choice.job.fail(error)
 
     def trouble(self) -> str:
         """
-        Why the engine is not alive: it is gone, or has work and sent nothing for STALL_SECONDS. ""
-        if it is.
+        Return why the engine is not alive, or "" if it is. It is not if it is gone, or if it has
+        work but has sent nothing for STALL_SECONDS.
         """
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
         return self.reason or (f"no step in {STALL_SECONDS} s" if stalls else "")
 
     def _write(self, **message):
         if not self.transport:
-            return  # the engine is gone, and forgets by itself what it did
+            return  # the engine is gone, and with it all of its requests
         if self.is_full:
             self.unsent[f"{message['op']} {message.get('id')}"] = to_line(message)
         else:
@@ -156,7 +164,7 @@ class EngineClient(asyncio.Protocol):
 
     def resume_writing(self):
         self.is_full = False
-        while self.transport and self.unsent and not self.is_full:  # after `close`, too
+        while self.transport and self.unsent and not self.is_full:  # may be called after `close`
             first = next(iter(self.unsent))
             self.transport.write(self.unsent.pop(first))
 
@@ -165,18 +173,18 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes):
         """
-        A round: all messages that have come. The tokens of several steps for a request are
-        delivered at once.
+        Run a round: handle all messages that have arrived. If they have tokens of several steps for
+        a request, these are joined and delivered together.
         """
         started = time.monotonic()
         messages = read_messages(self.unread, data)
         if not messages:
             return
         self.heard = started
-        rows = {}  # by request: its rows of these steps, joined
+        rows = {}  # request id -> its rows of these steps, joined
         for message in messages:
             if message["op"] != "step":
-                self._deliver(rows)  # an error comes after the tokens before it
+                self._deliver(rows)  # tokens that came before an error are delivered before it
                 self._on_message(message)
                 continue
             for row in message["out"]:
@@ -186,28 +194,28 @@ class EngineClient(asyncio.Protocol):
             self.stats = message["stats"]
             self.on_stats(self.stats)
         self._deliver(rows)
-        # The round ends two turns of the event loop from now: in the first the tasks that this woke
-        # run, and write; then what has arrived meanwhile is read; then `_pause` is called.
+        # The round ends two iterations of the event loop from now. In the first, the tasks that
+        # this round woke run, and write. Then the loop reads what has arrived, and calls `_pause`.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
     def _deliver(self, rows: dict):
-        """Give each choice its tokens, once."""
+        """Pass the tokens of each row to its choice, and clear the rows."""
         for id, tokens, finish_reason, *more in rows.values():
             choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
             if not choice:
-                continue  # it was aborted, and this was already under way
+                continue  # it was aborted while these tokens were on their way
             choice.job.on_tokens(choice, tokens, finish_reason, *more)
-            if choice.finish_reason:  # perhaps for a stop string, unknown to the engine
+            if choice.finish_reason:  # perhaps at a stop string, which the engine does not know
                 self.abort(choice)
         rows.clear()
 
     def connection_lost(self, error):
-        if self.transport:  # else `close` did it
+        if self.transport:  # None: closed by `close`
             self.transport = None
-            self._end(self.last_words or CRASHED)
+            self._end(self.fatal_error or CRASHED)
 
-    # messages of the engine
+    # messages from the engine
 
     def _on_message(self, message):
         match message.pop("op"):
@@ -224,12 +232,12 @@ class EngineClient(asyncio.Protocol):
                         message["kind"], message["message"], message.get("tools", ())
                     )
             case "fatal":
-                self.last_words = message["message"]
+                self.fatal_error = message["message"]
 
     def _pause(self, transport, started: float):
         """
-        End a round that began at `started`: leave the link unread (backpressure) for as long as the
-        round took.
+        End a round that began at `started`. Leave the link unread for as long as the round took
+        (backpressure).
         """
         pause = min(MAX_PAUSE, time.monotonic() - started)
         if pause >= MIN_PAUSE and transport is self.transport and not self.is_paused:
@@ -239,11 +247,11 @@ class EngineClient(asyncio.Protocol):
 
     def _resume(self, transport):
         self.is_paused = False
-        if transport is self.transport:  # else it is closed
+        if transport is self.transport:  # otherwise this transport is closed
             transport.resume_reading()
 
     def _end(self, reason: str):
-        """The engine is gone: so is all it was working at. The first time, start another one."""
+        """Fail all calls, because the engine is gone. The first time, start another engine."""
         restart = self.state == "ready" and self.may_restart
         self.reason = f"{reason}, a new one is starting" if restart else reason
         self.state = "restarting" if restart else "dead"
@@ -257,5 +265,5 @@ class EngineClient(asyncio.Protocol):
                 self._connect()
             except OSError as error:  # such as too many open files
                 return self._end(f"{reason}, and no new one can start: {error}")
-            # kept: the loop itself holds tasks weakly
+            # a reference to the task is kept, because the event loop has only a weak one
             self.attaching = asyncio.create_task(self.attach())

@@ -1,12 +1,12 @@
 """
-A client's connection, and what it may cost: uvicorn's HTTP protocol with limits.
+A client's connection: uvicorn's HTTP protocol, with limits on what a client may cost.
 
     uvicorn.Config(Gate(service), http=Connection)      # the ASGI application of gate.py
 
-Not run by itself: app.py puts it in front of the Gate. No client has shown an API key yet, so
-everything is bounded (against Slowloris and its kin): the bytes and number of headers, the time to
-send a request and to read an answer, the requests that wait in a connection, the number of
-connections. It assumes nothing about what requests mean.
+Not run by itself: app.py puts it in front of the Gate. At this point no client has shown an API
+key, so everything has a limit (against Slowloris and similar attacks): the bytes and the number of
+headers, the time to send a request and to read an answer, the requests that wait in a connection,
+and the number of connections. This file knows nothing of the meaning of requests.
 """
 
 import asyncio
@@ -23,12 +23,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from server.protocol import ApiError, error_response
 
 MAX_HEAD = 2**16  # bytes of a request without its body: its first line, headers and trailers
-MAX_HEADERS = 128  # each costs 20 times its bytes in memory
-MAX_PIPELINED = 8  # requests of one connection that wait for the answer to the first
-REQUEST_ID = b"x-request-id"  # names a call, for its client and in the log
+MAX_HEADERS = 128  # each takes 20 times its bytes in memory
+MAX_PIPELINED = 8  # requests of one connection that may wait while the first is answered
+REQUEST_ID = b"x-request-id"  # identifies a call, for its client and in the log
 
-# Against request smuggling: headers that decide which server is asked, by whom, and where a request
-# ends. Of two headers of one kind a proxy in front of this server may have obeyed the other.
+# Against request smuggling: headers that decide which server gets a request, who sends it, and
+# where it ends. If one came twice, a proxy in front of this server might follow one of the two and
+# this server the other.
 SINGLE_HEADERS = {
     b"host",
     b"authorization",
@@ -41,8 +42,8 @@ SINGLE_HEADERS = {
 
 def check_head(headers: list[tuple[bytes, bytes]]):
     """
-    Raises ApiError (400, 431) for headers that are too many or that contradict each other. Names
-    are in lower case.
+    Raises ApiError if there are too many headers (431), or if one that must be unique is repeated
+    (400). Names are in lower case.
     """
     if len(headers) > MAX_HEADERS:
         raise ApiError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
@@ -50,32 +51,32 @@ def check_head(headers: list[tuple[bytes, bytes]]):
     for name in SINGLE_HEADERS:
         count = names.count(name)
         if count > 1:
-            message = f"the header {name.decode()} is there {count} times: send it once"
+            message = f"the header {name.decode()} was sent {count} times: send it once"
             raise ApiError(400, message)
 
 
 def request_id(name: bytes) -> str:
-    """The client's own X-Request-Id if it is printable ASCII and not long, else a new one."""
+    """Return the client's own X-Request-Id if it is short, printable ASCII, or else a new one."""
     return name.decode() if re.fullmatch(b"[!-~]{1,128}", name) else uuid.uuid4().hex
 
 
 @dataclass
 class Call:
-    """Facts about a call, from its head to its answer, in scope["call"]."""
+    """What is known about a call, in scope["call"]."""
 
     id: str  # its X-Request-Id
     logged: dict = field(default_factory=dict)  # the fields of its line in the log
-    salt: str = ""  # of its key's part of the prefix cache; "": there are no keys
-    job: object = None  # answers.Job, where the engine has something to do
-    has_answer: bool = False  # its answer has begun
+    salt: str = ""  # for the prefix cache, from its API key; "": there are no keys
+    job: object = None  # answers.Job, if the engine works for the call
+    has_answer: bool = False  # whether its answer has begun
 
 
 def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callable, Callable]:
     """
-    ASGI's `receive` and `send` for a call. An answer that begins before the whole body was read
-    (mostly it is a refusal) is the connection's last. Closing with bytes unread would reset the
-    connection, and a client that is still sending would lose the answer: so first drop up to
-    `limit` bytes of the body. Notes when the answer begins.
+    Return ASGI's `receive` and `send` for a call. An answer that begins before the whole body was
+    read, usually a refusal, is the last one of its connection. If the connection were closed with
+    unread bytes, it would be reset, and a client that is still sending would lose the answer. So
+    first read and drop up to `limit` bytes of the body. `send` also notes when the answer begins.
     """
     headers = dict(scope["headers"])
     has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
@@ -96,8 +97,8 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
             if closes:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif closes and not message.get("more_body"):
-            # the whole answer goes out now, and its end, with which uvicorn closes the connection,
-            # when the body has been dropped
+            # The whole answer is sent now. Its end, at which uvicorn closes the connection, is sent
+            # when the body has been dropped.
             await send(message | {"more_body": True})
             dropped = 0
             with contextlib.suppress(asyncio.CancelledError):  # the server stops
@@ -111,10 +112,15 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
 
 class Connection(HttpToolsProtocol):
     """
-    uvicorn's connection, closed when the client takes longer than --client-seconds to send a whole
-    request or to read what waits for it, sends too much besides bodies, is one too many, or idle
-    for --keep-alive-seconds. When a connection ends, so does everything that was being computed for
-    it.
+    uvicorn's connection with limits. It is closed if
+
+    - the client takes longer than --client-seconds to send a whole request, or to read what waits
+      for it
+    - the client sends too many bytes outside of bodies
+    - there are too many connections
+    - it is idle for --keep-alive-seconds
+
+    When a connection ends, so does everything that is being computed for it.
     """
 
     def __init__(self, *args, **options):
@@ -124,10 +130,10 @@ class Connection(HttpToolsProtocol):
         self.timeout_keep_alive = self.args.keep_alive_seconds
         self.note_end = gate.note_end
         self.timer = None  # runs while the client sends a request, or does not read an answer
-        self.is_sending = True
-        self.in_body = False  # the head of the request that is being parsed is complete
+        self.is_sending = True  # whether the client is sending a request
+        self.in_body = False  # whether the parser is past the head of the request
         self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
-        self.unparsed = 0  # bytes received since its last report
+        self.unparsed = 0  # bytes received since the parser's last report
         self.unanswered: deque = deque()  # uvicorn's cycles; the first is being answered
 
     def connection_made(self, transport):
@@ -141,9 +147,9 @@ class Connection(HttpToolsProtocol):
 
     def watch_client(self):
         """
-        One timer cuts off a client that is slow to send a request or to read an answer. It is not
-        started anew while the client owes either, so one that begins a request while it does not
-        read has what is left of its time, no more.
+        Start or stop the timer that cuts off a client that is slow to send a request or to read an
+        answer. The same timer runs for both, and is not restarted while either is due. So a client
+        that starts a request while it does not read has only the rest of its time.
         """
         is_owing = self.is_sending or self.flow.write_paused
         if is_owing and not self.timer:
@@ -181,7 +187,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name, value):
         self.head_size += len(name) + len(value) + len(": \r\n")
         self.unparsed = 0
-        # trailers, the headers after a chunked body, are counted and forgotten
+        # trailers (headers after a chunked body) are counted but not kept
         if not self.in_body and len(self.headers) <= MAX_HEADERS:
             super().on_header(name, value)
 
@@ -196,7 +202,7 @@ class Connection(HttpToolsProtocol):
         self.unanswered.append(self.cycle)
         if len(self.unanswered) > 1 + MAX_PIPELINED:
             self.transport.abort()
-        # uvicorn stops reading while requests wait, and would not notice a client that hangs up
+        # uvicorn stops reading while requests wait, so it would not notice that a client hangs up
         self.flow.resume_reading()
 
     def on_body(self, body):
@@ -216,13 +222,13 @@ class Connection(HttpToolsProtocol):
 
     def ignore_upgrade(self, rest: bytes):
         """
-        Answer in HTTP/1.1 a client that offers to go on in HTTP/2 (h2c) or as a WebSocket, as if it
-        had not. The parser takes that request to end with its head, so a new parser gets the
-        request again, without the offer.
+        Answer in HTTP/1.1 if a client offers to upgrade to HTTP/2 (h2c) or to a WebSocket. The
+        parser assumes that such a request ends with its head. So a new parser gets the request
+        again, without the offer.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            return self.refuse(ApiError(400, "This is no proxy: CONNECT is not served."))
+            return self.refuse(ApiError(400, "This is not a proxy: CONNECT is not served."))
         if self.transport.is_closing():
             return
         head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -230,17 +236,17 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, b"".join(head), rest))
 
     def eof_received(self):
-        """The client sends no more: it has hung up, also where requests still wait."""
+        """Treat a client that stops sending as one that hangs up, even if its requests wait."""
         self.transport.abort()
 
-    # what it is sent
+    # what the client is sent
 
     def on_response_complete(self):
         self.unanswered.popleft()
         super().on_response_complete()
 
     def shutdown(self):
-        """The server ends: the answer under way is the last one."""
+        """Close the connection after the present answer, because the server ends."""
         super().shutdown()
         for cycle in self.unanswered:  # uvicorn marks only the last one
             cycle.keep_alive = False
@@ -255,14 +261,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc):
         super().connection_lost(exc)
-        for cycle in self.unanswered:  # uvicorn informs only the last one
+        for cycle in self.unanswered:  # uvicorn notifies only the last one
             cycle.disconnected = True
             cycle.message_event.set()
         if self.timer:
             self.timer.cancel()
 
     def refuse(self, error: ApiError):
-        """Answer what is no call, because it is not HTTP or one connection too many, and close."""
+        """Answer with an error that belongs to no call (not HTTP, too many connections); close."""
         self.note_end(self.client, error.status, {"error": error.reason})
         response = error_response(error)
         response.headers["x-request-id"] = request_id(b"")

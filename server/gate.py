@@ -23,18 +23,18 @@ from common import plural, say
 from server.connection import check_head, close_after_early_answer
 from server.protocol import ApiError, ClientGone, error_response
 
-LINGER_SECONDS = 2  # when the server stops, how long clients have to send or to fetch what is left
-OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # for supervisors and newcomers: without a key
-UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # supervisors and routers ask every second
-# The page at / calls these by itself: on a terminal they would drown the calls of a user.
+LINGER_SECONDS = 2  # after the server stops: for clients to finish sending and reading
+OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # need no key: for supervisors and new users
+UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # supervisors and routers call them every second
+# The page at / calls these by itself. On a terminal they would bury the user's own calls.
 PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
 STOPPED = "the server stopped before this was finished"
 
 
 def log(event: str, **fields):
     """
-    One line on stderr, JSON unless that is a terminal: nothing that a client sends can look like a
-    line of its own.
+    Write a line to stderr, as JSON unless stderr is a terminal. Clients cannot forge a line: in
+    both forms, line breaks in what they send are escaped.
     """
     if sys.stderr.isatty():
         line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
@@ -44,37 +44,38 @@ def log(event: str, **fields):
 
 
 def short(event: str, fields: dict) -> str:
-    """Shorten an event for a reader at a terminal: "POST /v1/completions 200 0.8 s 64 tokens"."""
+    """Shorten an event for a terminal, for example "POST /v1/completions 200 0.8 s 64 tokens"."""
     if event == "access":
-        words = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
+        parts = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
         if "ms" in fields:
-            words.append(f"{fields['ms'] / 1000:.1f} s")
+            parts.append(f"{fields['ms'] / 1000:.1f} s")
         if "tokens" in fields:
-            words.append(plural(fields["tokens"], "token"))
+            parts.append(plural(fields["tokens"], "token"))
         if "error" in fields:
-            words.append(f"({fields['error']})")
+            parts.append(f"({fields['error']})")
     else:
-        words = [event.replace("_", " "), *(f"{name}={value}" for name, value in fields.items())]
-    return ascii(" ".join(words))[1:-1]  # without line ends, and what else steers a terminal
+        parts = [event.replace("_", " "), *(f"{name}={value}" for name, value in fields.items())]
+    return ascii(" ".join(parts))[1:-1]  # escapes line breaks and terminal control codes
 
 
 class Gate:
     """
-    The ASGI application: lets calls in, gives errors the one shape that all have, and writes a line
-    of log for each call.
+    The ASGI application: it checks who may call, gives all errors the same form, and logs a line
+    for each call.
     """
 
     def __init__(self, service):
         self.service = service
         self.args = service.args
         self.unlogged = UNLOGGED_PATHS + PAGE_PATHS if sys.stderr.isatty() else UNLOGGED_PATHS
-        self.salts = {}  # of prefix caches, by the digest of the key
+        self.salts = {}  # digest of an API key -> salt of its prefix cache
         for number, key in enumerate(service.keys):
             self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
         self.hosts = set(map(str.lower, hosts))
-        # CORS: pages of --allowed-origins may read answers, errors included. Their preflights
-        # (OPTIONS, to ask whether they may) carry no key: they are answered before it is checked.
+        # CORS: pages of --allowed-origins may read answers, including errors. Before a call, their
+        # browser asks for permission (preflight, OPTIONS). A preflight has no key, so it is
+        # answered before the key is checked.
         self.cors = CORSMiddleware(
             self.respond,
             allow_origins=self.args.allowed_origins,
@@ -85,7 +86,7 @@ class Gate:
         )
 
     async def __call__(self, scope, receive, send):
-        """Answer a call; where it comes from a page of an allowed origin, with CORS headers."""
+        """Answer a call, with CORS headers if it comes from a page of an allowed origin."""
         limit = 2 * self.args.max_body_mib * 2**20
         receive, send = close_after_early_answer(scope, receive, send, limit)
         origin = dict(scope["headers"]).get(b"origin")
@@ -94,8 +95,8 @@ class Gate:
 
     async def respond(self, scope, receive, send):
         """
-        Answer a call that may come in; where something is raised, send its error instead. Count and
-        log the call when it has ended.
+        Answer a call, or send an error if the call is refused or fails. Count and log the call when
+        it has ended.
         """
         started = time.perf_counter()
         status = 200
@@ -108,7 +109,7 @@ class Gate:
             check_head(scope["headers"])
             call.salt = self.admit(scope)
             await self.service.router(scope, receive, send)
-            error = call.job and call.job.error  # of a stream that had begun
+            error = call.job and call.job.error  # set if a stream failed after its start
         except (Exception, asyncio.CancelledError) as problem:
             error = refusal_of(problem, scope)
             status = error.status
@@ -120,28 +121,30 @@ class Gate:
             logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
             if error:
                 logged["error"] = error.reason
-                # whose frames hold this error, and megabytes of prompts until garbage is collected
+                # Its frames refer to the error itself and to the prompts. This cycle would keep
+                # megabytes of prompts alive until the next garbage collection.
                 error.__traceback__ = None
             self.note_end(scope["client"], status, logged)
 
     def note_end(self, client, status, logged):
-        """Count and log what has ended: a call, or a connection that did not speak HTTP."""
+        """Count and log the end of a call, or of a connection that was refused."""
         self.service.metrics.count_answer(status)
         if self.args.access_log and logged.get("path") not in self.unlogged:
             log("access", client=client and client[0], status=status, **logged)
 
     def is_allowed(self, origin) -> bool:
         """
-        Return whether --allowed-origins has the origin of the page that calls. "null", the origin
-        of files and of sandboxed frames, is an origin like any other. None, from a program that is
-        no browser, is not.
+        Return whether --allowed-origins has this origin of a page. The origin of files and of
+        sandboxed frames is "null", which is treated like any other. None means that the caller is
+        not a browser; it needs no permission, and the result is False.
         """
         return origin is not None and self.cors.is_allowed_origin(origin.decode("latin-1"))
 
     def admit(self, scope) -> str:
         """
-        Check the Host, the Origin and the API key: raises ApiError (401, 403). Returns the salt of
-        the key's part of the prefix cache, "" where there are no keys: keys share no prompts.
+        Check the Host, the Origin and the API key. Raises ApiError (401, 403). Returns the salt of
+        the prefix cache for this key, so that keys do not share prompts. It is "" if there are no
+        keys.
         """
         headers = dict(scope["headers"])
         self.check_host(headers.get(b"host", b"").decode("latin-1"))
@@ -159,8 +162,8 @@ class Gate:
 
     def check_host(self, host: str):
         """
-        Against DNS rebinding: a web page can point a host name of its own at 127.0.0.1, so without
-        an API key only known names are served. Raises ApiError (403).
+        Raise ApiError (403) for an unknown host name if the server has no API keys. This is against
+        DNS rebinding: a web page can point a host name of its own at 127.0.0.1.
         """
         name = host_name(host)
         if not (self.salts or name in self.hosts or is_address(name)):
@@ -169,8 +172,8 @@ class Gate:
 
     def check_origin(self, scheme, headers):
         """
-        Against CSRF: raises ApiError (403) for a page of another origin (scheme, host and port)
-        than ours and those allowed.
+        Raise ApiError (403) for a page whose origin (scheme, host and port) is neither this
+        server's nor allowed. This is against CSRF.
         """
         origin = headers.get(b"origin")
         ours = scheme.encode() + b"://" + headers.get(b"host", b"")
@@ -185,11 +188,11 @@ class Gate:
 
 
 def refusal_of(problem, scope) -> ApiError:
-    """The error that a client gets when this exception has ended its call."""
+    """Return the error that a client gets if this exception has ended its call."""
     match problem:
         case ApiError():
             return problem
-        case HTTPException(status_code=405):  # of the router, like the next
+        case HTTPException(status_code=405):  # raised by the router, like the next
             allowed = " or ".join(sorted(problem.headers["Allow"].split(", ")))
             message = f"{scope['path']:.200} is for {allowed}, not {scope['method']}"
             return ApiError(405, message, headers=problem.headers)
@@ -198,7 +201,7 @@ def refusal_of(problem, scope) -> ApiError:
         case ClientDisconnect():
             return ClientGone()
         case asyncio.CancelledError():  # the server stops
-            if scope["call"].has_answer:  # the client does not read it
+            if scope["call"].has_answer:  # the client does not read its answer
                 return ClientGone()
             return ApiError(503, STOPPED, code="stopping")
         case _:
@@ -206,7 +209,7 @@ def refusal_of(problem, scope) -> ApiError:
 
 
 def not_found(scope) -> str:
-    """The message for a path that nothing answers."""
+    """Return the message for an unknown path, with a hint."""
     path = scope["path"]
     paths = [route.path_format for route in scope["router"].routes]
     hint = f"there is {', '.join(paths)}"
@@ -220,8 +223,8 @@ def not_found(scope) -> str:
 
 def host_name(host: str) -> str | None:
     """
-    The name in a Host header, without the port and the brackets of an IPv6 address. None for what
-    is no Host, such as a name with a user before it.
+    Return the name in a Host header, without the port and without the brackets of an IPv6 address.
+    Return None for an invalid header, for example a name with a user before it.
     """
     found = re.fullmatch(r"(?:\[([0-9a-f.]*:[0-9a-f.:]*)\]|([a-z0-9._-]+))(:[0-9]*)?", host.lower())
     return found and (found[1] or found[2])
@@ -235,7 +238,10 @@ def is_address(host: str | None) -> bool:
 
 
 def base_url(sock) -> str:
-    """The address to open, on this machine where the server listens at all."""
+    """
+    Return the URL to open in a browser. If the server listens on all addresses, it is the URL on
+    this machine.
+    """
     host, port = sock.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

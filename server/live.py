@@ -1,16 +1,16 @@
 """
-The live page at /, and GET /events for it and other clients: the engine's record, as server-sent
-events.
+The live page at /, and GET /events for the page and other clients, which sends the engine's record
+as server-sent events.
 
     Response(page(), headers=page_headers(page()))
 
     listeners = Listeners(client, tokens=False)
     app = listeners.join("key 0", "key 0")    # an ASGI application: the answer to one call
 
-Not run by itself: app.py has the path. events.py publishes lines at most ten times a second; an
-event is a list of them. The last lines are kept, so that a page that is loaded again, or whose
-engine has died, has a history. Token ids are texts: they are sent only under --log-requests. And no
-listener is sent the names or texts of requests of other API keys.
+Not run by itself: app.py has the path. engine/events.py publishes lines at most ten times a second;
+an event is a list of lines. The last lines are kept. So a page has a history even after it was
+reloaded, or after the engine has died. Token ids reveal texts, so they are sent only with
+--log-requests. Names and texts of requests are sent only to listeners with the same API key.
 """
 
 import asyncio
@@ -28,40 +28,40 @@ from starlette.responses import StreamingResponse
 from server.client import EngineClient
 from server.protocol import ApiError
 
-PING_SECONDS = 10  # how often a silent stream sends a comment, or proxies would take it for dead
+PING_SECONDS = 10  # a silent stream sends a comment this often, or proxies would close it
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-MAX_LISTENERS = 16  # at once
-MAX_OF_ONE = 8  # of one API key, or without keys of one address
-KEPT_LINES = 2000  # the last ones, from the snapshot before them on
-LINES_AN_EVENT = 200  # at most, so that no other call waits for a long history
+MAX_LISTENERS = 16  # at the same time
+MAX_OF_ONE = 8  # of the same API key or, without keys, of the same address
+KEPT_LINES = 2000  # the last lines, and those before them back to a snapshot
+LINES_AN_EVENT = 200  # at most, so that other calls need not wait for a long history
 SNAPSHOT = '{"event":"snapshot"'
 ENDED = '{"event":"engine","state":"ended"}'
 
 
 class Listeners:
     """
-    All calls of GET /events, and the lines that they are sent. The engine publishes as soon as
-    there is one.
+    All calls of GET /events, and the lines that they receive. The engine publishes its record from
+    the first call on.
     """
 
     def __init__(self, client: EngineClient, tokens: bool):
         self.client = client
         self.tokens = tokens
         self.all: set[Listener] = set()
-        self.lines: list[str] = []  # the last ones, of which the first is a snapshot
+        self.lines: list[str] = []  # the last lines; the first is a snapshot
         client.on_events = self.publish
 
     def join(self, key: str, owner: str) -> "Listener":
         """
-        A new listener, which may read all that belongs to this key; `owner` is counted: the key or
-        an address. Raises ApiError (429).
+        Return a new listener, which may read everything that belongs to this key. `owner`, the key
+        or an address, may have MAX_OF_ONE listeners. Raises ApiError (429) if there are too many.
         """
-        own = sum(listener.owner == owner for listener in self.all)
-        if len(self.all) >= MAX_LISTENERS or own >= MAX_OF_ONE:
-            listening = f"{len(self.all)} clients listen already, {own} of them yours"
-            most = f"possible are {MAX_LISTENERS}, {MAX_OF_ONE} of one key or address"
-            message = f"{listening}; {most}: close one, or try again later"
+        of_owner = sum(listener.owner == owner for listener in self.all)
+        if len(self.all) >= MAX_LISTENERS or of_owner >= MAX_OF_ONE:
+            listening = f"{len(self.all)} clients listen already, {of_owner} of them yours"
+            limits = f"at most {MAX_LISTENERS} may, {MAX_OF_ONE} of one key or address"
+            message = f"{listening}; {limits}: close one, or try again later"
             raise ApiError(429, message, code="too_many_listeners")
         return Listener(self, key, owner)
 
@@ -70,7 +70,10 @@ class Listeners:
         self.client.listen(bool(self.all), self.tokens)
 
     def publish(self, lines: list[str]):
-        """Lines of the engine; none if it publishes no more: the next would come after a gap."""
+        """
+        Pass on lines of the engine. If there are none, the engine has stopped publishing. Then the
+        kept lines are dropped, because later lines would come after a gap.
+        """
         self.lines += lines
         if not lines:
             self.lines.clear()
@@ -80,26 +83,29 @@ class Listeners:
         del self.lines[: max(starts, default=0)]
         for listener in self.all:
             listener.unsent += lines
-            if len(listener.unsent) > len(self.lines):  # its next line is no longer kept
+            if len(listener.unsent) > len(self.lines):  # the listener is behind the kept lines
                 listener.unsent = self.lines.copy()
             listener.changed.set()
 
     def engine_ended(self):
         """
-        Note that the engine's process has ended. Its lines are kept; those of the next engine
-        follow.
+        Note that the engine's process has ended. Its lines are kept, and the lines of the next
+        engine follow.
         """
         if self.lines:
             self.publish([ENDED])
 
     def engine_started(self):
-        """It knows nothing of the listeners, and former ones may come back."""
+        """
+        Have a new engine publish if there are listeners. If there only were some, it publishes for
+        a while, because they may come back.
+        """
         if self.all or self.lines:
             self.client.listen(True, self.tokens)
             self.listen()
 
     def end(self):
-        """The server stops, and with it all streams."""
+        """End all streams, because the server stops."""
         for listener in self.all:
             listener.is_over = True
             listener.changed.set()
@@ -107,8 +113,8 @@ class Listeners:
 
 class Listener(StreamingResponse):
     """
-    One call of GET /events. A client that reads so slowly that its next line was dropped goes on
-    from the first one that is kept: a snapshot.
+    One call of GET /events. If a client reads so slowly that its next line was dropped, it
+    continues with the first line that is kept, which is a snapshot.
     """
 
     def __init__(self, listeners: Listeners, key: str, owner: str):
@@ -117,9 +123,9 @@ class Listener(StreamingResponse):
         self.listeners = listeners
         self.key = key
         self.owner = owner
-        self.own: set[int] = set()  # the requests of the key, by their numbers
+        self.own: set[int] = set()  # numbers of the requests that belong to the key
         self.unsent: list[str] = []
-        self.is_over = False  # the lines that have come are sent, and no more
+        self.is_over = False  # if True, the stream ends after the lines in `unsent`
         self.changed = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
@@ -134,12 +140,12 @@ class Listener(StreamingResponse):
             listeners.listen()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The next lines, or a ping if none have come for PING_SECONDS."""
+        """Yield the next lines as an event, or a ping if there were none for PING_SECONDS."""
         while self.unsent or not self.is_over:
             lines = self.unsent[:LINES_AN_EVENT]
             del self.unsent[:LINES_AN_EVENT]
             if lines:
-                if self.key:  # without API keys nothing is hidden
+                if self.key:  # without API keys, everything is shown
                     lines = [orjson.dumps(self.view(orjson.loads(x))).decode() for x in lines]
                 yield f"data: [{','.join(lines)}]\n\n".encode()
                 continue
@@ -151,8 +157,8 @@ class Listener(StreamingResponse):
                 yield PING
 
     def view(self, line: dict) -> dict:
-        """The line, now without texts and names of other keys."""
-        if line["event"] == "snapshot":  # of another engine, perhaps, whose numbers begin again
+        """Remove the texts and names of other keys from a line, in place. Returns the line."""
+        if line["event"] == "snapshot":  # perhaps of a new engine, which numbers requests from 1
             self.own.clear()
         for request in [*line.get("requests", ()), *line.get("new", ())]:
             if request.pop("key") == self.key:
@@ -171,7 +177,7 @@ class Listener(StreamingResponse):
 
 @cache
 def page() -> str:
-    """The page at /, as one document: index.html, with each file that it names as /* FILE */"""
+    """Return the page at / as one document: index.html, with files in place of each /* FILE */."""
     folder = Path(__file__).with_name("page")
 
     def content(name: re.Match) -> str:
@@ -183,19 +189,22 @@ def page() -> str:
 
 @cache
 def zipped_page() -> bytes:
-    """The same, a third as long."""
+    """Return the page compressed by gzip, a third as long."""
     return gzip.compress(page().encode())
 
 
 def in_script(record: str) -> str:
-    """A record in an element: a text with "</script>" would end it, and JSON can spell a "<"."""
+    """
+    Escape a record for an element <script>. A text with "</script>" would end the element, so each
+    "<" is written as a JSON escape.
+    """
     return record.replace("<", "\\u003c")
 
 
 def content_policy(html: str) -> str:
     """
-    The Content Security Policy of the page: nothing runs but its own script, and nothing is asked
-    for but from its own origin.
+    Return the Content Security Policy of the page. Only the page's own script runs, and it can
+    connect only to its own origin.
     """
     hashes = {}
     for name, content in re.findall(r"<(script|style)>(.*?)</\1>", html, re.DOTALL):
@@ -208,7 +217,10 @@ def content_policy(html: str) -> str:
 
 
 def page_headers(html: str) -> dict[str, str]:
-    """Return the page's headers: its policy, and that no other page may frame it (clickjacking)."""
+    """
+    Return the page's headers. Apart from the policy, they forbid other pages to show it in a frame
+    (clickjacking).
+    """
     return {
         "Content-Security-Policy": f"{content_policy(html)}; frame-ancestors 'none'",
         "X-Content-Type-Options": "nosniff",

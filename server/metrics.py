@@ -1,15 +1,15 @@
 """
-The metrics at /metrics, in Prometheus' text format and under vLLM's names, so that its Grafana
-boards and alerts work.
+The metrics at /metrics, in Prometheus' text format. They have vLLM's names, so its Grafana
+dashboards and alerts work.
 
     metrics = Metrics("out/stdlib")
-    metrics.count_tokens(choice, 3)        # a step brought three tokens of one continuation
+    metrics.count_tokens(choice, 3)        # a continuation has got three new tokens
     metrics.count_answer(404)
-    metrics.update(engine_stats)           # `Engine.stats()`, as each step's message brings them
+    metrics.update(engine_stats)           # `Engine.stats()`, which each step's message has
     generate_latest(metrics.registry)      # the text
 
-Not run by itself: the HTTP process has one. It counts the answers that clients get; the engine's
-own numbers come with its messages.
+Not run by itself: the HTTP process has one Metrics. It counts the answers that clients get. The
+engine's own numbers come with its messages.
 """
 
 import time
@@ -17,9 +17,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-# Upper bounds of the histograms' buckets: vLLM's of all of its histograms, so that its boards and
-# rules find them, and finer ones in front for what is faster here. They are the same for every
-# model, because histograms of several servers can be added up only if their bounds agree.
+# Upper bounds of the histograms' buckets. They include the bounds of all of vLLM's histograms,
+# because its dashboards and rules look for these. Finer ones come first, for what is faster here.
+# All models have the same bounds, because histograms of several servers can only be added if their
+# bounds agree.
 SECONDS = [0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.025, 0.04, 0.05, 0.06, 0.075, 0.08, 0.1]
 SECONDS += [0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 0.8, 1, 1.5, 2, 2.5, 5, 7.5, 10, 15, 20, 30, 40]
 SECONDS += [50, 60, 80, 120, 160, 240, 480, 640, 960, 1920, 2560, 7680]
@@ -31,34 +32,34 @@ KINDS = {
     "tokens": partial(Histogram, buckets=LENGTHS),
 }
 
-# The metrics, in the order of /metrics: where the value comes from, the kind, the name after
-# "vllm:", and the help. These come from a field of `Engine.stats()`. The delays are of a request:
-# its n choices share a prompt.
+# The metrics, in the order of /metrics. The columns are the source of the value, the kind, the name
+# after "vllm:", and the help text. The sources in this table are fields of `Engine.stats()`. Delays
+# are counted once for each prompt, which is shared by n choices.
 OF_THE_ENGINE = """\
 running      gauge    num_requests_running             Choices being computed.
-waiting      gauge    num_requests_waiting             Choices waiting for their turn.
-kv_usage     gauge    kv_cache_usage_perc              Share of KV blocks held by requests, 0..1.
+waiting      gauge    num_requests_waiting             Choices waiting to be computed.
+kv_usage     gauge    kv_cache_usage_perc              Share of KV blocks in use by requests, 0..1.
 guessed      counter  spec_decode_num_draft_tokens     Tokens guessed (--speculate).
 right        counter  spec_decode_num_accepted_tokens  Guessed tokens that were right.
 queries      counter  prefix_cache_queries             Prompt tokens looked up in the cache.
 hits         counter  prefix_cache_hits                Prompt tokens found in the prefix cache.
 preemptions  counter  num_preemptions                  Requests preempted for lack of blocks.
 waited       seconds  request_queue_time_seconds       From the request to its first step.
-prefilled    seconds  request_prefill_time_seconds     From there to the first token.
+prefilled    seconds  request_prefill_time_seconds     From its first step to its first token.
 """
-# These come from a line of `Metrics.count_tokens` or `Metrics._count_finished`.
+# The sources in this table are set in `Metrics.count_tokens` and `Metrics._count_finished`.
 OF_CHOICES = """\
 prompt         counter  prompt_tokens                      Prompt tokens computed or found.
 generation     counter  generation_tokens                  Tokens generated.
 first_token    seconds  time_to_first_token_seconds        From the request to its first token.
 inter_token    seconds  inter_token_latency_seconds        From one token of a choice to the next.
 latency        seconds  e2e_request_latency_seconds        From the request to its last token.
-decode         seconds  request_decode_time_seconds        From the first to the last.
+decode         seconds  request_decode_time_seconds        From its first token to its last.
 prompt_length  tokens   request_prompt_tokens              Tokens of a choice's prompt.
 length         tokens   request_generation_tokens          Tokens of a choice.
 longest        tokens   request_max_num_generation_tokens  Tokens of the longest of n choices.
 """
-# How a choice can finish. Each has its metric from the start, and shows 0 before it happens.
+# How a choice can finish. Each has its metric from the start, which is 0 until it happens.
 FINISHED = ("stop", "length", "abort", "error")
 
 
@@ -66,7 +67,7 @@ class Metrics:
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
         self.model_name = model_name
-        self.totals = {}  # the last value of each of the engine's counters
+        self.totals = {}  # source -> the last value of that counter in the engine
         self.of_the_engine = self._made(OF_THE_ENGINE)
         self.of_choices = self._made(OF_CHOICES)
         about = "Choices finished, and how."
@@ -84,53 +85,54 @@ class Metrics:
         return metrics
 
     def _labelled(self, kind, name: str, about: str, *labels: str) -> partial:
-        """Make a metric. Returns a function of its labels after the model's name."""
+        """
+        Make a metric that is labelled with the model's name. Returns a function of the other
+        labels.
+        """
         made = kind(name, about, ["model_name", *labels], registry=self.registry)
         return partial(made.labels, self.model_name)
 
     def count_tokens(self, choice, num_tokens):
-        """
-        Count the tokens of a choice (answers.Choice) that a step brought, or several steps
-        together.
-        """
+        """Count new tokens of a choice (answers.Choice), of one step or of several together."""
         now = time.monotonic()
-        of = self.of_choices
-        of["generation"].inc(num_tokens)
-        if choice.first_step:  # tokens that come together share the time since those before
-            of["inter_token"].observe((now - choice.last_step) / max(1, num_tokens))
+        metrics = self.of_choices
+        metrics["generation"].inc(num_tokens)
+        if choice.first_step:  # tokens that come together share the time since the previous ones
+            metrics["inter_token"].observe((now - choice.last_step) / max(1, num_tokens))
         else:
             choice.first_step = now
-            of["first_token"].observe(now - choice.job.started)
-            # n choices share a prompt, which counts once
+            metrics["first_token"].observe(now - choice.job.started)
+            # the prompt is shared by n choices, and counts once
             if choice is choice.siblings[0]:
-                of["prompt"].inc(len(choice.prompt))
+                metrics["prompt"].inc(len(choice.prompt))
         choice.last_step = now
         if choice.finish_reason:
             self._count_finished(choice)
 
     def _count_finished(self, choice):
-        """A choice came to its own end, at its last step."""
+        """Count a choice that has just ended by itself, that is, without an abort or error."""
         self.finished[choice.finish_reason].inc()
-        of = self.of_choices
-        of["latency"].observe(choice.last_step - choice.job.started)
-        of["decode"].observe(choice.last_step - choice.first_step)
-        of["prompt_length"].observe(len(choice.prompt))
-        of["length"].observe(choice.num_tokens)
+        metrics = self.of_choices
+        metrics["latency"].observe(choice.last_step - choice.job.started)
+        metrics["decode"].observe(choice.last_step - choice.first_step)
+        metrics["prompt_length"].observe(len(choice.prompt))
+        metrics["length"].observe(choice.num_tokens)
         if all(sibling.finish_reason for sibling in choice.siblings):
-            of["longest"].observe(max(sibling.num_tokens for sibling in choice.siblings))
+            metrics["longest"].observe(max(sibling.num_tokens for sibling in choice.siblings))
 
     def count_answer(self, status: int):
-        """A call has ended with this status; 499, a client that hung up, was no refusal."""
+        """Count a call that was refused or failed. 499 is neither: the client has hung up."""
         if status >= 400 and status != 499:
             self.refused(status).inc()
 
     def update(self, stats):
         """
-        Show the numbers of Engine.stats(). Prometheus' counters must not fall, so they go on where
-        the totals of a new engine begin at 0, as those of none (client.IDLE) are.
+        Update the metrics from Engine.stats(). Prometheus' counters must never decrease. So when
+        the totals fall back to 0 (client.IDLE, or a new engine), the counters keep their values and
+        continue from there.
         """
         for source, metric in self.of_the_engine.items():
-            value = stats.get(source, 0)  # of a stage that is gone there is none
+            value = stats.get(source, 0)  # missing if its stage was deleted
             if isinstance(metric, Gauge):
                 metric.set(value)
             elif isinstance(metric, Counter):

@@ -1,17 +1,19 @@
 """
-The bodies of calls: their fields, kinds and limits, and the words of refusals.
+The bodies of calls: their fields, types and limits, and the messages of refusals.
 
     body = CompletionRequest.model_validate_json(b'{"prompt": "def", "max_tokens": 8}')
     body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
-Not run by itself: app.py parses each call with it. Fields follow OpenAI's API and vLLM's extras;
-the defaults and ranges of sampling are those of `SamplingParams` (params.py), except defaults that
-the model brings, which are pydantic's `context`. Three rules hold for every field: types are strict
-(a bool is no int), numbers are finite and in a stated range, and `null` means "not sent". Bad
-input is a 400 that names the field, because clients retry 408, 409, 429 and everything from 500 up.
+Not run by itself: app.py parses each call with it. The fields are those of OpenAI's API, and vLLM's
+extensions. Sampling fields have the defaults and ranges of `SamplingParams` (params.py). Defaults
+of the model's own take precedence; they are passed as pydantic's `context`.
 
-Three things could be called a request. In this folder a `body` is the parsed JSON, `http` is
-Starlette's request, and the engine's is `paged.Request`.
+Three rules hold for every field. Types are strict: for example, a bool is not an int. Numbers are
+finite and within a stated range. And `null` means "not sent". Bad input gets status 400 and a
+message that names the field, because clients retry 408, 409, 429 and everything from 500 up.
+
+Three things could be called a request. In this folder, `body` is the parsed JSON, `http` is
+Starlette's request, and the engine's request is `paged.Request`.
 """
 
 import difflib
@@ -42,23 +44,22 @@ from engine.schemas import drop_neutral
 from engine.stages import require
 from params import BIAS, RANGES, SamplingParams, check_variables
 
-# OpenAI's names for kinds of errors; a client library turns status and type into an exception of
-# its own.
+# OpenAI's types of errors. Client libraries choose an exception by status and type.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
-RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are trouble that passes
+RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are temporary
 
-# Accepted and ignored: they change nothing in the answer. They are about bills, caches and
-# statistics, or are hints that a server may follow or not (verbosity, prediction).
+# Fields that are accepted and ignored, because they do not change the answer. They are for billing,
+# caches and statistics, or are hints that a server need not follow (verbosity, prediction).
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
 IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 IGNORED |= {"include_obfuscation"}
 
-# Fields that would change the answer and are not served, each with its neutral value, which clients
-# send although it asks for nothing (None: only null is neutral).
+# Fields that would change the answer, and are not served. Each has its neutral value, which has no
+# effect, but which some clients send. (None: only null is neutral.)
 NOT_SERVED = {
     "best_of": 1,
     "suffix": "",
-    "echo": False,  # of a chat
+    "echo": False,  # in a chat
     "modalities": ["text"],
     "use_beam_search": False,
     "length_penalty": 1,
@@ -68,7 +69,7 @@ NOT_SERVED = {
     "include_stop_str_in_output": False,
     "return_token_strs": False,
     "continue_final_message": False,
-    "tools": [],  # of a text
+    "tools": [],  # in a completion
     "tool_choice": "none",
     "functions": [],
     "function_call": "none",
@@ -82,11 +83,11 @@ KINDS = ("json", "regex", "choice", "grammar")  # of structured_outputs
 OLD_NAMES = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
 
 MAX_STOPS = 64
-MAX_STOP_BYTES = 2**14  # of all stop strings of a call: as much of a text may be held back
-MAX_SCORES = 2**18  # log-probabilities in one answer, prompts' and generated: 18 MB of JSON
+MAX_STOP_BYTES = 2**14  # of all stop strings of a call; up to this much text may be held back
+MAX_SCORES = 2**18  # log-probabilities in one answer, including the prompts': 18 MB of JSON
 MAX_STOP_IDS = 64
 MAX_BIASES = 1024
-MAX_CHOICES = 128  # of a prompt: `n`
+MAX_CHOICES = 128  # for each prompt (`n`)
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
@@ -94,7 +95,7 @@ MAX_SCHEMA = 2**16  # bytes of a grammar, or of the parameters of all tools
 MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}}
 HAS_GRAMMARS = find_spec("llguidance") is not None
-INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of them must be printed
+INT32 = 2**31  # counts must be smaller: numbers in JSON have no limit, and messages print sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -103,7 +104,10 @@ INT32 = 2**31  # counts are below: numbers in JSON have no limit, and sums of th
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """A refusal. `param` names the field at fault, `code` is for programs ("model_not_found")."""
+    """
+    A refusal. `param` names the field at fault. `code` is for programs, for example
+    "model_not_found".
+    """
 
     status: int
     message: str
@@ -115,21 +119,21 @@ class ApiError(Exception):
     @property
     def reason(self) -> str:
         """
-        Return the reason for the log, where no client's text may stand: the code, else `logged`,
-        else the message without the value that it quotes.
+        Return the reason for the log, which must not contain a client's text. It is the code if
+        there is one, otherwise `logged`, otherwise the message without the value that it quotes.
         """
         return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
 
 class ClientGone(ApiError):
-    """The client hung up: the status is nginx's, and only the log gets to see it."""
+    """The client hung up. The status is nginx's, and appears only in the log."""
 
     def __init__(self):
         super().__init__(499, "the client is gone")
 
 
 def error_body(error: ApiError) -> bytes:
-    """The one shape of every error."""
+    """Return an error as JSON. All errors have this form."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     shown = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     return json.dumps({"error": shown}).encode()
@@ -142,8 +146,8 @@ def error_response(error: ApiError) -> Response:
 
 class Refused(ValueError):
     """
-    How validators refuse: with the words that follow the field's name. pydantic knows the way to
-    the object or value that is validated, such as ("messages", 0); `path` goes on from there.
+    Raised by validators. The message continues after the name of the field. pydantic knows the path
+    of the value that is validated, for example ("messages", 0); `path` continues from there.
     """
 
     def __init__(self, problem: str, *path):
@@ -153,23 +157,24 @@ class Refused(ValueError):
 
 def unknown_field(name: str, known, *path) -> Refused:
     """
-    The refusal of a field that is not among these, with the one that is meant, if it is clear.
+    Return the refusal of a field that is not in `known`. It suggests the field that is probably
+    meant.
     """
     meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
     meant = OLD_NAMES.get(name) or "".join(meant)
     remedy = f"did you mean {meant}?" if meant else "leave it out"
-    return Refused(f"is no field here: {remedy}", *path, name)
+    return Refused(f"is not a field here: {remedy}", *path, name)
 
 
 def check_known(value: dict, *known: str, path: tuple = ()):
-    """Raises Refused for a field that is not among these. Null counts as not sent."""
+    """Raises Refused for a field that is not in `known`. Null counts as not sent."""
     for name in value:
         if value[name] is not None and name not in known:
             raise unknown_field(name, known, *path)
 
 
 def body_refusal(findings: ValidationError) -> ApiError:
-    """Turn pydantic's findings on a body into one 400 about the first of them."""
+    """Turn pydantic's findings on a body into a refusal (400) about the first of them."""
     error = findings.errors(include_url=False)[0]
     reason = error.get("ctx", {}).get("error")
     path = [*error["loc"], *getattr(reason, "path", ())]
@@ -185,33 +190,36 @@ def body_refusal(findings: ValidationError) -> ApiError:
 
 
 def check_encoding(content_encoding: str, data: bytes):
-    """Raises ApiError (400) for a body that is no JSON because it is not plain UTF-8."""
+    """Raises ApiError (400) if a body is not valid JSON because it is not plain UTF-8."""
     forms = {
         f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
         "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
-        "UTF-16": 0 in data[:4],  # perhaps after its mark
+        "UTF-16": 0 in data[:4],  # perhaps after its byte-order mark
     }
     for form in filter(forms.get, forms):
         raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
 
 
 # --------------------------------------------------------------------------------------------------
-# The kinds of values
+# Types of values
 
 
 def is_list_of(kind: type, items) -> bool:
-    """Return whether it is a list of this very type; isinstance would take True for an int."""
+    """
+    Return whether `items` is a list whose items have exactly this type. isinstance would accept
+    True as an int.
+    """
     return isinstance(items, list) and set(map(type, items)) <= {kind}
 
 
 def list_of_prompts(value) -> list:
     """
-    Bring the four forms of `prompt` into one: a list of texts, or a list of lists of token ids.
+    Convert the four forms of `prompt` to two: a list of strings, or a list of lists of token ids.
     """
     is_one = isinstance(value, str) or is_list_of(int, value)
     prompts = [value] if is_one else value
-    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is looked at
-        raise Refused(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are taken: split it")
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is checked
+        raise Refused(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are accepted: split it")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
         forms = "a string, a list of strings, a list of token ids, or a list of such lists"
@@ -222,19 +230,22 @@ def list_of_prompts(value) -> list:
 
 
 def bias_of_ids(value) -> dict[int, float]:
-    """JSON's keys are texts: {"50256": -100} becomes {50256: -100.0}."""
+    """Convert JSON's keys, which are strings: {"50256": -100} becomes {50256: -100.0}."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not re.fullmatch("[0-9]{1,11}", token):
-            raise Refused(f"has a name that is no token id, got {reprlib.repr(token)}")
+            raise Refused(f"has a name that is not a token id, got {reprlib.repr(token)}")
         if not BIAS.admits(bias):
             raise Refused(f"must be {BIAS.wanted}, got {reprlib.repr(bias)}", token)
     return {int(token): float(bias) for token, bias in value.items()}
 
 
 def content_text(value, info: ValidationInfo):
-    """A message's content: a text, or parts of which each is a text. An answer's may be null."""
+    """
+    Return a message's content as one string. It may be sent as a list of parts that are texts. The
+    content of an answer may be null.
+    """
     if value is None and info.data.get("role") in ("assistant", "tool"):
         return ""
     if not isinstance(value, list):
@@ -249,15 +260,15 @@ def content_text(value, info: ValidationInfo):
             ):
                 texts.append(text)
             case _:
-                only = "only parts of the type text, with a text, are served"
+                only = "only parts of type text are served"
                 raise Refused(f"cannot be read: {only}, got {reprlib.repr(part)}", number)
     return "".join(texts)
 
 
 def arguments_object(value):
     """
-    A call's arguments as an object, as templates take them. Some servers send "" for none, and a
-    call that max_tokens has cut ends anywhere.
+    Return a call's arguments as an object, which is what templates expect. Some servers send "" for
+    no arguments. If max_tokens has cut off a call, its arguments may end anywhere.
     """
     if value in (None, "", "null"):
         return {}
@@ -270,48 +281,51 @@ def arguments_object(value):
 
 
 def few_calls(messages):
-    """Refuse more calls than messages may be: to look at each of 60,000 takes seconds."""
+    """Refuse too many calls in messages. Validating 60,000 of them would take seconds."""
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
         count = sum(len(made) for made in calls if isinstance(made, list))
         if count > MAX_MESSAGES:
-            raise Refused(f"have {count} calls, at most {MAX_MESSAGES} are taken: leave some out")
+            raise Refused(f"have {count} calls, at most {MAX_MESSAGES} are accepted: omit some")
     return messages
 
 
 def grammar_text(value, *path) -> str:
-    """A schema or grammar for the engine. It compiles it, and refuses those that are broken."""
+    """
+    Return a schema or grammar as text for the engine. The engine compiles it, and refuses it if it
+    is broken.
+    """
     try:
         require("grammar")
     except ValueError as error:
-        raise Refused(f"cannot be obeyed: {error}", *path) from None
+        raise Refused(f"is not supported: {error}", *path) from None
     if not HAS_GRAMMARS:
         raise Refused("is not served here: `pip install llguidance`, or leave it out", *path)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     size = len(text.encode())
     if size > MAX_SCHEMA:
-        raise Refused(f"has {size} bytes, at most {MAX_SCHEMA} are taken: shorten it", *path)
+        raise Refused(f"has {size} bytes, at most {MAX_SCHEMA} are accepted: shorten it", *path)
     return text
 
 
 def schema_text(value) -> str:
-    """A schema for the engine, without what asks for nothing."""
+    """Return a schema as text for the engine, without keywords that have no effect."""
     text = grammar_text(value)
     try:
-        # `from_json` takes no half characters, which no message could carry
+        # `from_json` refuses lone surrogates, which cannot be sent in a message
         lean = drop_neutral(from_json(text))
         return json.dumps(lean, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # the engine says what is wrong
+    except (ValueError, RecursionError):  # the engine will report what is wrong
         return text
 
 
 def grammar_of_format(value) -> dict | None:
-    """`response_format` as the engine's grammar, None for free text."""
+    """Convert `response_format` to the engine's grammar. Return None for free text."""
     match value:
         case {"type": "text"}:
             return check_known(value, "type")
         case {"type": "json_object"} if isinstance(value.get("schema"), dict | None):
-            check_known(value, "type", "schema")  # a schema here is llama.cpp's
+            check_known(value, "type", "schema")  # a schema here is llama.cpp's extension
             schema = value.get("schema") or {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as named}:
             check_known(value, "type", "json_schema")
@@ -323,7 +337,7 @@ def grammar_of_format(value) -> dict | None:
 
 
 def grammar_of_outputs(value: dict) -> dict:
-    """vLLM's `structured_outputs` as the engine's grammar."""
+    """Convert vLLM's `structured_outputs` to the engine's grammar."""
     check_known(value, *KINDS, "structural_tag")
     match [field for field in value.items() if field[1] is not None]:
         case (
@@ -332,12 +346,12 @@ def grammar_of_outputs(value: dict) -> dict:
             | [("choice" as kind, [str(), *_] as sent)]
         ) if kind != "choice" or is_list_of(str, sent):
             return {"kind": kind, "text": (schema_text if kind == "json" else grammar_text)(sent)}
-    forms = "json (an object or JSON as text), regex, choice (a list of texts), grammar"
+    forms = "json (an object, or JSON in a string), regex, choice (a list of strings), grammar"
     raise Refused(f"must have one of {forms}; structural_tag and others are not served")
 
 
-def name_or_word(value) -> str | dict:
-    """`tool_choice`: "none", "auto", "required", or {"name"} of a function."""
+def choice_of_tools(value) -> str | dict:
+    """Return `tool_choice`: "none", "auto", "required", or {"name": ..} of a function."""
     match value:
         case "none" | "auto" | "required":
             return value
@@ -350,14 +364,15 @@ def name_or_word(value) -> str | dict:
 
 
 def stops_that_fit(stops: list[str]) -> list[str]:
+    """Refuse stop strings that are too long in total."""
     total = sum(len(stop.encode()) for stop in stops)
     if total > MAX_STOP_BYTES:
-        raise Refused(f"has {total} bytes, at most {MAX_STOP_BYTES} are taken: shorten it")
+        raise Refused(f"has {total} bytes, at most {MAX_STOP_BYTES} are accepted: shorten it")
     return stops
 
 
 def check_vocabulary(param, tokens, vocab_size):
-    """Raises ApiError (400), about the field `param`, for ids outside 0..vocab_size-1."""
+    """Raises ApiError (400) about the field `param` for ids outside 0..vocab_size-1."""
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab_size:
             ids = f"the vocabulary, 0..{vocab_size - 1}"
@@ -365,7 +380,7 @@ def check_vocabulary(param, tokens, vocab_size):
 
 
 Prompts = Annotated[list, PlainValidator(list_of_prompts)]
-# fail_fast: a finding for each of a million wrong items would hold up the event loop for seconds
+# fail_fast: to report each of a million wrong items would block the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
@@ -381,7 +396,7 @@ NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
 def sampling_field(name: str):
-    """A field with the default and the range that it has in SamplingParams."""
+    """Return a field with its default and range in SamplingParams."""
     return Field(getattr(SamplingParams, name), **RANGES[name].bounds)
 
 
@@ -391,21 +406,22 @@ def sampling_field(name: str):
 
 class Body(BaseModel):
     """
-    A JSON object with no other fields than ours. Nulls, ignored fields and neutral values count as
-    not sent; pydantic's context has the model's defaults for fields that are not sent.
+    A JSON object. Unknown fields are refused. Nulls, ignored fields and neutral values count as not
+    sent. For fields that are not sent, pydantic's context has the model's defaults.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     ignored: ClassVar = IGNORED
     not_served: ClassVar = NOT_SERVED
-    nullable: ClassVar = ()  # fields whose null has a meaning
+    nullable: ClassVar = ()  # fields in which null has a meaning
 
     @model_validator(mode="before")
     @classmethod
     def drop_neutral(cls, body, info: ValidationInfo):
         """
-        Refuses the first field that is not served: pydantic would first collect all of them, which
-        takes seconds for the hundred thousands that a body can hold.
+        Drop fields that count as not sent, and add the model's defaults. Refuse the first field
+        that is unknown or not served. (pydantic would collect all of them first. A body can have
+        hundreds of thousands, so that would take seconds.)
         """
         if not isinstance(body, dict):
             return body
@@ -419,7 +435,7 @@ class Body(BaseModel):
                 fields[name] = value
             elif name in cls.not_served:
                 neutral = cls.not_served[name]
-                same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True is 1, too
+                same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True == 1
                 if value != neutral or not same_kind:
                     remedy = f"leave it out or send {json.dumps(neutral)}"
                     raise Refused(f"is not served here: {remedy}", name)
@@ -439,13 +455,13 @@ class StreamOptions(Part):
     ignored: ClassVar = {"include_obfuscation"}
 
     include_usage: bool = False
-    continuous_usage_stats: bool = False  # only beside include_usage, as in vLLM
+    continuous_usage_stats: bool = False  # only with include_usage, as in vLLM
 
 
 class SamplingRequest(Body):
-    """The fields that both kinds of completions share. Raises pydantic's ValidationError."""
+    """The fields of both completions and chats. Raises pydantic's ValidationError."""
 
-    model: str | None = None  # None: the one model there is
+    model: str | None = None  # None: the only model
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
     top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 and, as in vLLM, -1: all tokens
@@ -467,12 +483,12 @@ class SamplingRequest(Body):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
-    # prefixes are shared within one salt
+    # only calls with the same salt share prefixes
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
-    # printable ASCII: it becomes the answer's id
+    # printable ASCII, because it becomes part of the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
-    # the model's default of max_tokens
+    # the model's own default of max_tokens
     _usual_tokens: int = PrivateAttr(INT32)
 
     @model_validator(mode="after")
@@ -492,20 +508,20 @@ class SamplingRequest(Body):
 
     @property
     def constraints(self) -> list[str]:
-        """The fields that hold the answer to a grammar."""
+        """Return the names of the sent fields that constrain the answer by a grammar."""
         names = ["response_format", "structured_outputs", "tools"]
         return [name for name in names if getattr(self, name)]
 
     @property
     def num_prompt_logprobs(self) -> int | None:
         """
-        How many log-probabilities an echo has at each place of the prompt, besides its token's;
-        None: the prompt is not scored.
+        Return the number of candidates to score for each token of an echoed prompt, in addition to
+        the token itself. None: the prompt is not scored.
         """
         return self.num_logprobs if self.echo else None
 
     def sampling_params(self, prompt_length: int, max_model_len: int) -> dict:
-        """The fields of SamplingParams, as plain data for the engine's process."""
+        """Return the fields of SamplingParams as plain data, for the engine's process."""
         names = {field.name for field in fields(SamplingParams)} - {"grammar"}
         params = {name: getattr(self, name) for name in names}
         params["max_tokens"] = max(1, self.most_tokens(prompt_length, max_model_len))
@@ -515,15 +531,15 @@ class SamplingRequest(Body):
 
     def check_fits(self, prompts, vocab_size: int, max_model_len: int, eos_token_ids=()):
         """
-        Refuse at once what the model can never take: ApiError (400) with the number asked for, the
-        limit, and what to change.
+        Raise ApiError (400) if the model could never serve this call. The message has the number
+        that was requested, the limit, and what to change.
         """
         for name in ("stop_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
         for prompt in prompts:
             check_vocabulary("prompt", prompt, vocab_size)
         if not all(prompts):
-            message = "prompt is empty: the tokenizer makes no token of its text, send another"
+            message = "prompt is empty: the tokenizer has no token for its text, send another"
             raise ApiError(400, message, "prompt")
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(range(vocab_size)):
@@ -531,13 +547,13 @@ class SamplingRequest(Body):
             raise ApiError(400, message, "min_tokens")
         self._check_constraints(eos_token_ids)
         longest = max(map(len, prompts))
-        asked = self.min_tokens if self.max_tokens is None else self.max_tokens
-        asked = max(asked, int(self.needs_engine))
-        if longest + asked > max_model_len:
-            # client libraries look for these very words, and for the code
+        wanted = self.min_tokens if self.max_tokens is None else self.max_tokens
+        wanted = max(wanted, int(self.needs_engine))
+        if longest + wanted > max_model_len:
+            # client libraries search for exactly this phrase, and for the code
             limit = f"this model's maximum context length is {max_model_len} tokens"
             prompt = plural(longest, "prompt token")
-            numbers = f"{prompt} and max_tokens {asked:,} make {longest + asked:,}"
+            numbers = f"{prompt} and max_tokens {wanted:,} make {longest + wanted:,}"
             message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
@@ -547,7 +563,7 @@ class SamplingRequest(Body):
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
     def _check_constraints(self, eos_token_ids):
-        """An answer is constrained by one grammar, after which an end of text must come."""
+        """Raise ApiError (400) if there are several grammars, or the text could never end."""
         names = self.constraints + ["ignore_eos"] * self.ignore_eos
         names += ["max_tokens 0"] * (self.max_tokens == 0)
         names += ["a model without end-of-text token"] * (not eos_token_ids)
@@ -557,24 +573,27 @@ class SamplingRequest(Body):
 
     @property
     def needs_engine(self) -> bool:
-        """An echo alone is no work; its prompt's scores take a step, and that makes a token."""
+        """
+        Return whether the engine must run. It need not for an echo without scores. If a prompt is
+        scored, the engine also generates a token.
+        """
         return self.max_tokens != 0 or self.num_prompt_logprobs is not None
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
-        The most log-probabilities that an answer to a prompt of this length can have; each choice
-        repeats those of an echoed prompt.
+        Return the maximum number of log-probabilities in an answer to a prompt of this length. Each
+        choice repeats those of an echoed prompt.
         """
         if self.num_logprobs is None:
             return 0
-        places = self.most_tokens(prompt_length, max_model_len) + self.echo * prompt_length
-        return self.n * places * (1 + self.num_logprobs)
+        num_tokens = self.most_tokens(prompt_length, max_model_len) + self.echo * prompt_length
+        return self.n * num_tokens * (1 + self.num_logprobs)
 
     def most_tokens(self, prompt_length: int, max_model_len: int) -> int:
         """
-        The length of an answer: max_tokens. A chat without it may use all that the context has room
-        for, but no more than the model's own default, nor than MAX_SCORES allows (in a context of
-        131,072 tokens every chat with log-probabilities would be refused).
+        Return the maximum length of an answer, that is, max_tokens. A chat without max_tokens may
+        fill the context, up to the model's own default. With log-probabilities, MAX_SCORES limits
+        it further. (Otherwise, with a context of 131,072 tokens, every such chat would be refused.)
         """
         if self.max_tokens is not None:
             return self.max_tokens
@@ -589,17 +608,20 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompts
     max_tokens: int | None = Field(SamplingParams.max_tokens, ge=0, lt=INT32)  # 0: score the prompt
-    # of the model's distribution, before temperature and penalties
+    # by the model's own distribution, that is, before temperature and penalties
     logprobs: NumLogprobs | None = None
     echo: bool = False
-    add_special_tokens: bool = True  # those that the tokenizer puts around a text: its BOS, if any
+    add_special_tokens: bool = True  # whether the tokenizer adds its own, for example a BOS
     messages: ClassVar = ()
     tools: ClassVar = ()
     max_completion_tokens: ClassVar = None
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many log-probabilities besides the chosen token's; None: not even that."""
+        """
+        Return the number of candidates with log-probabilities, in addition to the chosen token.
+        None: the answer has no log-probabilities.
+        """
         return self.logprobs
 
 
@@ -620,13 +642,13 @@ class ToolCall(Part):
 
 
 class Message(Body):
-    model_config = ConfigDict(extra="ignore")  # clients send back whole answers, with all fields
+    model_config = ConfigDict(extra="ignore")  # clients send answers back with all their fields
     nullable: ClassVar = {"content"}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = ""
-    reasoning: str | None = None  # and under its older name, by which templates show it again
-    reasoning_content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name, which templates use
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
@@ -634,7 +656,7 @@ class Message(Body):
     @model_validator(mode="after")
     def check_role(self):
         if self.tool_calls and self.role != "assistant":
-            raise Refused("are an assistant's: leave them out", "tool_calls")
+            raise Refused("are only for the role assistant: leave them out", "tool_calls")
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise Refused("belongs to the role tool, which needs one", "tool_call_id")
         if "content" not in self.model_fields_set and self.role != "assistant":
@@ -647,7 +669,7 @@ class Function(Part):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, Any] = NO_PARAMETERS
-    strict: bool = False  # without effect: all calls keep to the schema
+    strict: bool = False  # no effect, because all calls follow the schema
 
 
 class Tool(Part):
@@ -667,25 +689,25 @@ Messages = Annotated[
 
 class ChatRequest(SamplingRequest):
     """
-    POST /v1/chat/completions. Without max_completion_tokens an answer may be as long as the context
-    allows.
+    POST /v1/chat/completions. Without max_completion_tokens or max_tokens, an answer may be as long
+    as the context allows.
     """
 
     echo: ClassVar = False
 
     messages: Messages
     tools: Tools = []
-    tool_choice: Annotated[str | dict, PlainValidator(name_or_word)] = "auto"
+    tool_choice: Annotated[str | dict, PlainValidator(choice_of_tools)] = "auto"
     parallel_tool_calls: bool = True
     max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
-    # goes before the older max_tokens
+    # takes precedence over the older max_tokens
     max_completion_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
     # variables of the template, such as Qwen3's enable_thinking
     chat_template_kwargs: TemplateVariables = {}
-    add_special_tokens: bool = False  # beside those of the template: most write a BOS themselves
+    add_special_tokens: bool = False  # True: in addition to the template, which often writes a BOS
 
     @model_validator(mode="after")
     def check_logprobs(self):
@@ -698,18 +720,18 @@ class ChatRequest(SamplingRequest):
         if self.tool_choice == "none":
             self.tools = []
         elif not self.functions and "tool_choice" in self.model_fields_set:
-            raise Refused("needs tools, and names one of them if any", "tool_choice")
+            raise Refused("needs tools, and may only name one of these", "tool_choice")
         elif self.tools:
             grammar_text([function.parameters for function in self.functions], "tools")
             if self.tool_choice != "auto":
-                self.stop = []  # strings end text, and all of this answer is calls
+                self.stop = []  # stop strings only end text, and this answer has only calls
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise Refused("has two functions of the same name", "tools")
         return self
 
     @property
     def is_named(self) -> bool:
-        """Return whether tool_choice names the one function to call."""
+        """Return whether tool_choice names the function to call."""
         return isinstance(self.tool_choice, dict)
 
     @property
@@ -720,7 +742,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return the number of log-probabilities, in the form of completions."""
+        """Return what `logprobs` would be in a completion."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -734,7 +756,7 @@ class TokenizeRequest(Body):
     add_generation_prompt: bool = True
     chat_template_kwargs: TemplateVariables = {}  # as in chats
     tools: Tools = []
-    return_token_strs: bool = False  # the page names a prompt's tokens with it
+    return_token_strs: bool = False  # used by the page to show a prompt's tokens
 
     @model_validator(mode="after")
     def check_one(self):

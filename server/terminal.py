@@ -1,12 +1,13 @@
 """
-The model at the terminal, with the engine in this process: a prompt answered, or a conversation.
+The model at the terminal: the answer to a prompt, or a conversation. The engine runs in this
+process.
 
-    python serve.py --prompt "def"        # the answer on stdout, how long it took on stderr
-    python serve.py --prompt - < FILE     # all of standard input, exactly
+    python serve.py --prompt "def"        # prints the answer to stdout, and its speed to stderr
+    python serve.py --prompt - < FILE     # takes all of standard input, unchanged, as the prompt
     python serve.py --chat                # line by line; Ctrl-C stops an answer, Ctrl-D ends
 
-If the checkpoint has a chat template, a prompt is a user's message; without one, or with --raw, it
-is a text to continue. Not run by itself: the flags are in serve.py.
+If the checkpoint has a chat template, a prompt is a user's message. Otherwise, or with --raw, it is
+a text to continue. Not run by itself: the flags are in serve.py.
 """
 
 import contextlib
@@ -22,15 +23,15 @@ from params import SamplingParams
 from server.text import Chat, load_chat
 from tokenizer import Tokenizer, load_tokenizer
 
-PLAIN_TOKENS = 200  # length of a continuation: unlike answers of a chat, texts need not end
-# Terminal escape injection: control characters in a model's text would move the cursor, or worse.
-# Their pictures (Unicode's Control Pictures) are shown instead.
+PLAIN_TOKENS = 200  # length of a continuation; a plain text may never end, unlike a chat's answer
+# Against terminal escape injection: control characters in a model's text could move the cursor, or
+# worse. Unicode's Control Pictures are shown in their place.
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= dict.fromkeys(range(127, 160), "\ufffd")
 
 
 def note(text: str):
-    """Write to stderr what is not the model's: stdout is for texts."""
+    """Write a note to stderr, because stdout is only for the model's text."""
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
@@ -44,23 +45,24 @@ def stream_answer(
     args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
 ) -> str:
     """
-    Show the opening, then an answer as its tokens come, and a note with its speed and the seed that
-    reproduces it. Ctrl-C ends the answer, not the program; its blocks are freed however it ends.
-    `usual` is its length where neither a flag nor the model says one. Returns the text. Raises
-    ValueError for a request that can never be served and RuntimeError for a step that failed.
+    Show the opening, then an answer as its tokens arrive, then a note with its speed and the seed
+    that reproduces it. Ctrl-C ends the answer but not the program. However the answer ends, its
+    blocks are freed. `usual` is its maximum length if neither a flag nor the model gives one.
+    Returns the text. Raises ValueError for a request that can never be served, and RuntimeError for
+    a step that failed.
     """
-    # at least 1: the engine refuses a prompt that is too long, with the numbers
-    room = max(1, engine.max_model_len - len(prompt))
+    # at least 1, so that a prompt that is too long is refused by the engine, with the numbers
+    longest = max(1, engine.max_model_len - len(prompt))
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    own = {"temperature": args.temperature, "max_tokens": min(length, room), "seed": seed}
+    own = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
     params = SamplingParams(**args.sampling | own)
-    # a new id each time: a late token of an interrupted answer is none of the next answer's
+    # a new id each time, or a late token of an interrupted answer would count for the next answer
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
-    pieces = []  # of the text, one for each token, except the one that ended it
+    pieces = []  # of the text: one for each token, except a stop token
     reason = "interrupted"
     show(opening)
     try:
@@ -84,9 +86,9 @@ def stream_answer(
 
 
 def converse(args: Namespace, engine, chat: Chat):
-    """Read lines and answer them until the end of input."""
+    """Read lines from standard input and answer each, until it ends."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  `input` then edits lines, and remembers them
+        import readline  # noqa: F401  gives `input` line editing and a history
 
     note(f"{args.model}: Ctrl-C stops an answer, Ctrl-D ends")
     messages = []
@@ -97,26 +99,26 @@ def converse(args: Namespace, engine, chat: Chat):
                 question = {"role": "user", "content": line}
                 messages = add_answer(args, engine, chat, [*messages, question])
         except EOFError:
-            if sys.stdin.isatty():  # the shell's own prompt gets a line of its own
+            if sys.stdin.isatty():  # so that the shell's prompt starts on a new line
                 print()
             return
-        except KeyboardInterrupt:  # at the prompt, or before an answer begins
+        except KeyboardInterrupt:  # while no answer is being computed
             print()
             note("Ctrl-D ends")
-        except (ValueError, RuntimeError) as error:  # the line is forgotten
+        except (ValueError, RuntimeError) as error:  # the line is not added to the conversation
             note(str(error))
 
 
 def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> list[dict]:
     """
-    Answer a conversation. Returns it with the answer, and without its earlier turns where they
-    leave too little of the context for one. Raises ValueError if the last message alone does not
-    fit, and RuntimeError.
+    Answer a conversation. Returns the conversation with the answer. If its earlier turns leave too
+    little of the context for an answer, they are dropped. Raises ValueError if even the last
+    message does not fit, and RuntimeError if a step failed.
     """
     limit = engine.max_model_len
     prompt = chat.encode(messages, add_generation_prompt=True)
     if len(prompt) > limit * 3 // 4 and len(messages) > 1:
-        note("the context is full: the conversation begins anew")
+        note("the context is full: the conversation starts over")
         messages = messages[-1:]
         prompt = chat.encode(messages, add_generation_prompt=True)
     text = stream_answer(args, engine, prompt, chat.tokenizer, limit)
@@ -125,25 +127,25 @@ def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> lis
 
 def run(args: Namespace, build_engine: Callable):
     """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
-    # a terminal that cannot show a character shows another
+    # characters that the terminal cannot show are replaced
     sys.stdout.reconfigure(errors="replace")
     tokenizer = load_tokenizer(args.model)
     chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
     if args.chat and not chat:
         raise ValueError(
-            f"--chat needs a chat template, {args.model} has none (or --raw is set): continue a "
-            "text with --prompt"
+            f"--chat needs a chat template, but {args.model} has none (or --raw is set): continue "
+            "a text with --prompt"
         )
-    if args.prompt == "-":  # bytes: in text mode line ends would change
+    if args.prompt == "-":  # read as bytes, because text mode would change line ends
         try:
             args.prompt = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:
             message = f"--prompt -: standard input is not UTF-8 ({error}): convert it first"
             raise ValueError(message) from None
     engine = build_engine(args)
-    if "there is no" in engine.device.reason:  # what would make it faster
+    if "there is no" in engine.device.reason:  # something that would make it faster is missing
         note(f"{engine.device.ops.name}, {engine.device.reason}")
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may end first, as in `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may exit first, as in `| head`
     if args.chat:
         sys.stdin.reconfigure(errors="replace")
         converse(args, engine, chat)

@@ -1,17 +1,18 @@
 """
-Texts and conversations -> token ids, and back.
+Converts texts and conversations to token ids, and token ids to text.
 
     chat = load_chat("out/chatty", tokenizer)      # None without a chat template
     ids = chat.encode([{"role": "user", "content": "hello"}])
 
-    encoder = Encoder("out/chatty")                # for an event loop: work is done in two threads
+    encoder = Encoder("out/chatty")                # for an event loop; it works in two threads
     [ids] = await encoder.encode(["def"], True)
 
-The `tokenizers` library releases the GIL while it encodes, so a thread keeps a long text from
-blocking the event loop, and a second thread keeps short texts from waiting for long ones. A chat
-template is a program that comes with the checkpoint: it runs in jinja2's sandbox and for a limited
-time, sees the variables that transformers shows it, and its text becomes the same tokens. Against
-prompt injection, a user's text never becomes a control token (`disguise`).
+The `tokenizers` library releases the GIL while it encodes. So with a thread, a long text does not
+block the event loop. With a second thread, short texts need not wait for long ones.
+
+A chat template is a program that comes with the checkpoint. It runs in jinja2's sandbox, for a
+limited time. It gets the same variables as in transformers, so that a conversation becomes the same
+tokens. Against prompt injection, a user's text never becomes a control token (`disguise`).
 """
 
 import asyncio
@@ -37,18 +38,19 @@ from tokenizer import (
     token_text,
 )
 
-# what belongs to grammars in the HTTP process; None where there are none
+# tools need grammars; None if the stage was deleted
 tools = import_module("server.tools") if "grammar" in STAGES else None
 
-# Encoding takes 0.1 to 2 us a character, whatever the text: for 1,024 or so many ids at most 2 ms.
+# The size of work is the number of characters or ids. Encoding takes 0.1 to 2 us for each of them,
+# whatever the text, so work up to SHORT takes at most 2 ms. Work up to LONG takes up to 0.2 s.
 SHORT = 1024
-LONG = 2**16  # characters and ids: what has more waits in a lane of its own, for up to 0.2 s each
-MAX_WAITING = 2**26  # characters and ids of all that waits in a lane: they are in memory
-MAX_RENDER_SECONDS = 2  # of CPU time: 4 MiB take 0.2 s
-NO_DEFAULT = "{{ raise_exception('this model has a chat template for tools alone: send some') }}"
-PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # characters without a meaning, 131,070 of them
+LONG = 2**16  # work that is larger goes to a lane of its own
+MAX_WAITING = 2**26  # total size of the work that waits in a lane, because its texts are in memory
+MAX_RENDER_SECONDS = 2  # of CPU time; 4 MiB take 0.2 s
+NO_DEFAULT = "{{ raise_exception('this model has a chat template only for tools: send some') }}"
+PRIVATE_USE = "[\U000f0000-\U0010fffd]"  # 131,070 characters without a meaning
 
-Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls"
+Messages = list[dict]  # [{"role", "content"}, ..], perhaps with "name", "tool_calls", ..
 
 
 # --------------------------------------------------------------------------------------------------
@@ -60,21 +62,21 @@ class EncoderBusy(RuntimeError):
 
 
 class TooLong(TokenizerError):
-    """A text that has more tokens than the model takes."""
+    """A text has more tokens than the model accepts."""
 
 
 class Lane:
     """
-    A thread that does one piece of work at a time. Whenever it is free it takes the smallest piece
-    that waits. So a flood of longer texts delays a short one by at most one of them.
+    A thread that does one piece of work at a time. When it is free, it takes the smallest piece
+    that waits. So however many longer texts there are, a short one waits for at most one of them.
     """
 
     def __init__(self, directory: str | Path, variables: dict | None):
-        # Encoding changes fields of a tokenizer, so each thread has one of its own.
+        # encoding changes fields of a tokenizer, so each thread needs its own
         self.tokenizer = load_tokenizer(directory)
         self.chat = load_chat(directory, self.tokenizer, variables)
         self.thread = ThreadPoolExecutor(1)
-        # The size of each piece of work, by a future that is done when its turn has come.
+        # a future that is done when the lane starts a piece of work -> the size of the piece
         self.sizes: dict[asyncio.Future, int] = {}
 
     async def run(self, work: Callable, size: int):
@@ -82,39 +84,40 @@ class Lane:
         if sum(self.sizes.values()) + size > MAX_WAITING:
             raise EncoderBusy("too much text is waiting to be encoded: try again later")
         loop = asyncio.get_running_loop()
-        turn = loop.create_future()
-        self.sizes[turn] = size
+        started = loop.create_future()
+        self.sizes[started] = size
         try:
             self._start_smallest()
-            await turn
+            await started
             return await loop.run_in_executor(self.thread, work, self)
         finally:
-            del self.sizes[turn]
+            del self.sizes[started]
             self._start_smallest()
 
     def _start_smallest(self):
-        if self.sizes and not any(turn.done() for turn in self.sizes):
+        if self.sizes and not any(started.done() for started in self.sizes):
             min(self.sizes, key=self.sizes.get).set_result(None)
 
 
 class Encoder:
     """
-    A checkpoint's tokenizer and chat template for an event loop: the shortest texts are encoded in
-    place, all else in one of two lanes, one for short texts and one for long ones. `variables`: see
-    Chat. Raises TokenizerError, also for a chat template that is broken, or missing.
+    A checkpoint's tokenizer and chat template, for use in an event loop. The shortest texts are
+    encoded immediately. Everything else is encoded in one of two lanes, one for short texts and one
+    for long ones. `variables`: see Chat. Raises TokenizerError, for example for a broken chat
+    template, or for variables without a template.
     """
 
     def __init__(self, directory: str | Path, variables: dict | None = None):
         self.tokenizer = load_tokenizer(directory)
-        self.lanes = [Lane(directory, variables) for _ in range(2)]  # of short texts, of long ones
+        self.lanes = [Lane(directory, variables) for _ in range(2)]  # for short texts, for long
         self.chat = self.lanes[0].chat
 
     async def encode(
         self, texts: list[str], add_special_tokens: bool, most_tokens: float = math.inf
     ) -> list[list[int]]:
         """
-        Token ids of each text; add_special_tokens: with the tokenizer's BOS, if it has one. Raises
-        TooLong, before it encodes, for a text that certainly has more than most_tokens.
+        Return the token ids of each text. `add_special_tokens`: with the tokenizer's BOS, if it has
+        one. If a text certainly has more than `most_tokens`, raises TooLong before encoding it.
         """
         for text in texts:
             check_length(self.tokenizer, text, most_tokens)
@@ -122,11 +125,11 @@ class Encoder:
         def work(lane) -> list[list[int]]:
             return [lane.tokenizer.encode(text, True, add_special_tokens) for text in texts]
 
-        # beside its characters, each text costs a call: as much as some 16 characters
+        # each text also takes a call, which costs about as much as 16 characters
         return await self._run(work, sum(len(text) + 16 for text in texts))
 
     async def decode(self, ids: list[int]) -> str:
-        """Return the text of tokens, with control tokens by their names."""
+        """Return the text of tokens, with the names of control tokens."""
         return await self._run(lambda lane: lane.tokenizer.decode(ids, False), len(ids))
 
     async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
@@ -135,30 +138,31 @@ class Encoder:
         def work(lane) -> list[int]:
             return lane.chat.encode(messages, *limits, **options)
 
-        # templates also show options: a tool's description may be longer than all messages
+        # templates also include options: the description of a tool may be longer than all messages
         size = len(str([messages, options]))
         return await self.lanes[size > LONG].run(work, size)
 
     async def _run(self, work: Callable, size: int):
         """
-        Return `work(lane)`: done in place if it takes at most 2 ms, which a regular expression of
-        the checkpoint may not. Raises EncoderBusy if too much waits already.
+        Return `work(lane)`. Work that is sure to take at most 2 ms is done immediately. This is not
+        sure if the tokenizer has a regular expression of its own. Raises EncoderBusy if too much
+        waits already.
         """
         if size <= SHORT and self.tokenizer.has_known_pattern:
             return work(self)
         return await self.lanes[size > LONG].run(work, size)
 
     def close(self):
-        """Drop what the threads have not begun."""
+        """Drop all work that the threads have not started."""
         for lane in self.lanes:
             lane.thread.shutdown(wait=False, cancel_futures=True)
 
 
 def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
-    """Raise TooLong for a text that certainly has more tokens, without encoding it."""
+    """Raise TooLong if a text certainly has more than `most_tokens`, without encoding it."""
     least = tokenizer.least_tokens(text)
     if least > most_tokens:
-        # client libraries look for the first words
+        # client libraries search for this phrase
         limit = f"this model's maximum context length is {most_tokens} tokens"
         raise TooLong(f"{limit}, the prompt has at least {least:,}: shorten it")
 
@@ -169,9 +173,9 @@ def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
 
 def read_templates(directory: Path) -> dict[str, str]:
     """
-    Return the sources of the templates by their names, as transformers finds them: in files of
-    their own, or else in the tokenizer's configuration. A single one is the "default". Raises
-    TokenizerError for a template that is no text.
+    Return the sources of the templates by name. Like transformers, look for files of templates
+    first, then in the tokenizer's configuration. A single template is named "default". Raises
+    TokenizerError for a template that cannot be read or is not a string.
     """
     files = [*directory.glob("chat_template.jinja")]
     files += directory.glob("additional_chat_templates/*.jinja")
@@ -188,7 +192,7 @@ def read_templates(directory: Path) -> dict[str, str]:
             elif isinstance(templates, str):
                 templates = {"default": templates}
             if not all(isinstance(source, str) for source in templates.values()):
-                raise TypeError("its chat_template is no text")
+                raise TypeError("its chat_template is not a string")
     except MALFORMED as error:
         raise TokenizerError(
             f"{path} is broken ({type(error).__name__}: {error}): restore it"
@@ -200,8 +204,8 @@ def load_chat(
     directory: str | Path, tokenizer: Tokenizer, variables: dict | None = None
 ) -> "Chat | None":
     """
-    The chat of a checkpoint directory, None without a template. Raises TokenizerError for a
-    template that is broken, and for variables without a template.
+    Return the chat of a checkpoint directory, or None if it has no template. Raises TokenizerError
+    for a broken template, and for variables without a template.
     """
     directory = Path(directory)
     templates = read_templates(directory)
@@ -219,13 +223,13 @@ def load_chat(
 
 class Chat:
     """
-    A compiled template, and the tokenizer of its text. `variables` are those of the template that
-    a conversation does not set itself. `tool_source` is the template for conversations with tools,
-    if they have one of their own.
+    A compiled template, and the tokenizer for its text. `variables` are defaults for the template's
+    variables, which a conversation may override. `tool_source` is the template for conversations
+    with tools, if there is a separate one.
 
     call_tags   see tools.find_tags
     thoughts    see tools.find_thoughts
-    tokens      the markers in the model's answers that are tokens, by their names
+    tokens      {marker: token id} for those markers in the model's answers that are tokens
     """
 
     def __init__(
@@ -253,7 +257,7 @@ class Chat:
         sources = [source, tool_source or source]
         try:  # the templates without and with tools
             self.templates = [environment.from_string(with_clock(environment, s)) for s in sources]
-        except Exception as error:  # jinja2's own, and those of constants that it computes
+        except Exception as error:  # of jinja2, or of an expression that it evaluates already
             raise TokenizerError(f"the chat template is broken: {error}") from None
 
     def encode(
@@ -266,14 +270,14 @@ class Chat:
     ) -> list[int]:
         """
         Return the token ids of a conversation. Options, such as add_generation_prompt, are
-        variables of the template. The template writes its own control tokens, BOS included;
-        add_special_tokens would add a second BOS. Raises TokenizerError, and TooLong as
-        Encoder.encode does.
+        variables of the template. A template writes its own control tokens, including BOS, so
+        `add_special_tokens` would add a second BOS. Raises TokenizerError, and TooLong like
+        Encoder.encode.
 
         Against prompt injection: the name of a control token becomes that token only in the
-        template's own text and in roles. In all else, options too, it stays text, so that a user
-        cannot end the turn and speak as the system. Only the markers in the model's own answers are
-        tokens again: templates look for them.
+        template's own text and in roles. Everywhere else, including options, it stays text, so a
+        user cannot end the turn and speak as the system. There is one exception: markers in the
+        model's own answers become tokens, because templates look for them.
         """
         options = self.variables | options
         disguised, options, originals = disguise(
@@ -283,12 +287,12 @@ class Chat:
         check_length(self.tokenizer, text, most_tokens)
         ids = self.tokenizer.encode(text, True, add_special_tokens, originals)
         if not ids:
-            raise TokenizerError("the chat template makes no text of this conversation")
+            raise TokenizerError("the chat template produces no text for this conversation")
         return ids
 
     def render(self, messages: Messages, /, **options) -> str:
         """
-        The text of a conversation. Raises TokenizerError where the template fails at it, or takes
+        Return the text of a conversation. Raises TokenizerError if the template fails, or takes
         more than MAX_RENDER_SECONDS of its thread's time.
         """
         end = time.thread_time() + MAX_RENDER_SECONDS
@@ -305,12 +309,12 @@ class Chat:
             return template.render(unset | options | own)
         except TokenizerError:
             raise
-        except Exception as error:  # a template is a program, so any exception may come
+        except Exception as error:  # a template is a program, and can raise any exception
             raise TokenizerError(f"the chat template refuses this conversation: {error}") from None
 
 
 def make_environment():
-    """jinja2's sandbox with what transformers adds to it, so that the hub's templates run."""
+    """Return jinja2's sandbox with the additions of transformers, for templates of the hub."""
     try:
         from jinja2 import nodes
         from jinja2.ext import Extension, loopcontrols
@@ -318,13 +322,13 @@ def make_environment():
     except ImportError:
         raise TokenizerError(
             "this checkpoint has a chat template, which needs jinja2: `pip install jinja2`, or add "
-            "--raw to have text continued as it stands at the terminal"
+            "--raw, with which --prompt is a text to continue"
         ) from None
 
     class Generation(Extension):
         """
-        {% generation %} .. {% endgeneration %} marks the model's words, for training. Here they are
-        just text.
+        The tag {% generation %} .. {% endgeneration %}, which marks the model's words for training.
+        Here it has no effect.
         """
 
         tags = frozenset(["generation"])
@@ -352,7 +356,7 @@ def make_environment():
 
 
 def with_clock(environment, source: str):
-    """Parse a template, so that each turn of a loop and each call of a macro looks at the clock."""
+    """Parse a template so that each iteration of a loop and each macro call checks the clock."""
     from jinja2 import nodes
 
     check = environment.parse("{% if check_clock() %}{% endif %}").body
@@ -371,13 +375,13 @@ class ControlNames:
 
     def __init__(self, names):
         self.names = [*names]
-        # a name may begin in one message and end in the next, or in the template's own text
-        self.beginnings = {name[:n] for name in names for n in range(1, len(name))}
-        self.ends = {name[n:] for name in names for n in range(1, len(name))}
+        # a name could begin in one message and end in the next, or in the template's own text
+        self.prefixes = {name[:n] for name in names for n in range(1, len(name))}
+        self.suffixes = {name[n:] for name in names for n in range(1, len(name))}
         self.longest = max(map(len, names), default=0)
 
     def disguise(self, value, stand_ins: dict[str, str]):
-        """Plain data with each text in it disguised, also names of fields."""
+        """Return plain data in which all strings are disguised, including keys."""
         if isinstance(value, list):
             return [self.disguise(item, stand_ins) for item in value]
         if isinstance(value, dict):
@@ -389,17 +393,18 @@ class ControlNames:
 
     def _disguise_text(self, text: str, stand_ins: dict[str, str]) -> str:
         """
-        The text with a stand-in for the first character of each name, also of parts of names at its
-        ends. (One regular expression of 256 names would hold the GIL for seconds over 4 MiB.)
+        Return the text with a stand-in for the first character of each name. Parts of names at
+        either end of the text are disguised too. (A regular expression of 256 names would hold the
+        GIL for seconds on 4 MiB.)
         """
         for name in self.names:
-            while name in text:  # again: in <<< the name << begins twice
+            while name in text:  # may need to repeat: in <<< the name << begins twice
                 text = text.replace(name, stand_ins[name[0]] + name[1:])
         for n in range(1, min(self.longest, len(text) + 1)):
             start = len(text) - n
-            if text[start:] in self.beginnings:
+            if text[start:] in self.prefixes:
                 text = text[:start] + stand_ins[text[start]] + text[start + 1 :]
-            if text[:n] in self.ends:
+            if text[:n] in self.suffixes:
                 text = stand_ins[text[0]] + text[1:]
         return text
 
@@ -408,25 +413,26 @@ def disguise(
     messages: Messages, options: dict, names: ControlNames, names_in_answers: ControlNames
 ) -> tuple[Messages, dict, dict[int, str]]:
     """
-    Replace, in all that users write freely, the first character of each control token's name by a
-    stand-in: a private-use character that occurs nowhere in this conversation. The template may
-    then do what it likes with the messages and options: all names in its text are its own. Returns
-    both, and a table for `str.translate` that turns stand-ins back.
+    Disguise the names of control tokens in everything that users can write freely. The first
+    character of each name is replaced by a stand-in, a private-use character that occurs nowhere in
+    this conversation. The template may then do anything with the messages and options: a name in
+    its output is always its own. Returns the messages, the options, and a table for `str.translate`
+    that replaces stand-ins by the original characters.
 
-    Marking where messages begin and end would not do: templates strip messages, split and compare
-    them. Nor would encoding messages apart from the template's text: a token may reach from one
-    into the other.
+    Two simpler ways would not work. One is to mark where messages begin and end: templates strip,
+    split and compare messages. The other is to encode messages separately from the template's text:
+    a token may extend from one into the other.
     """
     everything = json.dumps([messages, options], ensure_ascii=False)
     used = set(re.findall(PRIVATE_USE, everything))
     unused = (c for c in map(chr, range(0xF0000, 0x10FFFE)) if c not in used)
-    # the stand-in of each character, made when it is needed
+    # character -> its stand-in, chosen when it is first needed
     stand_ins = defaultdict(lambda: next(unused, ""))
-    # a template looks its variables up by their names: these stay
+    # names of variables are not disguised, because templates look variables up by name
     options = {name: names.disguise(value, stand_ins) for name, value in options.items()}
 
     def disguise_field(message: dict, field: str):
-        if field == "role":  # one of a few words, of which templates make control tokens
+        if field == "role":  # one of a few fixed words, which templates turn into control tokens
             return message[field]
         is_answer = field == "content" and message["role"] == "assistant"
         return (names_in_answers if is_answer else names).disguise(message[field], stand_ins)

@@ -1,15 +1,16 @@
 """
-Tools: how a chat template writes their calls, a grammar for the answer, and the calls in its text.
-And thoughts, which some models write before an answer.
+Tools: find out how a chat template writes calls, make a grammar for the answer, and parse the calls
+in the answer's text. The same for thoughts, which some models write before an answer.
 
     tags = find_tags(source)                               # ["<tool_call>", "</tool_call>"]
     grammar_of_calls(body, tags, {"<tool_call>": 3})       # Lark, for the engine
     reader = Reader(tags, find_thoughts(source))
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
-    reader.read('ments": {"a"', False)                     # a call's first delta, and its next one
+    reader.read('ments": {"a"', False)                     # the first two deltas of a call
 
-Not run by itself: answers.py makes a reader for each choice. A call is written as in Hermes' and
-Qwen's templates, so its parts are found by what stands between them; without tags, on one line.
+Not run by itself: answers.py makes a reader for each choice. Calls are written as in the templates
+of Hermes and Qwen, below. The grammar ensures this form, so a call can be split at its fixed parts.
+If the template has no tags, a call is on one line, without tags.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
@@ -25,21 +26,21 @@ from copy import copy, deepcopy
 from engine.schemas import drop_neutral
 
 MAX_CALLS = 16  # in one answer
-# Written as json.dumps writes it, as in the templates. So a newline stands only after a call. The
-# key replaces the client's own, which could switch checks off.
+# Options for the library. JSON is written as by json.dumps, like in the templates. So there is no
+# newline before the end of a call. The options replace a client's own, which could disable checks.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # </think>, </thinking>, </seed:think>, [/THINK], ..
 AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
-NO_TAGS = ["", ""]  # of a template whose calls are in no form that we know
-START, THINKING, TEXT, NAME = range(-2, 2)  # places of a reader
-NEVER = "\ud800"  # half a character, which is in no text
+NO_TAGS = ["", ""]  # for templates that write calls in an unknown form
+START, THINKING, TEXT, NAME = range(-2, 2)  # states of a reader; 2: in the arguments
+NEVER = "\ud800"  # a marker that never occurs: a lone surrogate is not in any text
 
 
 def find_tags(source: str) -> list[str]:
     """
-    The tags before and after a call, if a chat template has the model write them as Hermes',
-    Qwen2.5's and Qwen3's do. NO_TAGS if it does not show tools, or has calls in another form, as
-    Qwen3-Coder's in XML.
+    Return the tags before and after a call, if a chat template writes calls like those of Hermes,
+    Qwen2.5 and Qwen3. Return NO_TAGS if it does not support tools, or writes calls in another form,
+    for example in XML like Qwen3-Coder.
     """
     source = source.replace("\\", "")  # a quote may be escaped
     parts = ["tools", "<tool_call>", '"arguments": ']
@@ -48,27 +49,27 @@ def find_tags(source: str) -> list[str]:
 
 
 def schema_of(function) -> dict:
-    """The schema of a function's arguments."""
+    """Return the schema of a function's arguments."""
     return drop_neutral(function.parameters) | {"type": "object"}
 
 
 def symbol(marker: str, tokens: dict[str, int]) -> str:
     """
-    A marker in Lark. Where the tokenizer has a token of this name, the model learnt that token, and
-    not how to spell it.
+    Return a marker in Lark. If the tokenizer has a token of this name, the grammar must name the
+    token, because the model was trained to write it as that token.
     """
     return f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
 
 
 def lazy_text(marker: str) -> str:
-    """Lark for TEXT, and for `text`, which ends with the first marker."""
+    """Return Lark rules for TEXT, which is any text, and `text`, which ends with the marker."""
     return f"text[lazy]: TEXT {json.dumps(marker)}\nTEXT: /(.|\\n)*/\n"
 
 
 def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
     """
-    Lark for the answer to a protocol.ChatRequest with tools. Where it is free to call none, the
-    opening tag begins a call. `tokens`: see Chat.
+    Return Lark for the answer to a protocol.ChatRequest with tools. If the answer need not call a
+    tool, a call begins at the opening tag. `tokens`: see Chat.
     """
     opening, closing = tags
     before, after = symbol(opening, tokens), '"}\\n" ' + symbol(closing, tokens)
@@ -81,15 +82,16 @@ def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
     more = "" if is_one else f"(/\\n?/ {before} call){{0,{MAX_CALLS - 1}}}"
     start = f"start: {before} call {more}"
     if body.tool_choice == "auto":
-        start = f"start: TEXT | (text | TEXT {before}) call {more}\n"  # spelled, or the token
+        # the tag is spelled out (the end of `text`), or written as the token (`before`)
+        start = f"start: TEXT | (text | TEXT {before}) call {more}\n"
         start += lazy_text(opening)
     return f"{start}\ncall: {' | '.join(calls)}\n"
 
 
 def find_thoughts(source: str) -> list[str]:
     """
-    Return the markers before and after what a model thinks, by its chat template or by the names of
-    its tokens. [] if they know of none.
+    Return the markers before and after a model's thoughts. `source` has its chat template and the
+    names of its tokens. Return [] if these contain no such markers.
     """
     found = AFTER_THOUGHTS.search(source)
     return [found[0].replace("/", ""), found[0]] if found else []
@@ -97,9 +99,9 @@ def find_thoughts(source: str) -> list[str]:
 
 def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
     """
-    Return Lark for thoughts, if there are any, and then another grammar, `@answer`. `markers` are
-    those to come: without the first the prompt has begun the thoughts. may_end: the text may end
-    within them.
+    Return Lark for an answer that may begin with thoughts, and then follows another grammar,
+    `@answer`. `markers` are the markers that are still to come. There is only the closing one if
+    the prompt ends with the opening one. `may_end`: the answer may end within its thoughts.
     """
     *opening, closing = markers
     start = "thought @answer" + " | TEXT" * may_end
@@ -111,35 +113,38 @@ def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) ->
 
 class Reader:
     """
-    Reads an answer as it comes: thoughts, the text before its calls, and each call piece by piece.
-    `tags` is None without tools; `ahead`: see grammar_before; `hidden`: markers that are not shown
-    where they mark nothing.
+    Parses an answer as it arrives: thoughts, the text before the calls, and each call piece by
+    piece. `tags` is None without tools. `ahead` has the markers of thoughts that are still to come,
+    like `markers` of grammar_before. `hidden` markers are removed from text and thoughts.
     """
 
     def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
         before, after = tags or (NEVER, "")
-        # the third: after the arguments; the last: those of thoughts
+        # before the name of a call, after it, after the arguments, and those of thoughts
         self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
-        self.place = -len(ahead)  # before which of them the text is
-        self.at_border = self.place == THINKING  # newlines beside a thought are not part of it
-        self.text = ""  # not read yet
+        self.place = -len(ahead)  # the state: the index in `markers` of the next one
+        self.at_border = self.place == THINKING  # newlines around thoughts are not part of them
+        self.text = ""  # not parsed yet
         self.thought = self.content = ""
         self.calls = []
 
     def is_text(self, text: str, token: str) -> bool:
-        """Return whether this token after this text may be text, which stop strings end."""
+        """Return whether a token after this text may belong to text, where stop strings apply."""
         if self.calls:
             return False
-        ahead = copy(self)  # a deep copy would take 18 us for each token
-        ahead.calls = []
-        ahead.read(text, False)
-        if ahead.calls or ahead.place not in (START, TEXT):
+        probe = copy(self)  # a deep copy would take 18 us for each token
+        probe.calls = []
+        probe.read(text, False)
+        if probe.calls or probe.place not in (START, TEXT):
             return False
-        return not ahead.at_border or bool(token.strip("\n"))
+        return not probe.at_border or bool(token.strip("\n"))
 
     def read(self, text: str, is_end: bool) -> list[dict]:
-        """OpenAI's deltas for more text. What may be the beginning of a marker is held back."""
+        """
+        Return OpenAI's deltas for new text. The end of the text is held back while it may be the
+        beginning of a marker.
+        """
         self.text += text
         if self.place == START:
             start, opening = self.text.lstrip(), self.markers[START]
@@ -159,15 +164,15 @@ class Reader:
             end = self.text.find(marker)
             is_found = end >= 0
             if not is_found:
-                is_over = is_end and not self.calls  # it was text
+                is_over = is_end and not self.calls  # then nothing is held back
                 end = len(self.text) - (0 if is_over else begun(self.text, marker))
             if self.place == NAME and not is_found:
-                break  # the name has not all come
+                break  # the name is incomplete
             piece = self.text[:end]
             if self.place == THINKING:
                 piece = piece.rstrip("\n")
                 self.at_border |= is_found
-            if piece and (self.place or not self.calls):  # between calls is space
+            if piece and (self.place or not self.calls):  # not the space between calls
                 deltas.append(self.take(piece))
             self.text = self.text[end + len(marker) if is_found else len(piece) :]
             if is_found:
@@ -175,7 +180,7 @@ class Reader:
         return deltas
 
     def take(self, piece: str) -> dict:
-        """The delta of what was read."""
+        """Return the delta for a piece of text in the present state."""
         if self.place <= TEXT:
             for marker in self.hidden:
                 piece = piece.replace(marker, "")
@@ -196,19 +201,19 @@ class Reader:
         return {"tool_calls": [{"index": len(self.calls) - 1} | new]}
 
     def message(self) -> dict:
-        """The fields of a whole message."""
-        nothing = None if self.calls or self.markers[3:] else ""
-        message = {"content": self.content or nothing} | thought(self.thought)
+        """Return the fields of a whole message."""
+        empty = None if self.calls or self.markers[3:] else ""
+        message = {"content": self.content or empty} | thought(self.thought)
         return message | {"tool_calls": self.calls} if self.calls else message
 
 
 def thought(text: str) -> dict:
-    """The fields of what was thought: vLLM's name now, and its older one."""
+    """Return the fields for a thought, under vLLM's present and older names."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def begun(text: str, marker: str) -> int:
-    """How many characters of the marker the text ends with."""
+    """Return the number of characters of the marker that the text ends with."""
     count = len(marker) - 1
     while count > 0 and not text.endswith(marker[:count]):
         count -= 1

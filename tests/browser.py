@@ -1,10 +1,10 @@
 """
-The live page in a real browser, Debian's chromium, headless, driven by playwright: what the tests
-of its parts share. Without chromium they are skipped.
+The live page in a real browser: Debian's chromium, headless, driven by playwright. This file has
+what the tests of its parts share. Without chromium they are skipped.
 
     page = open_page(server.url)        # the fixture: a page that may not complain
     wait_for(page, "tape.at > 4")
-    page("tape.at")                     # a value of the page's
+    page("tape.at")                     # the value of an expression on the page
 """
 
 import json
@@ -30,10 +30,10 @@ MEDIA = {"color_scheme": "light", "reduced_motion": "no-preference"}
 ORIGIN = "http://page.test"  # of pages without a server: the test answers
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 CONTEXT = 512  # the default model's
-# of 16 tokens: three quarters of what the default model's 64 texts can need
+# of 16 tokens: three quarters of what the default model's 64 texts may need
 NUM_BLOCKS = 64 * CONTEXT // 16 * 3 // 4
-# All calls are over, and what the engine did for them is on the tape, whose lines come apart from
-# the answers, and has been played.
+# All calls are over, and what the engine did for them has arrived and been played. (Lines of the
+# tape come separately from the answers.)
 IS_OVER = "stops.size === 0 && calls.size"
 IS_IDLE = 'tape.lines.at(-1).event === "idle" && tape.at === tape.lines.length - 1'
 IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
@@ -44,8 +44,8 @@ IS_PLAYED = f"""{IS_OVER} && {IS_IDLE}
 @pytest.fixture(scope="module")
 def chromium():
     """
-    The browser's context, and its pages that no test has: to use one again costs half as much as a
-    new one, and the live page keeps nothing there.
+    Return the browser's context, and its free pages. Reusing a page takes half as long as opening a
+    new one, and the live page stores nothing in it.
     """
     if not CHROMIUM:
         pytest.skip("needs chromium: apt-get install chromium")
@@ -57,7 +57,7 @@ def chromium():
 
 
 class Page:
-    """Playwright's page, called with an expression in JavaScript for its value there."""
+    """Playwright's page. Call it with an expression in JavaScript to get its value on the page."""
 
     def __init__(self, page):
         self.page = page
@@ -80,14 +80,14 @@ class Page:
 
 
 def wait_for(page, condition: str):
-    """Until this is true there. Playwright's own wait is what the page's policy forbids."""
+    """Wait until this is true on the page. The page's policy forbids playwright's own wait."""
     wait_until(lambda: page(f"Boolean({condition})"))
 
 
 @pytest.fixture
 def open_page(chromium):
     """
-    open_page(url, ..) is a page there. Afterwards none of them may have complained, nor asked
+    Return open_page(url, ..), which opens a page. At the end, no page may have complained or called
     another origin.
     """
     context, free = chromium
@@ -96,7 +96,7 @@ def open_page(chromium):
     def open_page(url=ORIGIN, told=None, wait="state.num_blocks", size=(1440, 900), **media):
         page = free.pop() if free else Page(context.new_page())
         pages.append(page)
-        page.expected = "^$"  # a pattern of complaints that belong to the test
+        page.expected = "^$"  # a pattern of complaints that the test expects
         page.complaints = []
         page.origin = re.match(r"https?://[^/]+|file://", url)[0]
         width, height = size
@@ -104,13 +104,13 @@ def open_page(chromium):
         page.emulate_media(**MEDIA | media)
         if url.startswith(ORIGIN):
             page.route("**/*", lambda route: answer(route, told))
-        page.bring_to_front()  # behind another it draws once a second
+        page.bring_to_front()  # a page in the background draws once a second
         page.goto(url)
         wait_for(page, wait)
         return page
 
     yield open_page
-    for page in pages:  # all as new ones
+    for page in pages:  # make all pages like new
         page.mouse.move(0, 0)
         page.goto("about:blank")
         page.unroute_all()
@@ -125,8 +125,8 @@ def jsonl(lines) -> str:
 
 def answer(route, told):
     """
-    What a server without a model answers: the page, with a record [(line, ..), ..] inside if there
-    is one.
+    Answer like a server without a model: with the page, including a record [(line, ..), ..] if
+    there is one.
     """
     path = route.request.url.removeprefix(ORIGIN)
     if path in ("", "/"):
@@ -140,7 +140,7 @@ def answer(route, told):
 
 
 def live_page(open_page):
-    """A page without a server: the test gives it lines, by takeIn(lines)."""
+    """Return a page without a server. The test sends it lines by takeIn(lines)."""
     page = open_page(wait="document.title")
     page.expected = "404"
     page("listening.abort(); server.is = 'Live'")
@@ -148,7 +148,7 @@ def live_page(open_page):
 
 
 def write(page, text: str):
-    """Into the prompt's box, in place of what it has, key by key."""
+    """Type this text, key by key, in place of what the prompt's box has."""
     page.click("[name=prompt]")
     page.keyboard.press("Control+A")
     page.keyboard.press("Delete")
@@ -161,7 +161,7 @@ def send(page, text: str):
 
 
 def add_tokens(page, *names: str, **others: float):
-    """To an answer of the page, each with these others that were likely."""
+    """Add tokens to an answer of the page. Each has these others as likely alternatives."""
     page(
         """([names, others]) => { const [answer] = addArticle([{ text: "def " }], 1);
             for (const [i, token] of names.entries())
@@ -171,13 +171,13 @@ def add_tokens(page, *names: str, **others: float):
 
 
 def violations(page, part: str | None = None) -> list:
-    """Axe's, of accessibility."""
+    """Return Axe's violations of accessibility."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     return axe.run(page.page, part).response["violations"]
 
 
 def save_random_model(folder, template: str = "", context_length: int = 256):
-    """A model whose tokens are bytes and whose answers do not end before their length."""
+    """Save a model whose tokens are bytes, and whose answers never end before their length."""
     tokenizer = bpe_tokenizer([])
     sizes = {"context_length": context_length, "n_layer": 2, "n_head": 2, "n_embd": 32}
     model = GPT(GPTConfig(tokenizer.vocab_size, **sizes))
@@ -193,7 +193,7 @@ def save_random_model(folder, template: str = "", context_length: int = 256):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A random model with a chat template and the default model's context."""
+    """Return a random model with a chat template and the default model's context."""
     return save_random_model(tmp_path_factory.mktemp("random"), CHAT, CONTEXT)
 
 
@@ -205,7 +205,7 @@ def server(checkpoint):
 
 @pytest.fixture
 def live(open_page, server):
-    """A page of a server, which is idle again afterwards."""
+    """Return a page with a server, which is made idle again afterwards."""
     page = open_page(server.url)
     yield page
     page("stopAll(); leaveTour(); goLive()")

@@ -1,10 +1,10 @@
 """
 A tiny model that calls tools: its chat template shows them and writes calls as Qwen's does.
 
-    save_caller(folder)        # a checkpoint of random weights, a token a byte
+    save_caller(folder)        # a checkpoint of random weights, one token per byte
 
-Its weights know nothing of calls. A token of its own begins one: a bias of 100 for TAG makes every
-answer that is free to call a tool begin with it.
+Its weights know nothing of calls. A special token, TAG, begins one. With a bias of 100 for TAG,
+every answer that may call a tool begins with it.
 """
 
 import re
@@ -36,19 +36,19 @@ TEMPLATE = SHOWN + TALK.replace("CALL", QWEN)
 
 
 def ids_of(tokens: Iterable[str]) -> dict[str, int]:
-    """Of the tokens that `save_tokens` adds."""
+    """Return the ids of the tokens that `save_tokens` adds."""
     return {name: TAG + i for i, name in enumerate(tokens)}
 
 
 def with_tokens(text: str, tokens: Iterable[str]) -> list[int]:
-    """The bytes of a text, with tokens for its markers where there are some."""
+    """Return the bytes of a text, with its markers as tokens where such tokens exist."""
     ids = ids_of(tokens)
-    parts = re.split(r"(</?think>|<tool_call>|(?<=\n)</tool_call>)", text)  # in JSON it is none
+    parts = re.split(r"(</?think>|<tool_call>|(?<=\n)</tool_call>)", text)  # not within JSON
     return [i for part in parts for i in ([ids[part]] if part in ids else part.encode())]
 
 
 def save_tokens(folder: Path, tokens: dict[str, bool], template: str = TEMPLATE):
-    """A token a byte, an end, and these: whether each is a control token."""
+    """Save one token per byte, an end, and these tokens: whether each is a control token."""
     backend = bpe_tokenizer([]).backend
     for name, special in tokens.items():
         backend.add_tokens([AddedToken(name, special=special)])

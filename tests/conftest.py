@@ -1,7 +1,8 @@
 """
-Settings of all tests. Without a GPU, the Triton kernels run on CPU tensors in Triton's interpreter,
-which must be set before it is imported. One torch thread: tests run in two processes, and their
-tensors are small; on a busy machine a second thread makes them ten times slower, not faster.
+Settings for all tests. Without a GPU, the Triton kernels run on CPU tensors in Triton's
+interpreter, which must be chosen before Triton is imported. torch uses one thread: tests run in two
+processes and their tensors are small, so on a busy machine a second thread would make them ten
+times slower, not faster.
 """
 
 import atexit
@@ -21,10 +22,11 @@ from filelock import FileLock
 
 # so that their failures show numbers
 pytest.register_assert_rewrite("http_oracle", "judging", "wires")
-# Each client of httpx has one, for https that no test uses: it takes 25 ms to read certificates.
+# Each httpx client has a context for https, which no test uses. Reading the certificates takes 25
+# ms.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
-# A shell's background job ignores Ctrl-C, what nohup starts ignores hang-ups, and so would all
-# children.
+# A shell's background job ignores Ctrl-C, and what nohup starts ignores hang-ups. All child
+# processes would inherit this.
 HANDLERS = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
 for number, handler in HANDLERS.items():
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -32,7 +34,10 @@ for number, handler in HANDLERS.items():
 
 
 def pytest_configure(config):
-    """For the processes that run tests. One that only hands them out is spared the seconds."""
+    """
+    Prepare the processes that run tests. The process that only distributes tests skips these
+    seconds.
+    """
     if getattr(config.option, "numprocesses", 0) and not hasattr(config, "workerinput"):
         return
     import interpreting
@@ -40,13 +45,13 @@ def pytest_configure(config):
     from hypothesis import HealthCheck, settings
 
     torch.set_num_threads(1)
-    # the same examples each time: whether `make test` passes is a question about the commit
+    # the same examples each time: whether `make test` passes should depend only on the commit
     health = [HealthCheck.too_slow]
     settings.register_profile("same", derandomize=True, suppress_health_check=health)
     settings.load_profile("same")
     if not torch.cuda.is_available():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-        # Of each seed they write down the whole stack, should a GPU come later.
+        # For each seed torch would record the whole stack, in case a GPU is initialised later.
         for kind in torch.cuda, torch.xpu, torch.mtia:
             kind.manual_seed_all = lambda seed: None
     if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
@@ -56,7 +61,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)
 def pytest_terminal_summary(terminalreporter):
-    """One line: how many tests were left out, and what they need."""
+    """Print one line: how many tests were left out, and what they need."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [report.longrepr[2].removeprefix("Skipped: ") for report in skipped]
     counts = Counter(reason.partition(":")[0] for reason in reasons).most_common()
@@ -68,8 +73,8 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(scope="session", autouse=True)
 def models_are_trained_once(tmp_path_factory):
     """
-    Training takes two seconds a model, so the processes that share the tests share what
-    test_paged.py trains.
+    Share what test_paged.py trains among all test processes, because training takes two seconds per
+    model.
     """
     if "test_paged" not in sys.modules:
         return
@@ -79,7 +84,7 @@ def models_are_trained_once(tmp_path_factory):
 
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # that of all processes of this run
+        folder = folder.parent  # the folder of all processes of this run
     folder = Path(os.environ.get("TRAINED_MODELS", folder))
     train = test_paged.train
 
@@ -100,8 +105,8 @@ def models_are_trained_once(tmp_path_factory):
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config, items):
     """
-    Mark slow the cases of a test that its `@pytest.mark.quick(*patterns)` does not name. Raises
-    ValueError for a pattern without a case: a typing error would make them all slow.
+    Mark as slow the cases of a test that its `@pytest.mark.quick(*patterns)` does not name. Raises
+    ValueError for a pattern without a case, because a typing error would make all cases slow.
     """
     named = set()
     found = set()
@@ -119,6 +124,6 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """Have Python not look for garbage among what was imported, again and again."""
+    """Keep Python from searching the imported modules for garbage again and again."""
     gc.freeze()
     atexit.register(gc.unfreeze)

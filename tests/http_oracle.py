@@ -1,6 +1,6 @@
 """
-The answers that clients of simulator_http.py must have got, and the counts that the metrics must
-show: by a reference as plain as can be, which has each answer whole at once.
+The answers that clients of simulator_http.py must get, and the counts that the metrics must show.
+They come from a reference that is as plain as possible, and computes each answer at once.
 """
 
 import json
@@ -28,16 +28,16 @@ def prompts_of(call: dict) -> list[list[int]]:
 
 
 def count_of(call: dict) -> int:
-    """How many choices a call asks for."""
+    """Return how many choices a call asks for."""
     if not call["path"].endswith("completions"):
         return 0
     if "refused" in call:
-        return 1  # which may come as far as the queue
+        return 1  # it may get as far as the queue
     return len(prompts_of(call)) * call["body"].get("n", 1)
 
 
 def expected(call: dict) -> list[Choice]:
-    """All choices of a call."""
+    """Return all choices of a call."""
     body = call["body"]
     return [
         expected_choice(body, script(tuple(prompt), body["seed"], i))
@@ -70,7 +70,7 @@ def text_of(tokens: list[int], errors: str) -> str:
 
 
 class Judge:
-    """Of one call: whether what came of it may be."""
+    """Judges one call: whether its result is allowed."""
 
     def __init__(self, world, caller, call: dict, answer: Answer):
         self.world = world
@@ -94,7 +94,7 @@ class Judge:
         if answer.status is None:
             return
         if answer.headers.get("x-request-id") != self.id:
-            # its connection was one too many: the answer is to no call, and has an id of its own
+            # its connection was one too many: the answer is not for this call, and has its own id
             assert answer.status == 503 and self.is_too_many(), "it is refused a connection"
             return
         assert {*logged} <= {answer.status, 499}, f"the log says {logged}"
@@ -113,8 +113,8 @@ class Judge:
 
     def check_time(self):
         """
-        No answer takes longer than --request-seconds, and none begins when the server has been
-        stopped.
+        Check that no answer takes longer than --request-seconds, and none begins after the server
+        was stopped.
         """
         args = self.world.args
         most = 1000 * args.turn_seconds
@@ -127,12 +127,12 @@ class Judge:
             assert took <= most + 0.1, f"it took {took:.2f} s, at most {most:.2f} are allowed"
 
     def may_be_cut(self) -> bool:
-        """The answer is not there, or not all of it."""
+        """Return True if the answer may be missing or incomplete."""
         world = self.world
         if not self.caller.is_quick or world.pause >= world.args.client_seconds:
             return True
-        # one too many is cut off before it could read that; others were not yet taken in when the
-        # server ended
+        # the server may cut off one connection too many before it reads the refusal, and others if
+        # it ended before accepting them
         return self.is_too_many() or self.caller.sent_at > min(world.ends) - 0.1 - world.pause
 
     def check_completion(self):
@@ -164,7 +164,7 @@ class Judge:
 
     def read_stream(self):
         events = self.answer.body.split("\n\n")
-        for event in events[:-1]:  # what is behind the last blank line has not all come
+        for event in events[:-1]:  # after the last blank line an event is incomplete
             if event.startswith(": "):
                 continue
             assert not self.is_over, f"something comes after the end: {event!r}"
@@ -174,7 +174,7 @@ class Judge:
                 self.read_chunk(json.loads(data))
 
     def read_chunk(self, chunk: dict):
-        """Put a chunk behind those before it."""
+        """Append a chunk to those before it."""
         self.error = chunk.get("error")
         self.is_over = self.error is not None
         self.usage = chunk.get("usage") or self.usage
@@ -188,7 +188,7 @@ class Judge:
     def check_usage(self, reference: list[Choice]):
         body = self.call["body"]
         if body.get("stream") and "stream_options" not in body:
-            assert self.usage is None, "it has a usage that was not asked for"
+            assert self.usage is None, "it has a usage that was not requested"
             return
         prompt = sum(map(len, prompts_of(self.call)))
         completion = sum(len(choice.scores) for choice in reference)
@@ -197,7 +197,7 @@ class Judge:
         assert self.usage and self.usage | counts == self.usage, f"wanted {counts}"
 
     def check_error(self, status: int, error: dict):
-        """Each error needs its reason."""
+        """Check that an error has its reason."""
         refused = self.call.get("refused")
         is_right = status == refused or (
             refused != 401 and self.may_be(status, error["code"], error["message"])
@@ -223,14 +223,14 @@ class Judge:
                 is_late = self.caller.is_quick and ended > latest
                 return world.drained_at - 1e-6 <= ended and not is_late
             case 503, "draining" | "stopping":
-                # a call that was not in work yet has less time than those that were
+                # a call that was not yet in work has less time than those that were
                 return min(world.ends) + LINGER_SECONDS * (code == "stopping") <= ended
             case 503, "timeout":
                 choices = [choice for job in self.jobs for choice in job.choices]
                 is_done = all(choice.finish_reason for choice in choices)
                 return not is_done and ended - began > world.args.request_seconds - 1e-6
             case 429, "queue_full":
-                # the most choices that other calls can have had in work meanwhile are counted
+                # count the most choices that other calls can have had in work at the time
                 callers = [self.caller, *world.beside(self.caller)]
                 calls = [call for caller in callers for call in caller.calls]
                 return sum(map(count_of, calls)) > world.most
@@ -246,7 +246,7 @@ class Judge:
 
 
 def check_metrics(world):
-    """The counts of the HTTP process, compared with its jobs and with the engine's."""
+    """Compare the counts of the HTTP process with its jobs and with the engine's counts."""
     found = Counter()
     for family in world.service.metrics.registry.collect():
         for sample in family.samples:

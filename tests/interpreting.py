@@ -1,4 +1,6 @@
-"""Triton's interpreter, as tests want it: quick, strict about memory, and in order for bits."""
+"""
+Triton's interpreter, adapted for tests: quick, strict about memory, and with sums in a fixed order.
+"""
 
 import dataclasses
 from operator import index
@@ -9,14 +11,15 @@ import torch
 
 
 def quick_on_a_cpu(*patterns: str):
-    """pytest.mark.quick; but all cases are quick on a GPU: the interpreter takes a second each."""
+    """Return pytest.mark.quick, or on a GPU no mark: the interpreter needs a second per case."""
     return (lambda test: test) if torch.cuda.is_available() else pytest.mark.quick(*patterns)
 
 
 def multiply_in_order(monkeypatch):
     """
-    tl.dot is numpy's product, the order of whose additions follows its shape. Let it add up each
-    number of a row by itself, one input after the other, as a tensor core does whatever the tile.
+    Make tl.dot add the inputs one after another for each number. By default it is numpy's product,
+    whose order of additions depends on its shape. A tensor core's order does not depend on the
+    tile.
     """
     from triton.runtime import interpreter
 
@@ -31,16 +34,16 @@ def multiply_in_order(monkeypatch):
 
 def quicken_the_interpreter():
     """
-    Half of its time Triton's interpreter does what is done already: it replaces what is built into
-    Triton's language whenever one device function calls another, and finds what follows from the
-    shape and dtype of a tensor for each tensor, and from a number for each number. Do it once.
+    Cache what Triton's interpreter computes repeatedly, which takes half of its time. It replaces
+    the builtins of Triton's language whenever one device function calls another. It derives
+    properties of a tensor's shape and dtype for each tensor, and of a number for each number.
     """
     from triton.runtime import interpreter
 
     core = interpreter.tl.core
 
     def quicken(kind, key_of):
-        """Objects of this class with the same key are given the attributes of the first one."""
+        """Give objects of this class with the same key the attributes of the first one."""
         slow_init = kind.__init__
         cache = {}
 
@@ -59,7 +62,7 @@ def quicken_the_interpreter():
     quicken(core.tensor, lambda handle, type: type.name)
 
     def remember(owner, name: str, key_of):
-        """Calls of this function with the same key have the result of the first one."""
+        """Let calls of this function with the same key return the result of the first one."""
         slow = getattr(owner, name)
         cache = {}
 
@@ -86,14 +89,16 @@ def quicken_the_interpreter():
         return pair if a == b else slow_spread(self, *pair)
 
     semantic.broadcast_impl_value = spread
-    # sums of integers are computed once more in 64 bits, for an assertion that it does not make
+    # sums of integers are computed a second time in 64 bits, for an assertion that is never made
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     slow_patch, slow_launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
     patched = set()
 
     def patch_lang(fn):
-        """Once a launch for the functions of a module: they have one set of globals."""
+        """
+        Patch once per launch for the functions of a module, because they share one set of globals.
+        """
         if fn.__module__ not in patched:
             patched.add(fn.__module__)
             return slow_patch(fn)
@@ -108,8 +113,8 @@ def quicken_the_interpreter():
 
 def watch_the_memory():
     """
-    Each access of a kernel must lie in a tensor that its launch was given. On a GPU a read behind
-    the last one may be an illegal access; here it would succeed, and mostly nobody uses the value.
+    Check that each access of a kernel lies within a tensor of its launch. On a GPU a read past the
+    end may be an illegal access. Here it would succeed, and its value is mostly not used.
     """
     from triton.runtime import interpreter
 
@@ -127,10 +132,10 @@ def watch_the_memory():
 
 class Memory:
     """
-    The interpreter's library, with bounds.
+    The interpreter's library, with bounds checks.
 
-    firsts    where the tensors of a launch begin, in order
-    ends      the bytes behind each of them, and all before it
+        firsts    where the tensors of a launch begin, in order
+        ends      the end (exclusive) of each of them, and of any before it
     """
 
     def __init__(self, library):

@@ -1,10 +1,10 @@
 """
-The engine's scores beside transformers': a `Judge` serves texts and compares every log-probability
-that comes out.
+The engine's scores compared with transformers'. A `Judge` serves texts and compares every
+log-probability.
 
     judge = Judge(hf_model, ours, attention="torch")
     judge.ask(prompt, max_tokens=14)
-    judge.finish()        # raises AssertionError where one differs
+    judge.finish()        # raises AssertionError if one differs
 """
 
 from collections import Counter
@@ -17,15 +17,15 @@ from model import GPT
 from params import SamplingParams, Settings
 from test_paged import assert_idle, poison
 
-TOLERANCE = 1e-4  # of log-probabilities; where the best two are as near, a token may be either
+TOLERANCE = 1e-4  # of log-probabilities; if the best two are this close, either token is right
 counted = Counter()
 
 
 @torch.no_grad()
 def log_probabilities(hf_model, tokens: list[int], last: int = 0) -> Tensor:
     """
-    transformers' log-probabilities of the tokens that may follow each token of a text, (T, V); with
-    `last`, only of the last ones.
+    Return transformers' log-probabilities of the tokens that may follow each token of a text, (T,
+    V); with `last`, only for that many last tokens.
     """
     logits = hf_model(torch.tensor([tokens]), use_cache=False, logits_to_keep=last).logits
     return logits[0].float().log_softmax(-1)
@@ -33,7 +33,7 @@ def log_probabilities(hf_model, tokens: list[int], last: int = 0) -> Tensor:
 
 @torch.no_grad()
 def dense(ours: GPT, tokens: list[int]) -> Tensor:
-    """The same of our model, without a cache, (T, V)."""
+    """Return the same from our model, without a cache, (T, V)."""
     logits, _ = ours(torch.tensor([tokens]))
     return logits[0].float().log_softmax(-1)
 
@@ -44,26 +44,26 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def scores_of(scores: Tensor, tokens: list[int]) -> Tensor:
-    """Those (T,) of one token at each place, of all scores (T, V)."""
+    """Return the scores (T,) of one token at each position, from all scores (T, V)."""
     ids = torch.tensor(tokens)
     return scores.gather(1, ids[:, None])[:, 0]
 
 
 def shortfall(scores: Tensor, tokens: list[int]) -> Tensor:
-    """By how much the best score exceeds that of each token."""
+    """Return by how much the best score exceeds that of each token."""
     return scores.amax(-1) - scores_of(scores, tokens)
 
 
 def report():
-    """Print how often rounding chose the other of two tokens that are equally good."""
+    """Print how often rounding chose the other one of two equally good tokens."""
     print(f"\n{counted['tokens']} tokens were compared, {counted['ties']} of them ties")
     assert counted["ties"] <= 0.01 * counted["tokens"]
 
 
 class Judge:
     """
-    Serves texts by `ours`, and judges the answers by `hf_model`: the tokens that were chosen to
-    TOLERANCE, the other candidates, which may be unlikely, to `candidates`.
+    Serves texts with `ours`, and judges the answers by `hf_model`: the chosen tokens to within
+    TOLERANCE, and the other candidates, which may be unlikely, to within `candidates`.
     """
 
     def __init__(self, hf_model, ours: GPT, candidates: float = TOLERANCE, **settings):
@@ -111,7 +111,7 @@ class Judge:
         return answer
 
     def compare(self, expected: Tensor, tokens: list[int], scores: list):
-        """Of each place: the score of the token that was taken, and those of the candidates."""
+        """Compare the score of the chosen token, and those of the candidates, at each position."""
         assert len(scores) == len(expected) == len(tokens)
         chosen, ids, best = map(torch.tensor, zip(*scores, strict=True))
         assert distance(scores_of(expected, tokens), chosen) <= TOLERANCE

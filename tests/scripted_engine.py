@@ -1,6 +1,6 @@
 """
-The engine of simulator_http.py: the real one with the real scheduler and link, in a process that
-is played; but what its model says to a prompt is a script, known beforehand. `world` is the
+The engine of simulator_http.py. It is the real engine with the real scheduler and link, in a
+simulated process. But the model's answer to a prompt is a script, known beforehand. `world` is the
 simulator's `World`, which has the clock and all processes.
 """
 
@@ -22,7 +22,9 @@ from params import NO_TOKEN, Settings
 
 @functools.lru_cache(10_000)
 def script(prompt: tuple[int, ...], seed: int, choice: int) -> list[int]:
-    """The model's answer to a prompt: texts of up to 30 characters, each with an end of text."""
+    """
+    Return the model's answer to a prompt: texts of up to 30 characters, each with an end of text.
+    """
     rng = random.Random(zlib.crc32(repr((prompt, seed, choice)).encode()))
     tokens = []
     while len(tokens) < 200:
@@ -32,14 +34,14 @@ def script(prompt: tuple[int, ...], seed: int, choice: int) -> list[int]:
 
 
 def call_of(prompt: list[int]) -> int:
-    """The number of the call whose prompt this is: "abc~17.0"."""
+    """Return the number of the call with this prompt, for example 17 for "abc~17.0"."""
     return int(bytes(prompt).decode().rpartition("~")[2].partition(".")[0])
 
 
 class ScriptedDevice(SimulatedDevice):
     """
-    Says what is in the script; its logits are of no text. `fault` is what goes wrong at the next
-    step that can, and the calls that it may end are put into `failed`.
+    Says what the script has, whatever the logits. `fault` is what goes wrong at the next step that
+    can fail; the calls that it may end are put into `failed`.
     """
 
     def __init__(self, *args, failed: set[int]):
@@ -52,10 +54,10 @@ class ScriptedDevice(SimulatedDevice):
         done = SimpleNamespace(synchronize=lambda: self.fail("collect", packed.plan))
         tokens = HostTokens([0] * (packed.shape.n + packed.shape.C))
         launched = Launched(packed, tokens, [b""] * len(tokens), None, done=done)
-        for request, place in launched.place_of().items():
+        for request, index in launched.token_indices().items():
             said = script(tuple(request.prompt_tokens), request.params.seed, request.index)
             is_broken = self.fails("logits", [request])
-            tokens[place] = NO_TOKEN if is_broken else said[len(request.generated_tokens)]
+            tokens[index] = NO_TOKEN if is_broken else said[len(request.generated_tokens)]
         return launched
 
     def fail(self, where: str, plan):
@@ -72,8 +74,8 @@ class ScriptedDevice(SimulatedDevice):
 
 class EngineProcess:
     """
-    The engine's process: it takes its time to start and to load, goes round its loop, and may end
-    at any time.
+    The engine's process. It takes time to start and to load, runs its loop, and may end at any
+    time.
     """
 
     def __init__(self, world, sock: Socket):
@@ -128,25 +130,27 @@ class EngineProcess:
 
     def check_link(self, link: Link):
         """
-        When nothing is on its way, the engine works at what the HTTP process waits for, and at
-        nothing else.
+        Check that, when no message is on its way, the engine works on exactly what the HTTP process
+        waits for.
         """
         http = self.world.client
         theirs = http.sock
         if not (self.world.is_running and theirs is link.sock.peer and http.transport):
             return
         if http.unsent or http.transport.unsent or link.sock.arrived or link.unread:
-            return  # the engine has not heard all
-        mine = {*self.engine.requests}
+            return  # the engine has not received everything
+        working = {*self.engine.requests}
         for choices in self.engine.promised.values():
-            mine |= {choice.id for choice in choices}
+            working |= {choice.id for choice in choices}
         waiting = http.choices.keys()
-        assert mine <= waiting, f"the engine works at {mine - waiting}, for which nobody waits"
+        assert working <= waiting, (
+            f"the engine works at {working - waiting}, for which nobody waits"
+        )
         is_behind = link.rows or link.messages or link.unsent
         if is_behind or theirs.arrived or http.unread:
-            return  # nor has the HTTP process
-        assert waiting <= mine, (
-            f"the HTTP process waits for {waiting - mine}, of which the engine knows nothing"
+            return  # the HTTP process has not, either
+        assert waiting <= working, (
+            f"the HTTP process waits for {waiting - working}, of which the engine knows nothing"
         )
 
     # what may happen to it
@@ -159,7 +163,7 @@ class EngineProcess:
         self.stalled_until = self.loop.time() + seconds
 
     def cannot_load(self):
-        """As a process that finds no model."""
+        """End like a process that finds no model."""
         if self.state == "loading":
             self.link.send({"op": "fatal", "message": "no model is there"})
             self.die()

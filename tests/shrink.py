@@ -1,5 +1,5 @@
 """
-From a long list of events that makes a test fail to a short one: delta debugging (Zeller and
+Reduces a long list of events that makes a test fail to a short one: delta debugging (Zeller and
 Hildebrandt, 2002).
 
     few = shrink(events, fails)    # fails(events): is the failure still there? It is for `few`
@@ -16,8 +16,8 @@ def shrink(
     simpler: Callable[[dict], Iterable[dict]] = lambda event: (),
 ) -> list:
     """
-    Leave out whatever the failure does not need, larger runs of events first; then replace single
-    events by simpler ones, as `simpler(event)` proposes them; over again until nothing more can go.
+    Leave out whatever the failure does not need, larger runs of events first. Then replace single
+    events by simpler ones, which `simpler(event)` proposes. Repeat until nothing more can go.
     """
     assert fails(events), "nothing to shrink: these events do not fail"
     before = None
@@ -29,7 +29,7 @@ def shrink(
 
 
 def leave_out(events: list, fails: Callable[[list], bool]) -> list:
-    """Without each run of events that is not needed: halves, quarters, .. , single events."""
+    """Remove each run of events that is not needed: halves, quarters, .. , single events."""
     size = max(1, len(events) // 2)
     while size:
         start = 0
@@ -46,7 +46,7 @@ def leave_out(events: list, fails: Callable[[list], bool]) -> list:
 def simplify(
     events: list, fails: Callable[[list], bool], simpler: Callable[[dict], Iterable[dict]]
 ) -> list:
-    """With each event as simple as it can be: the first of its proposals that still fails."""
+    """Make each event as simple as possible: the first of its proposals that still fails."""
     for i in range(len(events)):
         for proposal in simpler(events[i]):
             changed = [*events[:i], proposal, *events[i + 1 :]]

@@ -1,18 +1,18 @@
 """
-A `Device` without a model, the only one of its kind: a step takes microseconds, and the right
+A `Device` without a model, the only one of its kind. A step takes microseconds, and the right
 answer is known beforehand.
 
-The pool holds token ids instead of K and V. A step writes each of its tokens at its slot, and the
-next token of a text is a hash of that text *as it is read back through the block table*, or of its
-window, where every layer slides: nothing before that is read. So a wrong table, slot, copy, commit,
-hit or stale row changes an answer, as it would change what a real model says. The host's work (the
-layout of a step's inputs, padding, which tokens are sampled) is the real runner's.
+The pool holds token ids instead of K and V. A step writes each of its tokens at its slot. The next
+token of a text is a hash of that text *as it is read back through the block table*, or of its
+window if every layer has one. So a wrong table, slot, copy, commit, hit or stale row changes an
+answer, just as it would change a real model's. The host's work is the real runner's: the layout of
+a step's inputs, padding, and which tokens are sampled.
 
     engine = simulated_engine(num_blocks=8)          # for tests of single rules
     answer(prompt, max_tokens, stops, key, V)        # and the right answer
 
-The simulator (simulator.py) plays random lives with it. scripted_engine.py has another run of a
-step, without slots: it is about what the server makes of tokens.
+The simulator (simulator.py) plays random lives with it. scripted_engine.py runs a step in another
+way, without slots, because it tests what the server does with tokens.
 """
 
 from dataclasses import replace
@@ -35,7 +35,7 @@ from params import GREEDY, NO_TOKEN, SamplingParams, Settings
 
 # --------------------------------------------------------------------------------------------------
 # The model's answers: pure functions of the text (tokens as bytes) and of the noise's seed and
-# choice; with a window, of the text's end
+# choice; with a window, of the end of the text
 
 
 def noise_key(seed: int, choice: int) -> int:
@@ -44,8 +44,8 @@ def noise_key(seed: int, choice: int) -> int:
 
 def score(text: bytes, token: int, n: int, V: int) -> list:
     """
-    [log-probability of the token after this text, n likeliest ids, their log-probabilities]: of no
-    distribution, but negative and in order.
+    Return [log-probability of the token after this text, n likeliest ids, their log-probabilities].
+    The values belong to no distribution, but they are negative and in order.
     """
     crc = crc32(text)
     scale = 0.1 + crc / 2**32
@@ -54,20 +54,22 @@ def score(text: bytes, token: int, n: int, V: int) -> list:
 
 
 def scores_of(prompt: list[int], n: int, V: int, window: int = 0) -> list[list]:
-    """A score of each token but the first."""
+    """Return a score of each token except the first."""
     text = bytes(prompt)
     return [score(seen(text[:i], window), prompt[i], n, V) for i in range(1, len(prompt))]
 
 
 def seen(text: bytes, window: int) -> bytes:
-    """The part of a text that its last token sees: all of it without a window, 0."""
+    """
+    Return the part of a text that its last token sees: the whole text if there is no window (0).
+    """
     return text[-window:]
 
 
 def answer(
     prompt: list[int], max_tokens: int, stops: set[int], key: int, V: int, window: int = 0
 ) -> tuple[list[int], str]:
-    """The right answer: its tokens, and how it ends."""
+    """Return the right answer: its tokens, and how it ends."""
     text = bytearray(prompt)
     for length in range(1, max_tokens + 1):
         text.append(crc32(seen(text, window), key) % V)
@@ -91,30 +93,28 @@ class HostTokens(list):
 
 
 class SimulatedDevice:
-    """
-    Its arguments are the real one's, and `padded`: whether steps are padded, as they are on a GPU.
-    """
+    """Takes the real device's arguments, and `padded`: whether steps are padded, as on a GPU."""
 
     def __init__(self, model, settings, padded=False):
         N = settings.max_num_seqs
         self.V = model.config.vocab_size
         self.block_size = settings.block_size
         self.window = model.config.windows[0]
-        sink = settings.num_blocks
-        self.pool = SimpleNamespace(sink=sink)
-        # what a slot holds that its owner has not written; vocabularies end below
+        padding_block = settings.num_blocks
+        self.pool = SimpleNamespace(padding_block=padding_block)
+        # the content of a slot that its owner has not written; no vocabulary reaches this value
         self.poison = b"\xff" * self.block_size
-        self.blocks = [bytearray(self.poison) for _ in range(sink + 1)]  # tokens, the sink's last
-        # half of the lives with drafts have steps that are laid out as for ops/cpu.c
+        self.blocks = [bytearray(self.poison) for _ in range(padding_block + 1)]
+        # half of the lives with drafts have steps laid out as for ops/cpu.c
         self.program = settings.speculate and not padded
         self.run = self.run_program if self.program else self.run_batch
         self.cheap_rows = CHEAP_ROWS
-        self.padding_row = N  # all that follows is indexed by row
+        self.padding_row = N  # everything that follows is indexed by row
         self.context_len = [0] * (N + 1)
         self.last_token = [0] * (N + 1)
         self.key = [0] * (N + 1)
         most_blocks = -(-model.config.context_length // settings.block_size)
-        self.block_tables = [[sink] * most_blocks for _ in range(N + 1)]
+        self.block_tables = [[padding_block] * most_blocks for _ in range(N + 1)]
         decodes = sorted({1, 2, 4, N, max(N, CHEAP_ROWS)}) if padded else []
         self.finder = None if self.program or self.window else FindAll(G=16, S=self.block_size)
         self.shapes_with_groups = []
@@ -130,7 +130,7 @@ class SimulatedDevice:
                 self.blocks[block][:] = self.poison
 
     def copy_blocks(self, copies: dict[int, int]):
-        """All are read before any is written."""
+        """Copy blocks, reading all of them before any is written."""
         contents = [bytes(self.blocks[source]) for source in copies.values()]
         for block, content in zip(copies, contents, strict=True):
             self.blocks[block][:] = content
@@ -148,8 +148,8 @@ class SimulatedDevice:
         for r in requests:
             self.block_tables[r.row][: len(r.block_table)] = r.block_table
 
-    # All is written before anything is read. In place of logits are the texts before the sampled
-    # tokens, in place of hidden states where each token of the step stands.
+    # Everything is written before anything is read. The texts before the sampled tokens stand in
+    # for logits, and the position of each token of the step for hidden states.
 
     def run_batch(self, packed: PackedPlan) -> Launched:
         self.poison_new_blocks(packed.plan)
@@ -162,7 +162,10 @@ class SimulatedDevice:
         return self.sample(packed, ends, hidden, self.read_prefixes(step))
 
     def run_program(self, packed: PackedPlan) -> Launched:
-        """`hidden` and `ends`: the row of each token, of each that is wanted, and where it ends."""
+        """
+        Launch as ops/cpu.c does, with `hidden`, the row of each token, and `ends`, the row and end
+        of each text to be continued.
+        """
         self.poison_new_blocks(packed.plan)
         S = self.block_size
         inputs, last = flat_inputs(packed.plan, S, self.last_token)
@@ -174,7 +177,7 @@ class SimulatedDevice:
     def send(self, launched: Launched):
         launched.on_host = launched.tokens
 
-    def follow_turn(self):
+    def sync_ring(self):
         pass
 
     def sample(self, packed: PackedPlan, ends: list, hidden: list, prefixes: dict[int, bytes]):
@@ -190,9 +193,9 @@ class SimulatedDevice:
             texts.append(text)
             tokens.append(token)
         launched = Launched(packed, tokens, texts, hidden)
-        for request, place in launched.place_of().items():
+        for request, index in launched.token_indices().items():
             if request in self.broken_logits:
-                tokens[place] = NO_TOKEN
+                tokens[index] = NO_TOKEN
                 self.last_token[request.row] = 0
                 self.broken_logits.discard(request)
                 self.breaks(request)
@@ -200,26 +203,26 @@ class SimulatedDevice:
 
     def breaks(self, request: Request):
         """
-        Called when the logits of a request are broken: the simulator overrides it, to know which
+        Called when the logits of a request are broken. The simulator overrides it to know which
         request must fail.
         """
 
     def sample_masked(self, launched: Launched, requests: dict[Request, int], masks: list):
-        """The next token that is allowed, from the one that is not on: after the last the first."""
-        place_of = launched.place_of()
+        """Choose the next allowed token, counting from the refused one and wrapping around."""
+        index_of = launched.token_indices()
         for (r, n), mask in zip(requests.items(), masks, strict=True):
             [bits] = mask.tolist()
-            place = place_of[r] + n
-            token = crc32(launched.logits[place], self.key[r.row]) % self.V
+            index = index_of[r] + n
+            token = crc32(launched.logits[index], self.key[r.row]) % self.V
             while not bits >> token & 1:
                 token = (token + 1) % self.V
-            launched.tokens[place] = self.last_token[r.row] = token
+            launched.tokens[index] = self.last_token[r.row] = token
 
     def write_decodes(self, step: StepInputs) -> list[tuple[int, int]]:
         """
-        The token given or the last one of each row, in the slot after its text. Returns the row of
-        each, and where its text ends then. On a GPU none sees the block of another one's token in
-        the same step, if the device was not told of it before.
+        Write the given or last token of each row in the slot after its text. Returns each row, and
+        where its text then ends. On a GPU no request sees a block of another one's new token in the
+        same step, unless the device knew the block before.
         """
         lens = self.context_len
         S = self.block_size
@@ -248,7 +251,7 @@ class SimulatedDevice:
             self.context_len[row] = end
 
     def read(self, row: int, end: int) -> bytes:
-        """The text that token `end` - 1 of a row sees, read through its block table."""
+        """Return the text that token `end` - 1 of a row sees, read through its block table."""
         S = self.block_size
         start = max(0, end - self.window) if self.window else 0
         skipped = start // S
@@ -257,15 +260,17 @@ class SimulatedDevice:
         return text[start - skipped * S : end - skipped * S]
 
     def read_prefixes(self, step: StepInputs) -> dict[int, bytes]:
-        """Of each row in a group, what they share, read through the first one's block table."""
+        """
+        Return the shared prefix of each row in a group, read through the first row's block table.
+        """
         prefixes = {}
         for first, end in zip(step.first, step.end, strict=True):
             for i in range(first, end):
                 prefixes[step.rows[i]] = self.read(step.rows[first], step.shared[first])
         return prefixes
 
-    def sampled_logprobs(self, launched: Launched, places: list[int], most: int):
-        return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in places], most)
+    def sampled_logprobs(self, launched: Launched, indices: list[int], most: int):
+        return self.in_columns([(launched.logits[i], launched.tokens[i]) for i in indices], most)
 
     def prompt_logprobs(self, launched: Launched, rows: slice, targets: list[int], most: int):
         texts = [self.read(row, end) for row, end in launched.hidden[rows]]
@@ -277,7 +282,7 @@ class SimulatedDevice:
 
 
 class FindAll(GroupFinder):
-    """Decodes share all they can, in groups of up to four."""
+    """Finds groups of up to four decodes, which share all they can."""
 
     def worth_it(self, found):
         n = len(self.tables)
@@ -321,7 +326,7 @@ def simulated_engine(
 
 
 def finish(engine: Engine) -> list:
-    """All outputs until it is idle."""
+    """Return all outputs until it is idle."""
     outputs = []
     turns = 0
     while engine.has_work:
@@ -340,6 +345,6 @@ def greedy(max_tokens: int, **others) -> SamplingParams:
 
 
 def greedy_answer(prompt: list[int], max_tokens: int) -> list[int]:
-    """Of `simulated_engine` to `greedy(max_tokens)`."""
+    """Return the answer of `simulated_engine` to `greedy(max_tokens)`."""
     tokens, _ = answer(prompt, max_tokens, set(), noise_key(0, 0), VOCABULARY)
     return tokens

@@ -1,23 +1,22 @@
 """
-The real engine through a million faults: allocator, prefix cache, scheduler, engine and the loop
-that a server runs, with everything replaced that would make two runs differ. The clock is virtual,
-and the runner has no model (simulated_device.py): it answers with a hash of the text that it finds
-through the block table, so the right answer is known beforehand, and one wrong table, slot, copy,
-commit, hit or stale row changes it.
+The real engine through a million faults: allocator, prefix cache, scheduler, engine, and the loop
+that a server runs. Everything that could make two runs differ is replaced. The clock is virtual,
+and the runner has no model (simulated_device.py): it answers with a hash of the text that it reads
+through the block table. So the right answer is known beforehand, and a single wrong table, slot,
+copy, commit, hit or stale row changes it.
 
     python -m tests.simulator --seed 7               # one life of an engine, some hundred steps
-    python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. until so many steps are done,
-                                                     # on all cores
+    python -m tests.simulator --seed 7 --steps 1e6   # lives 7, 8, .. up to 1e6 steps, on all cores
     python -m tests.simulator --replay FILE          # a failure again, from the trace that it left
 
-A seed decides a life: which features and faults it has, a random subset (swarm testing: Groce et
-al. 2012), the settings of the engine, and a list of events. All that happens follows from these,
-on any machine. A failing list is shrunk and written as a trace: its first line has the settings,
-each other one an event.
+A seed decides a life: which features and faults it has (a random subset, called swarm testing:
+Groce et al. 2012), the settings of the engine, and a list of events. Everything else follows from
+these, on any machine. A failing list is shrunk and written as a trace. Its first line has the
+settings, every other line an event.
 
-After each step `Scheduler.check()` holds, and more: every answer is exact, each token is sent once,
-the queue is in order, none starves, counters and stats are true, and an idle engine has nothing
-left.
+After each step `Scheduler.check()` must pass, and more: every answer is exact, each token is sent
+once, the queue is in order, no request starves, counters and stats are true, and an idle engine has
+nothing left.
 """
 
 import argparse
@@ -33,7 +32,7 @@ from itertools import chain, count, takewhile
 from typing import NamedTuple
 from unittest import mock
 
-from assets.records import Tallies
+from assets.records import PoolState
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
@@ -62,8 +61,8 @@ from tests.virtual import Clock
 @dataclass(eq=False, slots=True)
 class Text:
     """
-    One choice of a request, by what was asked for: nothing here comes from the engine but times and
-    first hits.
+    One choice of a request, derived from what was asked. Only times and first hits come from the
+    engine.
     """
 
     id: str
@@ -96,7 +95,7 @@ class Text:
         return Writer(self.prompt, self.tokens, self.salt, index)
 
 
-URGENCY = {  # the smallest goes first: written anew from the README, in seconds
+URGENCY = {  # the smallest goes first: written independently from the README, in seconds
     "fcfs": lambda t: (t.arrival, t.number),
     "priority": lambda t: (t.arrival + 240 * t.priority / (abs(t.priority) + 3), t.number),
     "sjf": lambda t: (t.arrival + 0.05 * t.length, t.number),
@@ -104,7 +103,7 @@ URGENCY = {  # the smallest goes first: written anew from the README, in seconds
 
 
 class Writer(NamedTuple):
-    """The text that has written a block last, and which of its blocks that is."""
+    """The text that last wrote a block, and which of its blocks that is."""
 
     prompt: list[int]
     answer: list[int]
@@ -112,12 +111,14 @@ class Writer(NamedTuple):
     index: int
 
     def text(self, S: int) -> tuple[str, bytes]:
-        """Salt and text up to the end of the block: what a hit must have in common with it."""
+        """
+        Return salt and text up to the end of the block: what a hit must have in common with it.
+        """
         return self.salt, bytes((self.prompt + self.answer)[: (self.index + 1) * S])
 
 
 class FaultyDevice(SimulatedDevice):
-    """Its logits are no numbers when its `world` says so."""
+    """Its logits are not numbers when its `world` says so."""
 
     def __init__(self, *args, world: "World"):
         super().__init__(*args, padded=world.settings["padded"])
@@ -130,7 +131,7 @@ class FaultyDevice(SimulatedDevice):
 
 
 class FaultyRunner(Runner):
-    """Raises and is late when its `world` says so."""
+    """Raises or is late when its `world` says so."""
 
     def __init__(self, device: FaultyDevice, settings: Settings):
         super().__init__(device, settings)
@@ -160,9 +161,9 @@ class FaultyRunner(Runner):
 
 class World:
     """
-    Everything around one engine: it is what the engine's loop takes for its link, so the loop
-    itself is the real one. `run` plays all events, waits until the engine is idle, and raises
-    AssertionError for what is not as it must be.
+    Everything around one engine. The engine's loop takes it for its link, so the loop itself is the
+    real one. `run` plays all events, waits until the engine is idle, and raises AssertionError if
+    anything is wrong.
     """
 
     def __init__(self, settings: dict, events: list[dict]):
@@ -184,22 +185,22 @@ class World:
         self.is_over = False
 
     def renew(self):
-        """Nothing of an engine that is gone is left."""
+        """Reset everything that belongs to one engine."""
         self.live: dict[str, Text] = {}  # waiting or running
         self.promised: dict[str, Text] = {}  # choices to be forked
         self.armed: dict[str, object] = {}  # faults of the next step
         self.truth = Counter()  # what the engine's counts must be
-        self.waited: list[float] = []  # what its stats must say, since they were last asked for
+        self.waited: list[float] = []  # what its stats must say, since they were last requested
         self.prefilled: list[float] = []
         self.failing: list[Text] = []  # those that must get an error in this step
-        self.writers: dict[int, Writer] = {}  # block -> of whom wrote it last
+        self.writers: dict[int, Writer] = {}  # block -> who wrote it last
         self.first_computed: dict[Request, int] = {}  # position, since it was admitted
         self.everybody: list[Text] = []
         self.reported_idle = True
         self.restarting = False
 
     def run(self) -> Counter:
-        """Play all events. Returns how often what happened."""
+        """Play all events. Returns how often each thing happened."""
         settings = self.settings
         guess = mock.patch.object(GrowingText, "guess", lambda *args: self.guess(*args))
         device = partial(FaultyDevice, world=self)
@@ -217,8 +218,8 @@ class World:
 
     def guess(self, text: GrowingText, most: int) -> list[int]:
         """
-        In place of its own: what will come, beyond its end too, but every third one wrong. Now and
-        then nothing, more often where that has the engine go on with overlap.
+        Replaces a text's own guess by what will come, even beyond its end, but every third guess is
+        wrong. Now and then there is none, more often if the engine then continues with overlap.
         """
         is_silent = self.steps % 5 == 0 or (text.request.num_to_come and self.steps % 3)
         if not text.can_guess or most < 1 or is_silent:
@@ -232,8 +233,9 @@ class World:
         resolve = scheduler.resolve
 
         def watched() -> Plan:
-            # their blocks come back with the step under way: no request need be preempted for these
-            ending = [r.id for r in scheduler.ending]
+            # their blocks come back with the running step, so no request needs to be preempted for
+            # these
+            ending = [r.id for r in scheduler.finishing]
             made = plan()
             assert not (ending and made.preempted), f"preempted, while {ending} are about to end"
             self.saw(made)
@@ -248,7 +250,7 @@ class World:
         def heard(flight) -> list:
             # with drafts the next plan may come before the step is over
             outputs = {output.id: output for output in resolve_flight(flight)}
-            for id in [r.id for r in flight.plan.sampled if r.id in outputs]:  # as forks are made
+            for id in [r.id for r in flight.plan.sampled if r.id in outputs]:  # in fork order
                 loop.queue_output(self, outputs.pop(id))
             for output in outputs.values():
                 loop.queue_output(self, output)
@@ -276,8 +278,8 @@ class World:
 
     def receive(self, timeout: float | None):
         """
-        What arrives before the next step, a message at a time: the engine has done what the one
-        before asks for when the next is made.
+        Yield what arrives before the next step, one message at a time. The engine handles each
+        message before the next one is made.
         """
         assert (timeout is None) == (not self.engine.has_work), f"the loop waits for {timeout} s"
         if timeout is None:
@@ -299,7 +301,10 @@ class World:
         self.countdown -= 1
 
     def is_time_for(self, event: dict) -> bool:
-        """Some events wait for a while for a text in the state that they aim at."""
+        """
+        Return True if this event may happen. Some events wait for a while for a text in a certain
+        state.
+        """
         if not self.engine.has_work:
             return True
         return self.find(event) is not None
@@ -311,7 +316,7 @@ class World:
     # -- what arrives: events ----------------------------------------------------------------------
 
     def add(self, event: dict):
-        """A request. The right answer is worked out here, before the engine gets it."""
+        """Add a request. Its right answer is computed here, before the engine gets the request."""
         id = event["id"]
         prompt = event["prompt"]
         params = event["params"]
@@ -363,7 +368,7 @@ class World:
         text.urgency = self.urgency(text)
 
     def find(self, event: dict) -> Text | None:
-        """The text that an event aims at: one of those in a certain state."""
+        """Return the text that an event aims at: one of those in a certain state."""
         candidates = []
         for id, text in self.live.items():
             r = self.engine.requests[id]
@@ -393,8 +398,8 @@ class World:
 
     def replace(self, event: dict):
         """
-        Abort, and use the id again at once, before the step is in that the first owner took part
-        in.
+        Abort, and reuse the id immediately, before the step in which the first owner took part is
+        over.
         """
         text = self.find(event)
         if text:
@@ -403,13 +408,13 @@ class World:
             self.counts["id used again"] += 1
 
     def fault(self, event: dict):
-        """The next step raises, when it is launched or when it is collected, or is late."""
+        """Make the next step late, or make it raise when it is launched or collected."""
         self.armed[event["where"]] = event["how"]
         self.counts["late step"] += event["where"] == "late"
         return ()
 
     def broken(self, event: dict):
-        """The next logits of a request are not numbers."""
+        """Make the next logits of a request not numbers."""
         text = self.find(event)
         if text:
             self.engine.device.broken_logits.add(self.engine.requests[text.id])
@@ -421,13 +426,13 @@ class World:
         return ()
 
     def restart(self, event: dict):
-        """The engine is stopped, in any state, and built again."""
+        """Stop the engine, in any state, and build another."""
         self.restarting = True
         self.counts["restart"] += 1
         return ()
 
     def fork(self, event: dict):
-        """A second continuation from the middle of an answer, as beam search makes them."""
+        """Fork a second continuation in the middle of an answer, like beam search."""
         parent = self.find(event)
         engine = self.engine
         if parent is None or self.overlap or not engine.scheduler.free_rows:
@@ -455,7 +460,7 @@ class World:
     def queue_row(self, row: list):
         id, tokens, reason, cached, *scores = row
         text = self.live.get(id)
-        assert text, f"{row} is for nobody"
+        assert text, f"{row} is for an unknown request"
         assert text not in self.failing and text.num_sent != text.broken_at, (
             f"{text.id} was to fail, and got {row}"
         )
@@ -500,21 +505,21 @@ class World:
             self.prefilled.append(self.clock.now - text.admitted)
         for other in text.others:
             del self.promised[other.id]
-            # a fork, else it waits for a row
+            # a fork, otherwise it waits for a row
             other.runs = self.engine.requests[other.id].status == "active"
             other.hits = text.hits if other.runs else None
             self.comes_alive(other)
         text.others = []
 
     def queue(self, message: dict):
-        """An error."""
+        """Receive an error."""
         kind = message["kind"]
         if kind != "internal":
             self.answered = kind
             self.explained = message["message"]
             return
         text = self.live.get(message["id"])
-        assert text, f"{message} is for nobody"
+        assert text, f"{message} is for an unknown request"
         if text in self.failing:
             self.failing.remove(text)
             assert message["message"].startswith("FloatingPointError: simulated"), (
@@ -526,7 +531,7 @@ class World:
                 f"{text.id} fails after {text.num_sent} tokens: {message}"
             )
             assert "not numbers" in message["message"], f"{text.id} ends with {message}"
-            self.has_tokens(text, 0)  # the step went well, and its other choices go their own ways
+            self.has_tokens(text, 0)  # the step went well, and its other choices go on
             self.counts["broken logits"] += 1
         self.ends(text)
 
@@ -539,7 +544,7 @@ class World:
     # -- what must hold ----------------------------------------------------------------------------
 
     def saw(self, plan: Plan):
-        """A plan as the scheduler made it, before anything is computed."""
+        """Check a plan as the scheduler made it, before anything is computed."""
         scheduler = self.engine.scheduler
         computes = plan.num_tokens > 0
         self.steps += computes
@@ -562,7 +567,7 @@ class World:
             self.check_queue(plan)
 
     def writes(self, plan: Plan):
-        """What is computed, drafts included."""
+        """Note who writes each block, including drafts."""
         self.engine.scheduler.check_plan(plan)
         for request, _ in plan.work:
             text = self.live[request.id]
@@ -573,7 +578,7 @@ class World:
         return [self.live[r.id].urgency for r in requests]
 
     def check_preempted(self, plan: Plan):
-        """Preempted requests are behind all that stay."""
+        """Check that preempted requests come after all that stay."""
         self.counts["tiny pool"] += len(plan.preempted)
         for request in plan.preempted:
             self.live[request.id].runs = False
@@ -583,7 +588,8 @@ class World:
 
     def check_queue(self, plan: Plan):
         """
-        First come the most urgent, and none of those who were admitted came after one who waits.
+        Check that the most urgent come first, and that no admitted request is less urgent than one
+        that waits.
         """
         order = self.urgencies(self.engine.scheduler.waiting)
         assert order == sorted(order), f"the queue is out of order: {order}"
@@ -612,24 +618,28 @@ class World:
 
     def longest_hit(self, text: Text, num_tokens: int) -> int:
         """
-        How many of its first tokens the cache holds, in whole blocks; at least one is computed.
+        Return how many of its first tokens the cache has, in whole blocks. At least one token is
+        computed.
         """
         if not self.settings["engine"]["prefix_cache"] or text.prompt_logprobs is not None:
             return 0
         S = self.S
-        held = self.engine.scheduler.block_cache.held
+        held = self.engine.scheduler.block_cache.contents
         cached = {self.writers[block].text(S) for block in held}
         most = (num_tokens - 1) // S
         hits = takewhile(lambda i: text.writer(i).text(S) in cached, range(most))
         return len([*hits]) * S
 
     def must_fail(self, plan: Plan):
-        """This step raises: each request that takes part must get an error before it is over."""
+        """
+        Note that this step raises: each request that takes part must get an error before it is
+        over.
+        """
         took_part = dict.fromkeys([*plan.decodes, *(r for r, _ in plan.chunks), *plan.admitted])
         self.failing += [self.live[r.id] for r in took_part if self.engine.requests.get(r.id) is r]
 
     def check(self, stats: dict):
-        """After a step, when its tokens and errors are sent."""
+        """Check everything after a step, once its tokens and errors are sent."""
         engine = self.engine
         engine.scheduler.check()
         for r in engine.scheduler.running:
@@ -642,7 +652,7 @@ class World:
         assert engine.requests.keys() == self.live.keys(), (
             f"{[*engine.requests]} are in work, not {[*self.live]}"
         )
-        scored = {r.id for r in engine.stages["scores"].of_prompts}
+        scored = {r.id for r in engine.stages["scores"].prompt_scores}
         assert scored <= self.live.keys(), f"scores of {scored} are kept"
         self.check_stats(stats)
         if self.window:
@@ -655,8 +665,8 @@ class World:
 
     def filled_by(self, plan: Plan, tokens: dict) -> list[Writer]:
         """
-        The blocks that a step has filled, which must be in the cache once it is resolved: unless
-        others hold them, too, or its logits were broken.
+        Return the blocks that a step has filled. They must be in the cache once it is resolved,
+        unless other requests also hold them, or its logits were broken.
         """
         if not self.settings["engine"]["prefix_cache"]:
             return []
@@ -673,15 +683,16 @@ class World:
         return filled
 
     def check_cached(self, filled: list[Writer]):
-        held = self.engine.scheduler.block_cache.held
+        held = self.engine.scheduler.block_cache.contents
         cached = {self.writers[block].text(self.S) for block in held}
         for block in filled:
             assert block.text(self.S) in cached, f"{block} was filled, and is not in the cache"
 
     def check_windows(self):
         """
-        Blocks that no token sees any more were given back, and no others; the first stands in for
-        them. Not before the request has computed something: until then it holds all hits.
+        Check that blocks which no token sees any more were freed, and no others; the first block
+        stands in for them. A request that has computed nothing since its admission still has all
+        hits.
         """
         S = self.S
         for request in self.engine.scheduler.running:
@@ -694,7 +705,7 @@ class World:
             left = table.count(table[0])
             self.counts["windows"] += left > 1
             assert last_seen <= left <= next_seen, (
-                f"{request.id} is without {left} blocks: of {table} the next token sees those "
+                f"{request.id} has freed {left} blocks, but of {table} the next token sees those "
                 f"from {next_seen} on"
             )
 
@@ -722,11 +733,12 @@ class World:
 
     def check_age(self, text: Text):
         """
-        No request starves. While the most urgent text waits, none is admitted, and each step
-        computes a token that it will not compute again: all rows are empty after R * L steps, R
-        rows and L tokens of the longest text. Then it runs and is never sent away: its prompt takes
-        as many steps again at most, its answer a token a turn. Then another text is first. Each
-        text more urgent can be first once, or twice when another one arrives.
+        Check that no request starves. While the most urgent text waits, none is admitted, and each
+        step computes a token that will not be computed again. With R rows and L tokens of the
+        longest text, all rows are empty after R * L steps. Then the text runs and is never
+        preempted. Its prompt takes at most as many steps again, and its answer one token per turn.
+        Then another text is first. Each more urgent text can be first once, or twice if another one
+        arrives.
         """
         R = self.settings["engine"]["max_num_seqs"]
         L = self.longest
@@ -762,7 +774,7 @@ class World:
 
 
 def play(settings: dict, events: list[dict]) -> tuple[World, str]:
-    """A life, and why it fails: "" if it does not."""
+    """Play a life, and return why it fails, or ""."""
     world = World(settings, events)
     try:
         world.run()
@@ -777,7 +789,7 @@ def fails(settings: dict, events: list[dict]) -> str:
 
 
 def write_trace(path: str, settings: dict, events: list[dict]):
-    """The first line has the settings, each other one an event."""
+    """Write a trace: the first line has the settings, every other line an event."""
     with open(path, "w") as file:
         for line in (settings, *events):
             print(json.dumps(line), file=file)
@@ -791,14 +803,14 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
 
 class RecordedWorld(World):
     """
-    Keeps a record of all that its engines do, as `serve.py --record` would write it, and reads it
-    as it comes: after every step a reader's tallies must be the allocator's own.
+    Keeps a record of everything its engines do, as `serve.py --record` would write it, and reads it
+    as it grows. After every step the reader's tallies must equal the allocator's.
     """
 
     def __init__(self, *life):
         super().__init__(*life)
         self.lines: list[str] = []
-        self.tallies: Tallies | None = None
+        self.pool_state: PoolState | None = None
 
     def watch_scheduler(self):
         super().watch_scheduler()
@@ -813,32 +825,32 @@ class RecordedWorld(World):
         self.lines.append(text)
         line = json.loads(text)
         if line["event"] == "snapshot":
-            self.tallies = Tallies(line)
+            self.pool_state = PoolState(line)
         elif line["event"] == "step":
-            self.tallies.apply(line)
+            self.pool_state.apply(line)
 
     def flush(self, stats: dict):
         super().flush(stats)
         self.check_tallies()
 
     def check_tallies(self):
-        """The state that the lines so far describe is the real one."""
+        """Check that the lines so far describe the real state."""
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator
         everyone = scheduler.waiting + scheduler.running
-        read = self.tallies
+        read = self.pool_state
         tables = {r.arrival_number: r.block_table for r in everyone}
         assert read.tables == tables, f"tables {read.tables}, right: {tables}"
         entries = Counter(chain(*read.tables.values()))
         counts = [entries[block] for block in range(read.num_blocks)]
         assert counts == allocator.ref_counts, f"{counts}, right: {allocator.ref_counts}"
-        held = allocator.block_cache.held
+        held = allocator.block_cache.contents
         assert read.committed == held.keys(), f"committed {read.committed}, right: {held.keys()}"
         idle = [*allocator.idle]
         assert [*read.idle] == idle, f"idle {[*read.idle]}, right: {idle}"
 
     def fork(self, event: dict):
-        """Of a running request, which only tests do between two steps."""
+        """Fork a running request, which only tests do between two steps."""
         yield from super().fork(event)
         self.recorder.between()
 
@@ -848,8 +860,8 @@ class RecordedWorld(World):
 
 def shrunk_trace(seed: int) -> tuple[str, str, int]:
     """
-    Shrinks the life of a seed that fails into a file. Returns why it fails, the file, and the
-    number of events.
+    Shrink the life of a failing seed into a file. Returns why it fails, the file, and the number of
+    events.
     """
     settings, events = a_life(seed)
     few = shrink(events, lambda events: bool(fails(settings, events)), simpler)
@@ -859,15 +871,15 @@ def shrunk_trace(seed: int) -> tuple[str, str, int]:
 
 
 def life_of(seed: int) -> tuple[int, str, Counter]:
-    """(seed, why its life failed or "", what happened how often)"""
+    """Return (seed, why its life failed or "", how often each thing happened)."""
     world, why = play(*a_life(seed))
     return seed, why, world.counts
 
 
 def campaign(seed: int, steps: float, processes: int) -> tuple[int, str, Counter]:
     """
-    Lives `seed`, `seed` + 1, .. until so many steps are done or one has failed. Returns as
-    `life_of`, of all of them.
+    Run lives `seed`, `seed` + 1, .. until this many steps are done or one has failed. Returns the
+    same as `life_of`, for all of them.
     """
     counts = Counter()
     with multiprocessing.get_context("fork").Pool(processes) as pool:
@@ -884,9 +896,9 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first life")
     parser.add_argument(
-        "--steps", type=float, default=1, help="play the next seeds until so many are done"
+        "--steps", type=float, default=1, help="play the next seeds until this many are done"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives at once")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="lives in parallel")
     parser.add_argument("--replay", metavar="FILE", help="play a trace that a failure left")
     args = parser.parse_args()
     if args.replay:

@@ -1,8 +1,8 @@
 """
-The HTTP side through a million faults: real gate, jobs, connections, client and link, the real
-scheduler behind them, and callers of every kind, all on a virtual clock.
+The HTTP side through a million faults. The gate, jobs, connections, client and link are real, and
+so is the scheduler after them. Callers of every kind use them, all on a virtual clock.
 
-    World(settings, events).run()      # raises AssertionError where a rule is broken
+    World(settings, events).run()      # raises AssertionError if a rule is broken
 
 server/test_simulator_http.py draws settings and events. The engine's answers are in
 scripted_engine.py, the rules for clients in http_oracle.py. An answer is a pure function of prompt,
@@ -35,12 +35,15 @@ from server.connection import Connection
 from test_paged import assert_idle
 
 KEYS = ["sesame", "simsim"]
-PATIENCE = 10_000.0  # seconds: no client reads so slowly that it takes longer
+PATIENCE = 10_000.0  # seconds: no client reads more slowly
 NOTHING = Answer(None, {}, "", False)
 
 
 class NumberedConnection(Connection):
-    """uvicorn keeps connections in a set: ordered by their addresses, which differ in each run."""
+    """
+    A connection with a number as its hash. uvicorn keeps connections in a set, which would
+    otherwise be ordered by addresses that differ in each run.
+    """
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -51,7 +54,7 @@ class NumberedConnection(Connection):
 
 
 def as_bytes(call: dict, is_last: bool) -> bytes:
-    """The request as it goes over the wire."""
+    """Return the request as it goes over the wire."""
     headers = {"X-Request-Id": f"r{call['id']}", "Authorization": f"Bearer {call['key']}"}
     if is_last:
         headers["Connection"] = "close"
@@ -61,11 +64,11 @@ def as_bytes(call: dict, is_last: bool) -> bytes:
 
 
 class Caller(Client):
-    """Sends its calls at its own pace, reads at once or slowly, and perhaps hangs up."""
+    """Sends its calls at its own pace, reads immediately or slowly, and may hang up."""
 
     pieces = (1, 0.0)  # how many, and seconds between two
-    sips = None  # else it reads so many bytes after so many seconds, again and again
-    how = "close"  # or "reset": it leaves so, at the first of these:
+    sips = None  # or (bytes, seconds): it reads this many bytes after this many seconds, repeatedly
+    how = "close"  # or "reset": how it leaves, at the first of these:
     stays = math.inf  # seconds
     sends = math.inf  # bytes
     waits_for = "\0"  # this text in an answer
@@ -87,7 +90,7 @@ class Caller(Client):
         self.send()
 
     def send(self):
-        """The next piece."""
+        """Send the next piece."""
         if self.ended_at is not None:
             return
         try:
@@ -132,30 +135,30 @@ class Caller(Client):
 
     def check_forgotten(self):
         """
-        A client that has left is noticed, and nothing is computed for it any more; a call that has
-        just been encoded takes some turns.
+        Check that a client that has left is noticed, and nothing more is computed for it. A call
+        that has just been encoded may take some turns.
         """
         names = {f"r{call['id']}" for call in self.calls}
         since = self.world.now - 10 * self.world.args.turn_seconds
         for choice in self.world.client.choices.values() if self.world.is_running else ():
             assert choice.job.call_id not in names or choice.job.started > since, (
-                f"call {choice.job.call_id} is still in work, its client has left long ago"
+                f"call {choice.job.call_id} is still in work, although its client left long ago"
             )
 
 
 class World:
-    """One run: a server of some settings, its clients, and the events that happen to them."""
+    """One run: a server with some settings, its clients, and the events that happen to them."""
 
     def __init__(self, settings: dict, events: list[dict]):
         self.args = serve.parse_args(["--model", "sim"])
-        vars(self.args).update(settings, access_log=True)  # it comes to `log`
+        vars(self.args).update(settings, access_log=True)  # the log goes to `log`
         self.events = list(events)
         self.loop = Loop()
         self.loop.turn_seconds = self.args.turn_seconds
         self.loop.job_seconds = self.args.encode_seconds
         self.loop.high = self.args.link_high
         self.rng = random.Random(0)  # of sizes of pieces
-        self.most = self.args.max_num_seqs + self.args.max_queue  # choices at once
+        self.most = self.args.max_num_seqs + self.args.max_queue  # choices in work together
         self.listener = Listener(partial(self.make_pair, "tcp", True))
         self.engines: list[EngineProcess] = []
         self.states: list[tuple[float, str]] = [(self.now, "loading")]  # of the client
@@ -163,7 +166,7 @@ class World:
         self.jobs: list[api.Job] = []
         self.callers: list[Caller] = []
         self.calls: dict[int, dict] = {}
-        self.statuses: dict[str, list[int]] = defaultdict(list)  # that are logged of each call
+        self.statuses: dict[str, list[int]] = defaultdict(list)  # statuses logged for each call
         self.failed: set[int] = set()  # calls whose steps have failed
         self.stopped_at = math.inf
         self.drained_at = math.inf  # when the server may end what still runs
@@ -175,7 +178,10 @@ class World:
 
     @property
     def ends(self) -> list[float]:
-        """When the server began to end, if it did: it was stopped, or its engine is gone."""
+        """
+        Return when the server began to end, if it did: because it was stopped, or its engine is
+        gone.
+        """
         return [self.stopped_at, *(at for at, state in self.states if state == "dead")]
 
     def make_pair(self, kind: str, hard: bool) -> tuple[Socket, Socket]:
@@ -199,7 +205,7 @@ class World:
             self.statuses[fields["id"]].append(fields["status"])
 
     def handle_message(self, running: Engine, link, message: dict):
-        """The engine must get the fields that the client sent."""
+        """Check that the engine gets the fields that the client sent."""
         if message["op"] == "add":
             call = self.calls[call_of(message["prompt"])]
             body = call["body"]
@@ -227,7 +233,7 @@ class World:
         self.callers.append(Caller(self, calls, **manners))
 
     def stop(self):
-        """SIGTERM."""
+        """Send SIGTERM."""
         if self.is_running:
             seconds = 0.0 if self.stopped_at <= self.now else self.args.drain_seconds
             self.stopped_at = min(self.stopped_at, self.now)
@@ -246,7 +252,7 @@ class World:
                 self.loop.end_tasks()
 
     def start_server(self):
-        """As serve.py does."""
+        """Start the server as serve.py does."""
         self.client = client.EngineClient(self.start_engine)
         texts = encoder.Encoder(bytes_directory())
         self.service = api.Service(self.client, texts, self.args, KEYS)
@@ -259,7 +265,7 @@ class World:
         self.service.engine_changed(state)
 
     def end_server(self, task: asyncio.Task):
-        """It has come to its end by itself."""
+        """Note that the server has ended by itself."""
         error = not task.cancelled() and task.exception()
         assert not error, f"the HTTP process ended by {error!r}"
         self.is_running = False
@@ -276,13 +282,13 @@ class World:
             at += event["after"]
             self.loop.call_at(at, self.happen)
         self.wait(self.is_quiet, "some calls do not come to an end", PATIENCE)
-        self.rest(15.0)  # also for what full links hold: it is read a piece in a few turns
+        self.rest(15.0)  # also for full links, which are read one piece per few turns
         self.judge(self.callers)
         if self.stopped_at == math.inf and self.client.state == "ready":
             self.probe()
             self.check_idle()
             check_metrics(self)
-            # the end comes while something is in work that takes too long
+            # the end comes while something in work takes too long
             self.engines[-1].stall(self.args.drain_seconds + 10.0)
             self.ask(11_000)
             self.rest(self.args.encode_seconds + 0.5)
@@ -314,8 +320,8 @@ class World:
 
     def beside(self, caller: Caller) -> list[Caller]:
         """
-        The other callers that the server may have seen at the same time: it may know late that one
-        has left.
+        Return the other callers that the server may have seen at the same time. It may notice late
+        that one has left.
         """
         since = caller.began - 3.0 - self.pause
         others = [other for other in self.callers if other is not caller]
@@ -329,7 +335,7 @@ class World:
         for caller in callers:
             received = read_answers(caller.received)
             assert len(received) <= len(caller.calls), "there are more answers than calls"
-            # after an answer that closes, a client has to send the next call again
+            # after an answer that closes the connection, a client must send the next call again
             is_closed = received and received[-1].headers.get("connection") == "close"
             calls = caller.calls[: len(received)] if is_closed else caller.calls
             for call, answer in itertools.zip_longest(calls, received, fillvalue=NOTHING):
@@ -340,7 +346,7 @@ class World:
                     raise
 
     def probe(self):
-        """Now that all is quiet, a call is served again."""
+        """Check that a call is served again, now that all is quiet."""
         self.engines[-1].fail("")
         self.ask(10_000)
         self.wait(self.is_quiet, "the server serves no call any more", 5.0)
@@ -349,7 +355,7 @@ class World:
         self.rest(1.5)
 
     def ask(self, id: int):
-        """A call like any other."""
+        """Make an ordinary call."""
         body = {"prompt": [f"~{id}"], "max_tokens": 2, "seed": 1, "ignore_eos": True}
         self.visit([{"id": id, "path": "/v1/completions", "body": body, "key": KEYS[0]}])
 
@@ -368,8 +374,8 @@ handle_message = serving_loop.handle_message  # the real one
 
 def stand_in(world: World, patches: pytest.MonkeyPatch):
     """
-    Time, chance, sockets and processes of the code under test are the world's, and limits are
-    small.
+    Replace time, chance, sockets and processes of the code under test by the world's, and make
+    limits small.
     """
     clock = world.loop.clock
     device = partial(ScriptedDevice, failed=world.failed)

@@ -1,9 +1,10 @@
 """
-From a seed to the life of an engine: its settings and what happens to it, for the simulator
+Turns a seed into the life of an engine: its settings and what happens to it, for the simulator
 (simulator.py).
 
-Swarm testing: a life has a random subset of all features and faults. With all of them in each, some
-would hide others: an engine that restarts all the time never fills its queue. Not run by itself.
+This is swarm testing: a life has a random subset of all features and faults. If every life had all
+of them, some would hide others. For example, an engine that restarts all the time never fills its
+queue. Not run by itself.
 """
 
 import random
@@ -24,11 +25,11 @@ FATEFUL = ["any", "prefilling", "scoring", "scoring", "promising", "to come"]  #
 
 
 def a_life(seed: int) -> tuple[dict, list[dict]]:
-    """Settings and events."""
+    """Return settings and events."""
     life = Life(random.Random(seed))
     events = life.events()
     engine = life.settings["engine"]
-    # drawn last: all else in a life is as it would be without drafts
+    # drawn last, so that everything else in a life is as it would be without drafts
     engine["speculate"] = life.rng.random() < 0.7
     return life.settings, events
 
@@ -38,7 +39,7 @@ def longest_text(settings: dict) -> int:
     return min(settings["context"], engine["num_blocks"] * engine["block_size"])
 
 
-# How often something happens, where requests come 20 times: a feature or fault of the life
+# How often something happens while 20 requests come, if the life has this feature or fault
 WEIGHTS = {
     "abort": 10, "step raises": 1, "late step": 1, "broken logits": 1, "clock jump": 1,
     "id used again": 8, "refused": 1, "restart": 1, "forks": 4,
@@ -106,7 +107,7 @@ class Life:
         for name, weight in WEIGHTS.items():
             kinds += [name] * (weight * self.has[name])
         events = [self.event(rng.choice(kinds), i) for i in range(rng.randint(20, 400))]
-        pace = rng.choice([0, 1, 4, 10])  # the mean of steps between two events
+        pace = rng.choice([0, 1, 4, 10])  # the mean number of steps between two events
         for event in events:
             event["after"] = min(50, int(rng.expovariate(1 / pace))) if pace else 0
         return events
@@ -155,7 +156,7 @@ class Life:
         return event | {"prompt": prompt, "params": params, "options": options}
 
     def prompt(self, length: int) -> list[int]:
-        """The trunk of a small tree of texts as far as it is shared, then tokens of its own."""
+        """Return the shared trunk of a small tree of texts, then tokens of its own."""
         rng = self.rng
         shared = 0
         if self.has["shared prefixes"]:
@@ -166,7 +167,8 @@ class Life:
 
     def refused(self, number: int) -> dict:
         """
-        What the engine must not take: too long, empty, or with a token that the vocabulary has not.
+        Return a request that the engine must refuse: too long, empty, or with a token that the
+        vocabulary lacks.
         """
         event = self.request(number)
         wrong = self.rng.choice(["long", "empty", "token"])
@@ -179,13 +181,13 @@ class Life:
         return event
 
     def aimed(self) -> dict:
-        """At a text in a certain state, if there is one within some steps."""
+        """Aim at a text in a certain state, if there is one within some steps."""
         rng = self.rng
         aim = {"state": rng.choice(STATES), "pick": rng.randrange(100)}
         return aim | {"patience": rng.choice([0, 20])}
 
     def id_used_again(self, number: int) -> dict:
-        """Of a text that is aborted just now, or of an earlier event."""
+        """Reuse the id of a text that is being aborted, or of an earlier event."""
         rng = self.rng
         if rng.random() < 0.3:
             return self.request(rng.randrange(number + 1))
@@ -194,7 +196,7 @@ class Life:
 
 
 def simpler(event: dict):
-    """Proposals, the simplest first, for the shrinking of a failing list of events."""
+    """Yield proposals, the simplest first, for shrinking a failing list of events."""
     for after in (0, 1, event["after"] // 2):
         if after < event["after"]:
             yield event | {"after": after}

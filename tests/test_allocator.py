@@ -1,7 +1,7 @@
 """
-Blocks, the prefix cache and the scheduler on tiny pools, where test_paged.py (literal block ids)
-and the simulator (random lives of the engine) do not look: the bytes of a key, the shares of a
-step's budget, the cost of a step, and that `Scheduler.check` can fail.
+Blocks, the prefix cache and the scheduler on tiny pools. This covers what test_paged.py (literal
+block ids) and the simulator (random lives of the engine) do not: the bytes of a key, how a step's
+budget is shared, the cost of a step, and that `Scheduler.check` can fail.
 """
 
 import sys
@@ -30,7 +30,7 @@ from test_paged import raises, serve_alone, step
 
 def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers():
     """
-    A key without its parent, or with tokens cut to 16 bits, would make different prefixes equal.
+    Different prefixes would get the same key if it left out its parent, or cut tokens to 16 bits.
     """
     root = root_key("pepper")
     assert root == sha256(b"pepper").digest()
@@ -38,7 +38,7 @@ def test_keys_are_sha256_over_the_parents_key_and_the_tokens_as_64_bit_integers(
     words = bytes.fromhex("0100000000000000 0200000000000000 0000010000000000 50c4000000000000")
     assert key == sha256(root + words).digest()
     assert key.hex() == "ac48f1d1d1c1c3a912955e810ee87340b20eeaed48d0bc4d3ed044e111385a9e"
-    # half a character, which JSON can carry, is a salt like any other
+    # half a character, which JSON can contain, is a salt like any other
     assert root_key("\ud800") != root_key("\ud801")
 
 
@@ -54,7 +54,7 @@ def new_scheduler(*requests: Request, block_size=4, token_budget=16, **settings)
     return scheduler
 
 
-# name: length of the prompt; the settings; and the chunks of each step, beside a decode
+# name: length of the prompt; the settings; then the chunks of each step, beside a decode
 PROMPTS_SHARE = {"b": 12, "c": 12, "d": 12}, {"max_num_partial_prefills": 2}
 LONG_PROMPTS = {"b": 30, "c": 16, "d": 9}, {"long_prefill_threshold": 10}
 
@@ -63,15 +63,15 @@ LONG_PROMPTS = {"b": 30, "c": 16, "d": 9}, {"long_prefill_threshold": 10}
     ("prompts", "settings", "chunks"),
     [
         (*PROMPTS_SHARE, "b5 c4, b5 c4, b2 c4 d3, d9, "),
-        # c waits for b, which is long, too, and gets what the others leave over; d does not wait
+        # c waits for b, which is also long, and gets what the others leave over; d does not wait
         (*LONG_PROMPTS, "b5 d4, b5 d4, b5 d1 c3, b9, b6 c3, c9, c1, "),
-        # of its 16 tokens the cache has 12: so c is not long
+        # the cache has 12 of its 16 tokens, so c is not long
         ({"b": 30, "again": 16}, {"long_prefill_threshold": 10}, "b5 again4, b9, b9, b7, "),
     ],
     ids=["in even shares", "long ones in turn", "long but cached"],
 )
 def test_prompts_share_what_decodes_leave_of_the_budget(prompts, settings, chunks):
-    """One long prompt at the head of the line would hold up every short one behind it."""
+    """Otherwise one long prompt at the head of the queue would delay every short one after it."""
     scheduler = new_scheduler(Request("again", [ord("a")] * 16, 1), token_budget=10, **settings)
     while not scheduler.is_done():
         step(scheduler)
@@ -88,8 +88,8 @@ def test_prompts_share_what_decodes_leave_of_the_budget(prompts, settings, chunk
 
 def test_no_priority_outweighs_age():
     """
-    -2**63 went before all others for 10**13 years. Now any two priorities are less than 480 s
-    apart, in their order; a server drops requests that are older than 600.
+    Previously -2**63 went before all others for 10**13 years. Now any two priorities, in their
+    order, are less than 480 s apart. A server drops requests that are older than 600 s.
     """
     scheduler = Scheduler("priority", settings=SchedulerSettings(max_num_seqs=1))
     scheduler.add_request(Request("old", [1], 1, priority=10**400))
@@ -115,7 +115,7 @@ def test_update_wants_one_token_for_each_sampled_request():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"policy": "lifo"}, "unknown policy 'lifo': there is fcfs, priority, sjf"),
+        ({"policy": "lifo"}, "unknown policy 'lifo': choose one of fcfs, priority, sjf"),
         ({"token_budget": 0}, "token_budget is 0, wanted at least 1"),
         ({"max_kv_tokens": 3}, "max_kv_tokens is 3, wanted at least 1 block of 4"),
     ],
@@ -131,7 +131,9 @@ def test_a_scheduler_that_could_never_run_a_request_is_refused(arguments, messag
 
 
 def lines_executed(function) -> int:
-    """How many lines of paged.py a call runs: the same on every machine, unlike its time."""
+    """
+    Return how many lines of paged.py a call runs. Unlike time, this is the same on every machine.
+    """
     count = 0
 
     def trace(frame, event, argument):
@@ -152,8 +154,8 @@ def lines_executed(function) -> int:
 
 def test_allocate_and_free_cost_the_same_in_a_pool_of_any_size():
     """
-    A search of the free list, or a pop from its front, makes each block of a large pool slower than
-    the model.
+    Searching the free list, or popping from its front, would make each block of a large pool slower
+    than the model.
     """
     seconds = []
     for num_blocks in 16, 100_000:
@@ -173,8 +175,8 @@ def test_allocate_and_free_cost_the_same_in_a_pool_of_any_size():
 
 def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little():
     """
-    A plan that looks at whole block tables, or copies whole texts, grows with the context; at 0.15
-    ms a step that is soon more than the model takes.
+    A plan that looks at whole block tables, or copies whole texts, grows with the context. At 0.15
+    ms per step that soon exceeds the model's time.
     """
     counts = []
     for context in 17, 1025:
@@ -203,7 +205,7 @@ allocator.ref_counts[0] += 1                                | reference counts s
 b.block_table[-1] = a.block_table[-1]                       | reference counts say
 allocator.free.append(allocator.idle.popitem()[0])          | committed and in no block table
 allocator.idle[allocator.free.pop()] = None                 | committed and in no block table
-cache.held[0] = cache.held[0]._replace(tokens=(9, 9))       | is not of its parent and tokens
+cache.contents[0] = cache.contents[0]._replace(tokens=(9, 9)) | is not the hash of its parent
 scheduler.free_rows.pop()                                   | rows lost or shared
 a.num_filled_slots -= 1                                     | slots
 scheduler.waiting.append(a)                                 | but on the waiting list

@@ -1,6 +1,6 @@
 """
-examples/beam_search.py against a textbook's, which computes every beam's whole text again, over
-random scores (simulated_device.py).
+examples/beam_search.py against a textbook version, which recomputes the whole text of every beam,
+over random scores (simulated_device.py).
 """
 
 import random
@@ -13,8 +13,8 @@ from tests.simulated_device import greedy, score, simulated_engine
 
 def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):
     """
-    With as many blocks and rows as the beams need when each has its own from the prompt's last full
-    block on.
+    Return an engine with as many blocks and rows as the beams need when each has its own blocks
+    after the full blocks of the prompt.
     """
     shared = P // S
     own = -(-(P + max_tokens) // S) - shared
@@ -24,9 +24,9 @@ def tight_engine(S: int, P: int, width: int, max_tokens: int, eos=()):
 
 def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> list[tuple]:
     """
-    The answers straight from the definition: all extensions of all beams; no blocks, no forks, no
-    early end. Of the best 2 * width those that end are answers, and the best `width` of the others
-    are the next beams.
+    Return the answers straight from the definition: all extensions of all beams, without blocks,
+    forks or an early end. Of the best 2 * width, those that end are answers, and the best `width`
+    of the others are the next beams.
     """
     going = [([], 0.0)]
     answers = []
@@ -47,8 +47,8 @@ def textbook(start: list[int], width: int, max_tokens: int, ends: set[int]) -> l
 def test_over_random_scores():
     """
     Would catch: a search that ends while a beam can still beat the answers, or with fewer than
-    `width`, or goes on when none can; an end of text passed over, or taken for any token; a pool
-    that is too small for what was accepted.
+    `width` answers, or that goes on when none can; an end of text that is ignored, or taken for an
+    ordinary token; a pool too small for what was accepted.
     """
     rng = random.Random(0)
     steps_saved = 0

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_workload_is_the_one_that_others_measure():
-    """Other lengths, and no figure could be compared."""
+    """With other lengths no figure could be compared."""
     work = offline_workload()
     assert workloads.num_tokens(work) == (142_827, 133_966)
     small = offline_workload(96, 8, 65)
@@ -34,7 +34,7 @@ def test_the_workload_is_the_one_that_others_measure():
 
 
 def test_kernels_that_overlap_count_once():
-    """With programmatic dependent launch a kernel starts early, and waits for the one before."""
+    """With programmatic dependent launch a kernel starts early, and waits for the previous one."""
     launches = [(0.0, 10.0, "attention_kernel"), (8.0, 15.0, "nvjet_hsh_128")]
     launches += [(9.0, 12.0, "Memcpy DtoD"), (20.0, 21.0, "add_norm_kernel")]
     seconds = bench.seconds_by_kind(launches)
@@ -43,7 +43,7 @@ def test_kernels_that_overlap_count_once():
 
 
 def test_kinds_of_kernels_go_by_their_names():
-    """A kernel of ours that was renamed would be counted as "rest"."""
+    """If one of our kernels were renamed, it would be counted as "rest"."""
     files = [ROOT / "kernels.py", *(ROOT / "ops").glob("*.py")]
     source = "".join(path.read_text() for path in files)
     ours = re.findall(r"^def (\w+_kernel)\(", source, re.MULTILINE)
@@ -52,14 +52,15 @@ def test_kinds_of_kernels_go_by_their_names():
 
 
 # --------------------------------------------------------------------------------------------------
-# Every command once: its figures are of a toy
+# --------------------------------------------------------------------------------------------------
+# Every command once, with the figures of a toy
 
 
 @pytest.fixture
 def toy(monkeypatch, tmp_path) -> Path:
     """
-    Small workloads, each measured once, on a CPU: a GPU's memory would be the first one's. And a
-    model directory with its corpus.
+    Return a model directory with its corpus, and make workloads small. Each is measured once, on a
+    CPU, because on a GPU the first one would take all memory.
     """
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -92,8 +93,8 @@ FIGURES = {  # of a command: its flags, and a name in its answer
     "generate": ("", "8 x 64 in, 64 out"),
     "quality": ("--model DIR --data DIR", "int8"),
     "drafts": ("--model DIR", "code, greedy"),
-    "grammar": ("--model DIR --repeats 1", "held, tok/s"),
-    "engine": ("--model DIR", "32 at once"),
+    "grammar": ("--model DIR --repeats 1", "constrained, tok/s"),
+    "engine": ("--model DIR", "32 concurrent"),
     "equality": ("--model DIR", "fp32, tokens unlike the dense model's"),
     "server": ("--model DIR --streams 3 --repeats 2", "3 streams"),
     "overhead": ("--model DIR", "floor, ms"),
@@ -109,7 +110,10 @@ FIGURES = {  # of a command: its flags, and a name in its answer
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_a_command_runs(name, toy, monkeypatch, capsys):
-    """A name that had changed in another module was noticed by a reader, as a traceback."""
+    """
+    Previously a name that had changed in another module was only noticed by a reader, as a
+    traceback.
+    """
     flags, figure = FIGURES[name]
     run(monkeypatch, f"{name} {flags.replace('DIR', str(toy))}")
     result = json.loads(capsys.readouterr().out)
@@ -121,7 +125,10 @@ def test_a_command_runs(name, toy, monkeypatch, capsys):
 
 
 def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
-    """Would catch: integers of one byte held to the floor of four, which they could not miss."""
+    """
+    Would catch: one-byte integers compared with the floor of four bytes, which they would always
+    beat.
+    """
     monkeypatch.setattr(bench, "CASES", ())
     floors = []
     for quantize in ("none", "int8"):
@@ -132,7 +139,7 @@ def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
 
 
 LLAMA_CPP = """#!{python}
-# in place of a Python with llama_cpp: the same answers from our model of what the file has
+# stands in for a Python with llama_cpp, with the answers of our model of the file
 import json, sys
 sys.path[:0] = ["tests", "."]
 import torch
@@ -152,7 +159,7 @@ for line in sys.stdin:
 
 
 def read_gguf(path: str):
-    """Our model of a GGUF file, as transformers reads its weights."""
+    """Return our model of a GGUF file, with its weights as transformers reads them."""
     import transformers
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
@@ -167,7 +174,7 @@ def read_gguf(path: str):
 
 @pytest.fixture
 def llama(toy, monkeypatch) -> Path:
-    """A Llama in the toy's directory, and a stand-in for a Python that has llama_cpp."""
+    """Return a stand-in for a Python that has llama_cpp, with a Llama in the toy's directory."""
     pytest.importorskip("gguf")
     config = load_config(toy)
     shape = workloads.llama(
@@ -178,7 +185,7 @@ def llama(toy, monkeypatch) -> Path:
     torch.manual_seed(0)
     model = GPT(shape)
     for name, weight in model.named_parameters():
-        if weight.ndim == 2:  # Q8_0 rounds none of it: whole 128ths, the largest of each 32 is 127
+        if weight.ndim == 2:  # Q8_0 rounds nothing: whole 128ths, the largest of each 32 is 127
             rounded = (torch.randn_like(weight) * (64 if "c_attn" in name else 26)).round()
             weight.data = rounded.clamp(-127, 127) / 128
             weight.data[:, ::32] = 127 / 128
@@ -191,8 +198,8 @@ def llama(toy, monkeypatch) -> Path:
 
 def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
     """
-    Would catch: heads whose halves are not made neighbours, a matrix under another's name, an
-    epsilon or base that the file lacks.
+    Would catch: heads whose halves are not interleaved; a matrix under another's name; an epsilon
+    or base that the file lacks.
     """
     run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
     result = json.loads(capsys.readouterr().out)
@@ -201,7 +208,7 @@ def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
 
 
 VLLM = """
-# in place of the package: the same answers from our model of the directory
+# stands in for the package, with the answers of our model of the directory
 import torch, params
 from checkpoint import load_checkpoint
 from engine.engine import Engine
@@ -225,19 +232,19 @@ class Output:
 
 
 def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
-    """Would catch: its log taken for an answer, other weights, lengths in another order."""
+    """Would catch: its log taken for an answer; other weights; lengths in another order."""
     (toy / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", f"{toy}:{ROOT}")
     run(monkeypatch, f"engine --model {toy} --vllm {sys.executable}")
     result = json.loads(capsys.readouterr().out)
     assert result["vLLM"] == f"0.26.0, torch {torch.__version__}"
-    for case, n in ("offline", 4), ("1 at once", 1), ("32 at once", 32):
+    for case, n in ("offline", 4), ("1 concurrent", 1), ("32 concurrent", 32):
         assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
         assert result[case]["vLLM"]["tok/s"] > 0
 
 
 def test_a_python_that_is_not_there(toy, monkeypatch):
-    with pytest.raises(SystemExit, match="'/no/python': the path of a Python is wanted"):
+    with pytest.raises(SystemExit, match="'/no/python': give the path of a Python"):
         run(monkeypatch, f"engine --model {toy} --vllm /no/python")
 
 
@@ -246,14 +253,16 @@ DEATHS = {"echo no AMX >&2; kill -ILL $$": -4, "echo ready; read line; echo no A
 
 @pytest.mark.parametrize("script", DEATHS)
 def test_the_last_words_of_llama_cpp_are_shown(script, llama, toy, monkeypatch):
-    """They were "Expecting value: line 1 column 1 (char 0)"."""
+    """Previously the message was "Expecting value: line 1 column 1 (char 0)"."""
     llama.write_text(f"#!/bin/sh\n{script}")
     with pytest.raises(SystemExit, match=f"ended with status {DEATHS[script]}; .*: no AMX$"):
         run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
 
 
 def test_quality_scores_each_token_once(llama, toy, monkeypatch, capsys):
-    """Would catch: a window's last token left out or counted twice, bytes of another tokenizer."""
+    """
+    Would catch: a window's last token left out or counted twice; the bytes of another tokenizer.
+    """
     run(monkeypatch, f"quality --model {toy} --data {toy} --limit 450")
     result = json.loads(capsys.readouterr().out)
     model = load_checkpoint(toy)

@@ -1,6 +1,7 @@
 """
-checkpoint.py: a directory is served as transformers would, or refused with words that say what to
-change. One table for each file: a mutation of it, and what becomes of the directory.
+checkpoint.py: a directory is either served as transformers would, or refused with a message that
+says what to change. There is a table for each file: a mutation of it, and what becomes of the
+directory.
 """
 
 import json
@@ -31,7 +32,7 @@ HEAD = "lm_head.weight"
 
 def random_model(**changes) -> GPT:
     """
-    A GPT whose every parameter is far from zero and one, so that a lost bias or norm is seen.
+    Return a GPT whose parameters are all far from zero and one, so that a lost bias or norm shows.
     """
     torch.manual_seed(0)
     model = GPT(GPTConfig(**SHAPE | changes)).eval()
@@ -48,13 +49,13 @@ def same(a: GPT, b: GPT) -> bool:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A directory with a small GPT-2."""
+    """Return a directory with a small GPT-2."""
     save_checkpoint(random_model(), tmp_path)
     return tmp_path
 
 
 def change_weights(folder: Path, **changes):
-    """None removes one."""
+    """Change weights in the file; None removes one."""
     path = folder / "model.safetensors"
     weights = load_file(path) | changes
     save_file({name: weight for name, weight in weights.items() if weight is not None}, path)
@@ -66,6 +67,7 @@ def refused(folder: Path, words: str):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Written, and read again
 
 
@@ -76,7 +78,7 @@ OPENED += [LLAMA | {"qkv_bias": True, "proj_bias": True, "mlp_bias": True, "tied
 
 @pytest.mark.parametrize("fields", OPENED)
 def test_transformers_opens_a_saved_model(tmp_path, fields):
-    """With no weight missing or left; a GPT-2 without biases has biases of zeros there."""
+    """No weight is missing or left over. A GPT-2 without biases gets zeros for biases there."""
     ours = random_model(eos_token_ids=(5,), **fields)
     save_checkpoint(ours, tmp_path)
     open_saved = transformers.AutoModelForCausalLM.from_pretrained
@@ -97,8 +99,8 @@ SAVED = [*OPENED, {"n_kv_head": 2, "eos_token_ids": (3, 5), "dropout": 0.1}]
 @pytest.mark.quick("dtype0-*", "*-fields1", "*-fields2")
 def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
     """
-    Also after its files have changed: a mapped weight would change with them, or end the process
-    with SIGBUS. Matrices are contiguous, as the kernels read them.
+    It must not change when its files change later: a mapped weight would change with them, or end
+    the process with SIGBUS. Matrices are contiguous, because the kernels read them that way.
     """
     folder = tmp_path / "a" / "b"
     ours = random_model(**fields).to(dtype)
@@ -108,7 +110,7 @@ def test_a_saved_model_comes_back_to_the_bit(tmp_path, fields, dtype):
         assert file.metadata() == {"format": "pt"}  # or transformers 4 refuses it
     weights = load_file(path)
     assert {weight.dtype for weight in weights.values()} == {dtype}
-    assert (HEAD in weights) == (not ours.config.tied)  # without the others' prefix
+    assert (HEAD in weights) == (not ours.config.tied)  # without the prefix of the others
     again = load_checkpoint(folder)
     lower = load_checkpoint(folder, dtype=torch.bfloat16).state_dict()
     keeps_norms = lower["ln_f.weight"].dtype == torch.float32
@@ -159,7 +161,10 @@ FIELDS = """{"vocab_size": 97, "context_length": 33, "n_layer": 3, "n_head": 6, 
 
 
 def test_each_key_of_a_configuration_sets_one_field():
-    """The others are as in transformers' class, but for the dropout, which only training uses."""
+    """
+    The other fields are as in transformers' class, except for the dropout, which is only used in
+    training.
+    """
     fields = json.loads(FIELDS)
     assert read_fields(json.loads(SPELLED)) == GPTConfig(eos_token_ids=(7, 0), **fields)
     defaults = transformers.GPT2Config(resid_pdrop=0.0).to_dict()
@@ -181,7 +186,7 @@ ROPED = """{"model_type": "llama", "num_hidden_layers": 6, "hidden_size": 64, "r
 PLAIN = """{"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "vocab_size": 50257,
     "n_positions": 1024, "resid_pdrop": 0.0, "layer_norm_epsilon": 1e-5, "eos_token_id": 50256,
     "activation_function": "gelu_new"}"""
-OWN = {  # keys that a family has beside these
+OWN = {  # keys that only this family has
     "mistral": '{"sliding_window": 9}',
     "qwen2": '{"sliding_window": null}',
     "qwen3": '{"head_dim": 32, "sliding_window": null}',
@@ -197,7 +202,10 @@ OWN = {  # keys that a family has beside these
 
 
 def changed(changes: str) -> dict:
-    """A small config.json, of a Llama unless the changes (JSON) name another family, changed."""
+    """
+    Return a small config.json with these changes (JSON). It is a Llama's unless they name another
+    family.
+    """
     changes = json.loads(changes)
     name = changes.get("model_type", "llama")
     if name == "gpt2":
@@ -247,7 +255,9 @@ SERVED = """
 
 @pytest.mark.parametrize("changes", SERVED.strip().splitlines())
 def test_a_configuration_is_read_as_transformers_reads_it(changes):
-    """In the spelling of version 4, and in that of version 5, which says everything."""
+    """
+    Both spellings are read: that of version 4, and that of version 5, which states everything.
+    """
     saved = changed(changes)
     ours = read_fields(saved)
     if saved.get("tie_word_embeddings", 0) is None:  # transformers takes null for false
@@ -257,7 +267,7 @@ def test_a_configuration_is_read_as_transformers_reads_it(changes):
 
 
 def test_the_other_name_of_gemmas_pattern():
-    """Trap 5: the number has two names, and neither may be passed over."""
+    """The number has two names, and neither may be ignored."""
     for name in ("sliding_window_pattern", "_sliding_window_pattern"):
         saved = changed('{"model_type": "gemma3_text"}')
         config = read_fields(saved | {name: 3})
@@ -272,8 +282,8 @@ REQUIRED = """vocab_size hidden_size num_hidden_layers num_attention_heads inter
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_key_that_must_be_there(name):
     """
-    Files of the hub leave some keys out, and those have transformers' defaults. A size or an
-    epsilon that is missing would be a guess.
+    Files on the hub leave some keys out, and then transformers' defaults apply. A missing size or
+    epsilon would have to be guessed.
     """
     saved = changed(json.dumps({"model_type": name}))
     for key in saved.keys() & set(REQUIRED.split()) & set(FAMILIES[name].names.values()):
@@ -293,10 +303,10 @@ LISTED = '{"7": {"content": "<|im_end|>"}, "8": {"content": "<|im_start|>"}}'
 @pytest.mark.parametrize("is_old", [False, True])
 def test_the_tokens_that_end_a_text(tmp_path, name, is_old):
     """
-    Any of three files may name one. Qwen's finetunes: <|im_end|> stood in tokenizer_config.json
-    alone, and chats never ended.
+    Any of three files may name one. In Qwen's finetunes only tokenizer_config.json had <|im_end|>,
+    and chats never ended.
     """
-    listed = "null" if is_old else LISTED  # as transformers 5 saves them: in tokenizer.json alone
+    listed = "null" if is_old else LISTED  # as transformers 5 saves them: only in tokenizer.json
     files = {
         "config.json": json.dumps(changed('{"eos_token_id": 5}')),
         "generation_config.json": '{"eos_token_id": [5, 6]}',
@@ -355,7 +365,7 @@ NO_CONFIGURATION = ["", "{", "[]", "null", "[" * 100_000, '{"model_type": ["gpt2
 
 @pytest.mark.parametrize("content", [*NO_CONFIGURATION, *BROKEN.strip().splitlines()])
 def test_broken_configurations(tmp_path, content):
-    """An epsilon that is a string made every request to the server fail, later."""
+    """Previously an epsilon that was a string made every request to the server fail."""
     if content not in NO_CONFIGURATION:
         content = json.dumps(changed(content))
     (tmp_path / "config.json").write_text(content)
@@ -405,11 +415,14 @@ def test_a_key_that_would_change_the_computation_is_refused(tmp_path, row):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Weights
 
 
 def shards(folder: Path) -> list[Path]:
-    """Spread the weights of a directory over files, as the hub does: here a file for each."""
+    """
+    Spread the weights of a directory over files as the hub does, here with one file per weight.
+    """
     weights = load_file(folder / "model.safetensors")
     hub.save_torch_state_dict(weights, folder, max_shard_size=1)
     return sorted(folder.glob("model-*.safetensors"))
@@ -417,7 +430,7 @@ def shards(folder: Path) -> list[Path]:
 
 @pytest.mark.parametrize("fields", [SHAPE, LLAMA])
 def test_shards(tmp_path, fields):
-    """A missing or broken one is named."""
+    """A missing or broken shard is named."""
     ours = random_model(**fields)
     save_checkpoint(ours, tmp_path)
     path = shards(tmp_path)[1]
@@ -428,7 +441,7 @@ def test_shards(tmp_path, fields):
         refused(tmp_path, f"{path.name} cannot be read .*download the file")
     path.unlink()
     refused(tmp_path, f"{path.name} is missing")
-    os.mkfifo(path)  # to open one waits for a writer
+    os.mkfifo(path)  # opening it would wait for a writer
     refused(tmp_path, f"{path.name} is missing")
 
 
@@ -443,8 +456,8 @@ def test_a_broken_index(folder):
         refused(folder, r"index\.json is broken .*: restore the file")
     index.write_text('{"weight_map": {"x": "/etc/../etc/passwd"}}')  # only files beside it are read
     refused(folder, f"no model in {folder}: passwd is missing")
-    save_checkpoint(random_model(), folder)  # a whole file goes before an index and its shards
-    save_file({EMBEDDING: torch.zeros(2)}, folder / "model.fp16.safetensors")  # and another format
+    save_checkpoint(random_model(), folder)  # a whole file is preferred to an index and its shards
+    save_file({EMBEDDING: torch.zeros(2)}, folder / "model.fp16.safetensors")  # or another format
     load_checkpoint(folder)
 
 
@@ -455,7 +468,7 @@ PREFIXES = ["", "model.", "model.language_model.", "language_model.model.", "lan
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes(tmp_path, fields, prefix):
     """
-    A model that was saved without its head, or as part of a larger one. The oldest files have
+    A model may have been saved without its head, or as part of a larger one. The oldest files have
     causal masks of two kinds.
     """
     ours = random_model(**fields)
@@ -471,7 +484,7 @@ def test_prefixes(tmp_path, fields, prefix):
 
 @pytest.mark.parametrize("is_tied", [True, False, None])
 def test_a_head_of_its_own_opens(folder, is_tied):
-    """Some config.json say tied of a head that is not; the file counts, as in transformers."""
+    """Some config.json say that a separate head is tied. The weights decide, as in transformers."""
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -486,9 +499,10 @@ def test_a_head_of_its_own_opens(folder, is_tied):
         assert torch.equal(again.lm_head.weight, embedding + change)
 
 
-# name, shape and dtype of weights, as which `none` is missing -> the refusal. A file of four layers
-# with n_layer 3 opened as another model. Biases of zeros are saved for transformers' sake; others
-# were ignored. Quantized weights were read as if they were the numbers themselves.
+# name, shape and dtype of weights (`none` is missing) -> the refusal. Previously a file of four
+# layers opened as another model with n_layer 3. Biases of zeros are saved because transformers
+# needs them; other biases were ignored. Quantized weights were read as if they were the numbers
+# themselves.
 MISMATCHES = r"""
 transformer.ln_f.weight             | 32    | none          -> ln_f\.weight is missing, wanted \(32,\)
 lm_head.weight                      | 96 32 | float32       -> lm_head\.weight is \(96, 32\), wanted \(97, 32\)
@@ -537,7 +551,10 @@ LIES = """
 
 @pytest.mark.parametrize("lie", LIES.strip().splitlines())
 def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
-    """Whoever made it: nothing outside of the file is read, nor memory taken for what it claims."""
+    """
+    Whoever made the file, nothing outside of it is read, and no memory allocated for what it
+    claims.
+    """
     lie = json.loads(lie)
     path = folder / "model.safetensors"
     data = path.read_bytes()
@@ -552,8 +569,8 @@ def test_a_file_that_lies_about_its_tensors_is_refused(folder, lie):
 
 MISFITS = [
     ({"windows": (8, 8), "rope": {0: Rope(1e4)}}, "rope has windows [0], layers have (8, 8)"),
-    ({"qk_norm": True}, "qk_norm is for norm 'rms'"),
-    ({"norm": "batch"}, "norm 'batch' is unknown; there is layer, rms"),
+    ({"qk_norm": True}, "qk_norm needs norm 'rms'"),
+    ({"norm": "batch"}, "norm 'batch' is unknown; choose one of layer, rms"),
     ({"activation": "selu"}, "activation 'selu' is unknown"),
 ]
 

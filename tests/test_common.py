@@ -1,6 +1,6 @@
 """
-common.py: whenever a process or a machine stops, a reader finds the old file or the new one; and
-the message for a directory without a model.
+common.py: whenever a process or a machine stops, a reader finds either the old file or the new one.
+And the message for a directory without a model.
 """
 
 import os
@@ -13,8 +13,9 @@ import common
 
 def test_a_file_is_old_or_new(tmp_path, monkeypatch):
     """
-    It is on the disk before it has its name, or a machine that stops leaves an empty file. And for
-    those who may read a new one: safetensors makes files that nobody but their owner may read.
+    It must be on the disk before it gets its name, or a machine that stops would leave an empty
+    file. The usual users may read it, although safetensors makes files that only their owner may
+    read.
     """
     calls = []
     for name in ("fsync", "replace"):
@@ -41,28 +42,31 @@ def test_a_file_is_old_or_new(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-# files that are there; then what was named, the message's first clause, the next step
+# files that are there; then what was named -> the message's first clause -> the next step
 MODELS = "out/a/config.json out/b/config.json mine/config.json empty/notes.txt "
 MODELS += "weights/x-q4.gguf lora/adapter_config.json lora/tokenizer.json old/ckpt.pt out/a/m.safe"
 NAMED = """
-out/txet -> there is no directory out/txet; models here are out/a, out/b: -> `make run`
-txet -> there is no directory txet; models here are out/a, out/b: -> hf download
-/nowhere/x -> there is no directory /nowhere/x; models here are out/a, out/b:
+out/txet -> there is no directory out/txet; models here: out/a, out/b; -> `make run`
+txet -> there is no directory txet; models here: out/a, out/b; -> hf download
+/nowhere/x -> there is no directory /nowhere/x; models here: out/a, out/b;
 Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local-dir DIR`
 https://huggingface.co/Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local
-x.gguf -> GGUF is llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
-weights -> GGUF is llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
-weights/x-q4.gguf -> GGUF is llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves it
-lora -> an adapter is in lora, without its model -> merge_and_unload
-out/a/m.safe -> a file is at out/a/m.safe, -> name out/a,
-old/ckpt.pt -> a file is at old/ckpt.pt, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
+x.gguf -> GGUF files are llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
+weights -> GGUF files are llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
+weights/x-q4.gguf -> GGUF files are llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves them
+lora -> lora has an adapter without its model: -> merge_and_unload
+out/a/m.safe -> out/a/m.safe is a file, -> name out/a,
+old/ckpt.pt -> old/ckpt.pt is a file, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`
 empty -> no model in empty: config.json is missing. -> save_pretrained(NEW)
 """  # noqa: E501
 
 
 @pytest.mark.parametrize("row", NAMED.strip().splitlines())
 def test_what_is_no_model_is_named_with_the_next_step(row, tmp_path, monkeypatch):
-    """All got one long line; vLLM fetches `--model Qwen/Qwen3-0.6B`, here it was "missing"."""
+    """
+    Previously all got the same long line, and `--model Qwen/Qwen3-0.6B`, which vLLM would download,
+    was just "missing".
+    """
     for name in MODELS.split():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
@@ -76,16 +80,16 @@ def test_what_is_no_model_is_named_with_the_next_step(row, tmp_path, monkeypatch
 def test_a_fresh_clone_has_no_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = common.missing_file(Path("out/stdlib/tokenizer.json"))
-    assert message.startswith("there is no directory out/stdlib; models here are none: `make run`")
+    assert message.startswith("there is no directory out/stdlib; models here: none; `make run`")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(12, "Cannot allocate memory")])
 @pytest.mark.parametrize("limit, available", [(2**29, "512 MiB (ulimit -v)"), (-1, "this machine")])
 def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
-    """Under `ulimit -v 600000` they were "MemoryError: "."""
+    """Previously, under `ulimit -v 600000`, the message was only "MemoryError: "."""
     monkeypatch.setattr("resource.getrlimit", lambda kind: (limit, limit))
     words = common.last_words(error)
-    for part in ("wanted are", available, "raise the limit", str(error)):
+    for part in ("wanted about", available, "Raise the limit", str(error)):
         assert part in words
 
 

@@ -17,7 +17,7 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 ROOT = Path(__file__).resolve().parents[1]
 stdlib = runpy.run_path(str(ROOT / "data" / "stdlib" / "prepare.py"))
 shakespeare = runpy.run_path(str(ROOT / "data" / "shakespeare_char" / "prepare.py"))
-# of a library's files, those that do not belong to the corpus
+# files of a library that do not belong to the corpus
 LEFT_OUT = """test/a.py json/tests/b.py site-packages/c/d.py dist-packages/e.py encodings/f.py
     pydoc_data/g.py idlelib/idle_test/h.py _sysconfigdata_x.py config-3/i.py"""
 INCLUDED = [f"{'package/' if i % 2 else ''}module{i}.py" for i in range(200)] + ["testing.py"]
@@ -26,7 +26,9 @@ ALONE = SimpleNamespace(is_main=True, wait=lambda: None)  # a process
 
 @pytest.fixture
 def library(tmp_path, monkeypatch) -> Path:
-    """A standard library of 201 small modules, one of them not UTF-8, and files to leave out."""
+    """
+    Return a standard library of 201 small modules, one of them not UTF-8, and files to leave out.
+    """
     root = tmp_path / "library"
     for i, name in enumerate([*INCLUDED, *LEFT_OUT.split()]):
         path = root / name
@@ -44,7 +46,7 @@ def prepare(out: Path) -> Path:
 
 
 def documents(folder: Path, split: str) -> list[bytes]:
-    """The files of a split, cut behind the end-of-text tokens."""
+    """Return the files of a split, cut after the end-of-text tokens."""
     tokenizer = load_tokenizer(folder)
     ids = read_corpus(folder, split)
     (ends,) = np.nonzero(ids == tokenizer.eos_token_id)
@@ -54,7 +56,7 @@ def documents(folder: Path, split: str) -> list[bytes]:
 
 
 def test_stdlib_holds_every_file_once_on_its_side(library, tmp_path):
-    """A byte that is not UTF-8 becomes U+FFFD; the hash of its name decides about a file's side."""
+    """A byte that is not UTF-8 becomes U+FFFD. The hash of a file's name decides its split."""
     folder = prepare(tmp_path / "out")
     sides = {"train": [], "val": []}
     for name in sorted(INCLUDED, key=lambda name: Path(name).parts):
@@ -87,7 +89,7 @@ def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, mo
     tokenizer = train_bpe(["def function0(x): return x + 1"], 280)
     monkeypatch.setattr(corpus, "gpt2_tokenizer", lambda: tokenizer)
     plain, gpt2 = (corpus.load_corpus(name, ALONE) for name in ("stdlib", "stdlib_gpt2"))
-    # the latter is all that so short a text gives
+    # such a short text yields no more tokens than the latter
     assert plain.tokenizer.vocab_size > gpt2.tokenizer.vocab_size == 277
     for split in ("train", "val"):
         folder = tmp_path / "data"
@@ -95,7 +97,7 @@ def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, mo
 
 
 def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):
-    """The address and the place; and nothing half there."""
+    """The message has the address and the place, and no partial file is left."""
 
     def unreachable(address, timeout):
         raise OSError("no route to host")
@@ -108,7 +110,7 @@ def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):
 
 
 def test_token_files_hold_large_ids_and_are_mapped(tmp_path):
-    """Gemma's are beyond two bytes."""
+    """Gemma's ids need more than two bytes."""
     write_corpus(tmp_path, [[0, ~262_143]], [[262_143, 0]], char_tokenizer("ab"))
     train = read_corpus(tmp_path, "train")
     assert train.tolist() == [0, ~262_143]

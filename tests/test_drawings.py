@@ -1,4 +1,4 @@
-"""Drawings: assets/draw.py, and docstrings whose numbers are read and seen again in a run."""
+"""Drawings: assets/draw.py, and docstrings whose numbers are read and compared with a run."""
 
 import json
 import re
@@ -25,13 +25,13 @@ def lines_of(path: Path) -> list[dict]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    """Files go to out/, in the folder where it runs."""
+    """Run in a temporary folder, so that files go to its out/."""
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["tour", "preemption"])
 def test_a_record_in_assets_is_made_by_its_command(name):
-    """Captions included."""
+    """This includes its captions."""
     made = lines_of(draw.draw_record(name)["file"])
     kept = lines_of(ROOT / f"assets/{name}.jsonl")
     assert [line | ANY for line in made] == [line | ANY for line in kept]
@@ -43,7 +43,7 @@ def test_the_diagram_of_block_tables_is_made_by_its_command():
 
 
 def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
-    """By the command line."""
+    """It is called through the command line."""
     monkeypatch.setattr(sys, "argv", ["draw.py", "replay", str(PREEMPTION)])
     draw.main(draw.__doc__, draw.COMMANDS, draw.FLAGS)
     figures = json.loads(capsys.readouterr().out)
@@ -64,7 +64,9 @@ TWO_REQUESTS = f"""\
 
 
 def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
-    """Some steps and some blocks: each column has the last ones, and each block its owners."""
+    """
+    A limited number of steps and blocks is drawn: a column has its last steps, a block its owners.
+    """
     from matplotlib.axes import Axes
     from matplotlib.colors import to_rgb
 
@@ -85,7 +87,10 @@ def test_a_picture_has_bounded_size(monkeypatch, tmp_path):
 
 
 def test_the_page_with_a_record_inside(tmp_path):
-    """One file: the record cannot leave its element, and the policy allows the page's own code."""
+    """
+    It is one file. The record cannot break out of its element, and the policy allows the page's own
+    code.
+    """
     record = tmp_path / "a.jsonl"
     record.write_bytes(PREEMPTION.read_bytes().replace(b"random", b"</script><!-- \\u2028"))
     page = draw.draw_page(record)["file"].read_text(encoding="utf-8")
@@ -99,7 +104,7 @@ def test_the_page_with_a_record_inside(tmp_path):
 
 
 def test_a_padded_batch_is_a_rectangle():
-    """Were a short one to end early, a static batch would look better than it is."""
+    """If a short request ended early, a static batch would look better than it is."""
     assert draw.padded([([1, 2, 3], 4), ([5], 9)]) == [([1, 2, 3], 9), ([0, 0, 5], 9)]
 
 
@@ -114,7 +119,7 @@ def test_waste_is_half_a_block_of_each_text(S, at_once, inside):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["batching", "memory", "phases"])
 def test_a_picture_is_drawn(name, monkeypatch):
-    """Of a toy."""
+    """A toy model is enough."""
     toy = GPTConfig(65, 1025, n_layer=1, n_head=2, n_embd=32)
     models = dict.fromkeys(("10M", "gpt2-124M"), toy)
     monkeypatch.setattr(workloads, "MODELS", models)
@@ -123,11 +128,12 @@ def test_a_picture_is_drawn(name, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Docstrings
 
 
 def test_the_ruler_of_cursors():
-    """As `Request` draws them, with overlap: computed, under way and still to come."""
+    """It must match `Request`'s drawing, with overlap: computed, running and still to come."""
     request = Request("r", [1, 2, 3, 4, 5, 6], 9)
     scheduler = Scheduler(max_kv_tokens=48, block_size=4)
     scheduler.block_allocator.free[:] = [9, 2, 7]  # handed out from the end
@@ -141,7 +147,7 @@ def test_the_ruler_of_cursors():
     drawn = re.findall(r"^ *(\w+) +(\d+) +─+>", Request.__doc__, re.MULTILINE)
     cursors = {"committed": 4 * request.num_committed, "computed": request.num_computed_slots}
     cursors |= {"filled": request.num_filled_slots, "allocated": 4 * len(request.block_table)}
-    # before the step is under way, 9 are filled
+    # before the step runs, 9 are filled
     assert cursors == {name: int(end) for name, end in drawn}
     assert ("filled", "9") in drawn
     assert request.tokens_so_far[10] is TO_COME

@@ -1,7 +1,7 @@
 """
-The whole path with nothing faked: prepare a corpus, train for a few steps, serve the checkpoint as
-its own process, and talk to it as users do, with the official `openai` client. What it says must be
-what the model's own slow `generate` says.
+The whole path with nothing faked: prepare a corpus, train for a few steps, serve the checkpoint in
+a separate process, and talk to it as users do, with the official `openai` client. What it says must
+be what the model's own slow `generate` says.
 """
 
 import json
@@ -34,8 +34,8 @@ PROMPTS = [
     "x",
 ]
 
-# A corpus of our own sources: there on every machine, and small enough for a tokenizer and a model
-# in seconds.
+# The corpus is our own source code. It exists on every machine, and is small enough for a tokenizer
+# and a model within seconds.
 PREPARE = """
 from pathlib import Path
 from training.corpus import train_bpe, write_corpus
@@ -47,15 +47,15 @@ def prepare(folder, tokenizer=None):
     ids = tokenizer.encode(text)
     write_corpus(folder, [ids[4000:]], [ids[:4000]], tokenizer)
 """
-# So high learning rates make a bad model whose answers are lively; after these few steps a good one
-# says only blanks.
+# Such high learning rates make a bad model with lively answers; after so few steps a good one would
+# only say blanks.
 TRAIN = "--steps 60 --batch_size 1 --n_layer 2 --n_head 2 --n_embd 64 --context_length 512"
 TRAIN += " --matrix_lr 0.05 --vector_lr 0.03 --dtype float32"
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """The directory of a model that was really trained, for a few steps."""
+    """Return the directory of a model that was really trained, for a few steps."""
     folder = tmp_path_factory.mktemp("corpus")
     (folder / "prepare.py").write_text(PREPARE)
     out = tmp_path_factory.mktemp("out") / "tiny"
@@ -67,7 +67,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(checkpoint):
-    """It records what its engines do."""
+    """Return a server that records what its engines do."""
     record = checkpoint.with_name("run.jsonl")
     with Process(checkpoint, "--record", str(record)) as server:
         server.record = record
@@ -83,8 +83,8 @@ def client(server):
 @pytest.fixture(scope="module")
 def expected(checkpoint):
     """
-    The reference for greedy decoding, by the dense model without a cache: prompt -> text of `count`
-    tokens.
+    Return the reference for greedy decoding, by the dense model without a cache: prompt -> text of
+    `count` tokens.
     """
     model, tokenizer = load_checkpoint(checkpoint), load_tokenizer(checkpoint)
 
@@ -97,15 +97,15 @@ def expected(checkpoint):
 
 @pytest.fixture
 def complete(client, checkpoint):
-    """A completion of 24 greedy tokens, unless the call says otherwise."""
+    """Return a completion of 24 greedy tokens, unless the call says otherwise."""
     greedy = {"temperature": 0, "max_tokens": 24}
     return partial(client.completions.create, model=str(checkpoint), **greedy)
 
 
 def test_many_at_once_are_each_the_models(complete, expected):
     """
-    Batched with others, streaming or not, with prefix hits and seeded neighbours: the same greedy
-    text.
+    The greedy text is the same when batched with others, streamed or not, with prefix hits and
+    seeded neighbours.
     """
 
     def ask(prompt, stream):
@@ -125,7 +125,8 @@ def test_many_at_once_are_each_the_models(complete, expected):
 
 def test_logprobs_are_the_models(complete, checkpoint):
     """
-    Of the prompt and of the answer, by echo; of the tokens, not of their pieces of text.
+    They cover the prompt, by echo, and the answer; and they belong to tokens, not to pieces of
+    text.
     """
     ids = load_tokenizer(checkpoint).encode("import torch\nimport ")
     asked = {"max_tokens": 6, "logprobs": 3, "echo": True}
@@ -137,19 +138,18 @@ def test_logprobs_are_the_models(complete, checkpoint):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Attacks
 
 
 def cpu_seconds(pid: int) -> float:
-    """
-    CPU time of a process so far: how long it takes for something, whatever else the machine does.
-    """
+    """Return the CPU time of a process so far. It measures work whatever else the machine does."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     user, system = int(fields[11]), int(fields[12])
     return (user + system) / os.sysconf("SC_CLK_TCK")
 
 
-# Bodies that stopped the event loop: the path, the body, how many at once, and the status.
+# Bodies that used to stop the event loop: the path, the body, how many together, and the status.
 COMPLETIONS = "/v1/completions"
 SCORED = {"prompt": "x", "n": 60, "logprobs": 20, "ignore_eos": True, "max_tokens": 200}
 ATTACKS = {
@@ -167,13 +167,12 @@ ATTACKS = {
 @pytest.mark.quick("blanks", "fields")
 def test_the_server_answers_during_an_attack(server, name):
     """
-    Nothing that one client sends keeps others waiting for a second. Each of these did, some for
-    minutes.
+    No client can make others wait for a second. Previously each of these could, some for minutes.
     """
     path, fields, count, status = ATTACKS[name]
     body = json.dumps(fields, ensure_ascii=False).encode()
     call = {"content": body, "headers": {"Content-Type": "application/json"}, "timeout": 300}
-    seconds = []  # that the HTTP process has computed while each answer was waited for
+    seconds = []  # computed by the HTTP process while each answer was awaited
     with ThreadPoolExecutor(count) as pool:
         answers = [pool.submit(httpx.post, server.url + path, **call) for _ in range(count)]
         while len(seconds) < 2 or not all(answer.done() for answer in answers):
@@ -190,7 +189,7 @@ def status_of(server: Process, path: str) -> int:
 
 
 def test_the_load_generator_measures_what_it_says(server):
-    """A row for each request, in their order; what is in a row: see test_load.py."""
+    """There is one row per request, in order. test_load.py tests what is in a row."""
     host, port = server.url.removeprefix("http://").split(":")
     requests = [load.completion(list(b"loop"), 4 + i) for i in range(3)]
     rows = load.run_clients(host, port, requests, processes=2)
@@ -200,15 +199,16 @@ def test_the_load_generator_measures_what_it_says(server):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Ends
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs pgrep and kill")
 def test_an_engine_is_killed_and_a_hang_up_drains(server, checkpoint, complete, expected):
     """
-    kill -9 of the engine's process: another one is started. SIGHUP drains as SIGTERM does, which it
-    raises: what runs is finished, and the exit is clean. The last test of this server: the records
-    of both engines, in one file, replay.
+    After kill -9 of the engine's process, another one is started. SIGHUP drains like SIGTERM, which
+    it raises: running requests finish, and the exit is clean. This is the last test of this server,
+    so the records of both engines, in one file, are replayed.
     """
     assert server.greeting == f"serving {checkpoint} at {server.url}\n"  # scripts wait for it
     os.kill(server.engine_pid, signal.SIGKILL)
@@ -229,7 +229,7 @@ def test_an_engine_is_killed_and_a_hang_up_drains(server, checkpoint, complete, 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_server_killed(checkpoint):
     """
-    kill -9 of the server: the engine finds its link closed and leaves, instead of keeping the
+    After kill -9 of the server, the engine finds its link closed and exits, instead of keeping its
     memory for ever.
     """
     with Process(checkpoint) as server:

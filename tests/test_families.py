@@ -26,7 +26,7 @@ from tiny_models import FAMILIES, VOCABULARY, WITHOUT, make, text
 import kernels
 from checkpoint import CheckpointError, load_checkpoint
 from examples import flex_attention
-from model import TORCH
+from model import TORCH_OPS
 
 TEXT = text(1, 75)
 ENGINE = {"block_size": 4, "num_blocks": 48, "max_num_seqs": 6, "token_budget": 24}
@@ -115,10 +115,10 @@ def test_computed_in_bf16(family, tmp_path):
     embedded = []
 
     def embed(*args):
-        embedded.append(TORCH.embed(*args))
+        embedded.append(TORCH_OPS.embed(*args))
         return embedded[0]
 
-    ours(tokens, ops=TORCH._replace(embed=embed))
+    ours(tokens, ops=TORCH_OPS._replace(embed=embed))
     assert distance(embedded[0], hf_model.model.embed_tokens(tokens)) == 0
     if family.startswith("gemma"):
         assert distance(ours.ln_f.weight, hf_model.model.norm.weight.float() + 1) == 0
@@ -197,7 +197,9 @@ def test_served_by_flex_attention(family):
     """The example's operators: each layer's window and soft cap, and KV heads shared by others."""
     judge = Judge(*pair(family), **ENGINE, attention="torch")
     device = judge.engine.device
-    device.ops = device.ops._replace(prepare=flex_attention.prepare, attend=flex_attention.attend)
+    device.ops = device.ops._replace(
+        plan_attention=flex_attention.plan_attention, attend=flex_attention.attend
+    )
     device.pool.kv.fill_(1e4)  # it computes with what it then masks, so no NaN
     serve_all_ways(judge)
 

@@ -1,6 +1,6 @@
 """
-A feature is a file: without it, and without the lines that name it in one place, all else works as
-before, and who asks for it is told what is missing.
+A feature is a file. Without it, and without the lines that name it in one place, everything else
+works as before, and a request for it gets a message that says what is missing.
 """
 
 import io
@@ -36,7 +36,10 @@ FIELDS = {
 
 
 def answers_of(url: str) -> list[str]:
-    """Greedy: of a completion, a chat, and a stream, whose events may have several tokens each."""
+    """
+    Return greedy answers: of a completion, a chat, and a stream, whose events may have several
+    tokens.
+    """
     with httpx.Client(base_url=url, timeout=60) as client:
 
         def post(**body):
@@ -66,7 +69,7 @@ def expected(model):
 
 
 def without(feature: str, folder: Path) -> Path:
-    """A copy of the tree in which a feature's files and lines are deleted."""
+    """Return a copy of the tree in which a feature's files and lines are deleted."""
     repo = copy_repo(folder / "repo")
     file, list_file, beginnings = LISTED[feature]
     (repo / file).unlink()
@@ -105,7 +108,7 @@ def test_a_feature_can_be_deleted(feature, model, expected, tmp_path):
 
 @pytest.mark.parametrize("name", ["engine/engine.py", "engine/device.py", "engine/runner.py"])
 def test_no_stage_has_a_name_in_the_engine(name):
-    """Only the list has it: engine/stages.py. Would catch a stage that cannot be deleted."""
+    """Only the list in engine/stages.py has it. Would catch: a stage that cannot be deleted."""
     parts = {part for path in STAGES.values() for part in path.split(".")[1:]}
     names = {*STAGES, *parts, "recorder", "prefix"} - {"record", "windows"}
     source = io.StringIO((ROOT / name).read_text())

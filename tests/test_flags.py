@@ -1,6 +1,6 @@
 """
 Every flag of serve.py sets what it says: each row of the tables changes one flag and finds one
-difference. The engine's settings take their defaults from here, too.
+difference. The engine's settings also take their defaults from here.
 """
 
 import json
@@ -16,7 +16,7 @@ import serve
 from engine import process as loop
 from flags import engine_settings
 
-# The meaning of `serve.py` alone: a reader of README and --help relies on each.
+# What `serve.py` means without flags: readers of README and --help rely on each.
 DEFAULTS = """{
     "model": "out/stdlib", "device": null, "dtype": "auto", "quantize": "none",
     "attention": "auto", "num_blocks": null, "block_size": 16, "max_model_len": null,
@@ -92,7 +92,7 @@ DIR --chat -> {"model": "DIR", "chat": true}
 
 @pytest.mark.parametrize("row", [" -> {}", *FLAGS.strip().splitlines()])
 def test_each_flag_sets_one_thing(row):
-    """A setting of the engine reaches it."""
+    """A setting of the engine also reaches it."""
     typed, effect = row.split(" -> ")
     args = serve.parse_args(typed.split())
     assert vars(args) == json.loads(DEFAULTS) | json.loads(effect)
@@ -108,6 +108,7 @@ def test_every_flag_is_in_the_table():
     assert {*chain(*effects)} | of_the_model == json.loads(DEFAULTS).keys()
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # The engine's process
 
@@ -136,9 +137,9 @@ def test_the_engines_process_leaves_a_core_to_http(monkeypatch, capfd):
 
 def test_an_engine_that_starts_gets_no_signals(monkeypatch):
     """
-    A terminal signals all of its processes, but when to stop is for the HTTP process to say. Its
-    own come afterwards; and what multiprocessing starts beside the engine would let them through
-    again: it is there already.
+    A terminal signals all of its processes, but the HTTP process decides when to stop. The engine
+    installs its own handlers afterwards. multiprocessing's helper process would unblock the
+    signals, so it must have started before.
     """
     held = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     seen = []

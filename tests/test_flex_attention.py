@@ -1,6 +1,6 @@
 """
-examples/flex_attention.py: the command, which compares its own answers with the engine's. Its
-operators are judged in test_families.py.
+examples/flex_attention.py: the command, which compares its own answers with the engine's.
+test_families.py tests its operators.
 """
 
 import json
@@ -11,13 +11,13 @@ import pytest
 from examples import flex_attention
 from test_paged import prompt, trained_model
 
-# the second begins as the first
+# the second begins like the first
 TEXTS = [prompt(1, 40), prompt(1, 30), prompt(2, 2), prompt(3, 47)]
 
 
 @pytest.fixture
 def main(monkeypatch):
-    """The command, with texts that are lists of token ids."""
+    """Return the command, with texts that are lists of token ids."""
     tokenizer = SimpleNamespace(encode=json.loads, decode=str)
     monkeypatch.setattr(flex_attention, "load_checkpoint", lambda directory: trained_model())
     monkeypatch.setattr(flex_attention, "load_tokenizer", lambda directory: tokenizer)
@@ -25,14 +25,14 @@ def main(monkeypatch):
 
 
 def test_its_answers_are_the_engines(main, capsys):
-    """Chunks beside decodes; each request's own blocks and heads."""
+    """The requests have chunks beside decodes, and their own blocks and heads."""
     main()
     lines = capsys.readouterr().out.splitlines()
     assert [line[:5] for line in lines] == ["torch", "flex "] * len(TEXTS) + ["the a"]
 
 
 def test_answers_that_differ_are_an_error(main, monkeypatch):
-    """Would catch: an engine that computes with its own operators both times."""
+    """Would catch: an engine that uses its own operators both times."""
     monkeypatch.setattr(flex_attention, "may_see", lambda query, key, window: key == query)
     with pytest.raises(SystemExit, match="the answers differ"):
         main()

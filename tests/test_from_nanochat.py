@@ -1,6 +1,4 @@
-"""
-examples/from_nanochat.py: a checkpoint of nanochat's says the same here.
-"""
+"""examples/from_nanochat.py: a converted nanochat checkpoint gives the same answers here."""
 
 import json
 import pickle
@@ -44,7 +42,7 @@ OURS |= {f"self_attn.{x}_proj": f"attn.c_{x}" for x in "qkv"}
 
 
 def write(folder: Path, encoding=ENCODING, **more):
-    """The files as nanochat's save_checkpoint writes them; transformers' model of them."""
+    """Write files like nanochat's save_checkpoint, and return transformers' model of them."""
     hf_model = make("nanochat", **CHANGES)
     saved = {}
     for name, weight in hf_model.state_dict().items():
@@ -91,7 +89,10 @@ def test_a_checkpoint_says_the_same(tmp_path):
 
 
 def test_what_is_not_converted(tmp_path, monkeypatch):
-    """A newer model, by the names of what it has; a pickle that would run code."""
+    """
+    A newer model is refused with the names of its extra weights, and so is a pickle that would run
+    code.
+    """
     monkeypatch.chdir(tmp_path)
     newer = {"resid_lambdas": torch.ones(3), "value_embeds.1.weight": torch.ones(2, 2)}
     write(tmp_path / "newer", **newer)

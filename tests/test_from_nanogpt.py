@@ -1,6 +1,4 @@
-"""
-examples/from_nanogpt.py: a checkpoint of nanoGPT's says the same here.
-"""
+"""examples/from_nanogpt.py: a converted nanoGPT checkpoint gives the same answers here."""
 
 import pickle
 from pathlib import Path
@@ -23,7 +21,7 @@ NAMES = """wte wpe h.0.ln_1 h.0.attn.c_attn h.0.attn.c_proj h.0.ln_2 h.0.mlp.c_f
 
 
 def write(folder: Path, prefix="", bias=True, meta=LETTERS, V=V, **more) -> GPT:
-    """A ckpt.pt as nanoGPT's train.py writes it; its model, which has the exact GELU."""
+    """Write a ckpt.pt like nanoGPT's train.py, and return its model, which has the exact GELU."""
     sizes = {"vocab_size": V, "n_layer": 1, "n_head": 4, "n_embd": 32, "bias": bias}
     model = random_model(context_length=T, activation="gelu", **sizes)
     saved = {prefix + "transformer.h.0.attn.bias": torch.ones(1, 1, T, T).tril()}  # a causal mask
@@ -59,7 +57,7 @@ def test_a_checkpoint_says_the_same(tmp_path, capsys, prefix, bias):
 
 
 def test_more_rows_than_tokens(tmp_path):
-    """GPT-2's 50257 tokens have 50304 rows; its tokenizer lies beside the checkpoint."""
+    """GPT-2's 50257 tokens have 50304 rows. Its tokenizer is beside the checkpoint."""
     bpe_tokenizer([]).save(tmp_path)
     write(tmp_path, meta=None, V=320)
     convert(tmp_path)
@@ -75,7 +73,7 @@ class Evil:
 BROKEN = [
     ({"config": Evil()}, "Weights only load failed"),
     ({"meta": {"itos": Evil()}}, "it names .*open, which could run any code"),
-    ({"meta": {"itos": LETTERS["itos"] | {3: "ab"}}}, "other than single characters"),
+    ({"meta": {"itos": LETTERS["itos"] | {3: "ab"}}}, "single characters in sorted order"),
     ({"meta": {"itos": dict(enumerate(CHARACTERS + "~"))}}, "has 30 tokens, the model 29"),
     ({"meta": None}, "tokenizer.json is missing"),
     ({"model": {}}, "Missing key"),
@@ -84,7 +82,7 @@ BROKEN = [
 
 @pytest.mark.parametrize(("changes", "words"), BROKEN)
 def test_a_file_that_cannot_be_converted(tmp_path, monkeypatch, changes, words):
-    """No code in it is run, and nothing is written."""
+    """None of its code is run, and nothing is written."""
     monkeypatch.chdir(tmp_path)
     write(tmp_path, **changes)
     with pytest.raises(SystemExit, match=words):
@@ -94,7 +92,7 @@ def test_a_file_that_cannot_be_converted(tmp_path, monkeypatch, changes, words):
 
 
 def test_a_wrong_number_of_arguments_gets_a_message():
-    """It was a traceback."""
+    """Previously it got a traceback."""
     for paths in ([], ["ckpt.pt"], ["ckpt.pt", "dir", "more"]):
         with pytest.raises(SystemExit, match=f"^{len(paths)} arguments, wanted 2: nanoGPT's"):
             from_nanogpt.main(*paths)

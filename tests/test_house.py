@@ -1,6 +1,6 @@
 """
-How the code is built: how dense it stands, how long its functions are, which file may import which.
-A reader takes in tokens, however they are broken into lines; tokenize counts them.
+How the code is built: how dense it is, how long its functions are, which file may import which.
+Readers take in tokens, however they are broken into lines; tokenize counts them.
 """
 
 import ast
@@ -18,15 +18,15 @@ MODULES = [path for folder in FOLDERS for path in sorted(ROOT.glob(f"{folder}[a-
 MODULES.remove(ROOT / "test_paged.py")
 CODE = [*MODULES, *sorted(ROOT.glob("data/*/*.py"))]
 
-# The limits, @jit kernels apart. A change that comes nearer to a goal lowers the limit.
+# The limits, without @jit kernels. A change that comes closer to a goal lowers the limit.
 MEAN_TOKENS = 10.2  # of a statement: nanoGPT 8.9, mini-sglang 9.5, nano-vLLM 9.7
 MODULE_TOKENS = 11.5  # of a statement, in one module
 WIDE = 0.012  # share of statements with more than 30 tokens
-FUNCTION_LINES = 60  # of the longest, docstring apart, outside main()
+FUNCTION_LINES = 60  # of the longest, without its docstring, outside main()
 MEDIAN_LINES = 12  # of half of the functions
 ARGUMENTS = 8  # the most, without self
 
-# Each may import only those before it, also inside its functions.
+# Each may only import those before it, even inside its functions.
 ORDER = """
     common engine.stages paged params tokenizer training.corpus model
     families
@@ -52,7 +52,7 @@ SILENT = {"COMMENT", "NL", "INDENT", "DEDENT", "ENDMARKER"}
 
 
 def skipped_lines(tree: ast.Module) -> set[int]:
-    """The lines of docstrings and of @jit kernels."""
+    """Return the lines of docstrings and of @jit kernels."""
     lines = set()
     for node in ast.walk(tree):
         decorators = [ast.unparse(x) for x in getattr(node, "decorator_list", [])]
@@ -63,12 +63,14 @@ def skipped_lines(tree: ast.Module) -> set[int]:
 
 
 def count_tokens(source: str, skipped: set[int]) -> list[int]:
-    """The tokens of each statement, headers such as `if x:` too; an f-string is one."""
+    """
+    Return the tokens of each statement, including headers such as `if x:`; an f-string is one.
+    """
     counts = [0]
     in_f_string = 0
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         kind = tokenize.tok_name[token.type]
-        in_f_string += kind == "FSTRING_START"  # from Python 3.12 on: before, it is one token
+        in_f_string += kind == "FSTRING_START"  # only from Python 3.12 on; before, it is one token
         in_f_string -= kind == "FSTRING_END"
         if token.start[0] in skipped or kind in SILENT:
             continue
@@ -80,7 +82,7 @@ def count_tokens(source: str, skipped: set[int]) -> list[int]:
 
 
 def test_tokens_are_counted():
-    """By hand."""
+    """The expected counts are made by hand."""
     source = 'def f(a):\n    """Not counted."""\n    return f"{a + 1} {a}", 2  # nor is this\n'
     assert count_tokens(source, skipped_lines(ast.parse(source))) == [6, 4]
 
@@ -115,7 +117,7 @@ def test_statements_have_few_tokens_and_functions_are_short():
 
 
 def imports(path: Path) -> set[str]:
-    """The names, of modules and what is in them, that a file imports wherever in it."""
+    """Return the names, of modules and what is in them, that a file imports anywhere."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -127,9 +129,9 @@ def imports(path: Path) -> set[str]:
 
 def test_nothing_imports_upwards():
     """
-    So a reader can begin at the bottom, and no two files need each other. server/ stands on engine/
-    by its link, its list of stages and what both know of schemas, engine/ on ops/, and ops/ on the
-    files of the root.
+    So a reader can begin at the bottom, and no two files need each other. server/ builds on engine/
+    through its link, its list of stages and what both know of schemas; engine/ builds on ops/; ops/
+    builds on the files of the root.
     """
     below = {"ops": ("ops",), "engine": ("ops", "engine")}
     below["server"] = ("server", "engine.link", "engine.schemas", "engine.stages")
@@ -145,12 +147,15 @@ def test_nothing_imports_upwards():
 
 
 def test_an_installation_brings_packages_alone():
-    """The repo is run where it is: installed, it left thirteen modules with names like `train`."""
+    """
+    The repo is run in place. Previously an installation left thirteen modules with names like
+    `train`.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert settings == {"py-modules": []}
 
 
 def test_policy_parameters_and_the_http_side_import_no_torch():
-    """They start at once, and stay small."""
+    """They start immediately, and stay small."""
     code = f"import sys, {WITHOUT_TORCH}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -10,8 +10,10 @@ from assets import load
 
 @pytest.fixture
 def stream():
-    """A stream of 3 tokens, due 2 s after the start at 100, and the server's end of its socket."""
-    own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, at=2.0), 100.0)
+    """
+    Return a stream of 3 tokens, due 2 s after the start at 100, and the server's end of its socket.
+    """
+    own = load.Stream(("127.0.0.1", 1), load.completion([1, 2], 3, delay=2.0), 100.0)
     own.sock, server = socket.socketpair()
     with own.sock, server:
         yield own, server
@@ -28,7 +30,10 @@ ARRIVALS = [
 
 
 def test_a_row_is_measured_from_when_it_was_due(monkeypatch, stream):
-    """Not from when it was sent. Arrivals without a text, as headers and pings, do not count."""
+    """
+    Times do not start when it was sent. Arrivals without text, such as headers and pings, do not
+    count.
+    """
     own, server = stream
     for seconds, data in ARRIVALS:
         clock = SimpleNamespace(monotonic=lambda seconds=seconds: seconds)
@@ -49,7 +54,7 @@ def test_an_answer_that_is_not_whole_is_no_measurement(stream):
 
 
 def test_a_run_ends_with_its_last_token():
-    """Percentiles: the value that so many in a hundred are below, in milliseconds."""
+    """Percentiles are in milliseconds: the value that this many percent stay below."""
     rows = [{"first": i / 1000, "gaps": [], "end": 1.0, "tokens": 2} for i in reversed(range(99))]
     rows.append({"first": 0.7, "gaps": [0.1, 0.3], "end": 4.0, "tokens": 6})
     summary = load.summary(rows)

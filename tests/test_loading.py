@@ -1,6 +1,6 @@
 """
-Memory: a model that does not fit is refused before it is loaded, and what its operators make of
-its weights, packed ones or integers, is made while they are loaded.
+Memory: a model that does not fit is refused before it is loaded. Weights that operators need in
+another form, packed or as integers, are converted while they are loaded.
 """
 
 import io
@@ -47,10 +47,10 @@ LARGEST = 256 * 32
 NORMS = 7 * 32
 
 
-ROWS = 2 * 97 + 3 * (64 + 32 + 256 + 32)  # with a scale each, and columns
+ROWS = 2 * 97 + 3 * (64 + 32 + 256 + 32)  # with one scale per row and column
 COLUMNS = 2 * 32 + 3 * (32 + 32 + 32 + 128)
 HAS_C = choose_ops("auto")[0].name == "cpu"
-ZEROS = (128 - 97) * 32  # that fill up the head for cpu.c
+ZEROS = (128 - 97) * 32  # that pad the head for cpu.c
 IN_FP32 = 4 * (2 * EMBEDDING + MATRICES + NORMS) + POOL
 # what is served, device and dtype -> bytes that are just enough
 ENOUGH = {
@@ -74,9 +74,10 @@ ENOUGH = {
 @pytest.mark.parametrize("kind", ENOUGH)
 def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, monkeypatch):
     """
-    On a CPU bf16 weights, embeddings and norms in fp32; integers of a byte each; one matrix beside;
-    and a pool for 33 tokens. A GPU holds the weights as they are, and K and V in their dtype. Would
-    catch: a copy that the operators make and that is not counted, or the other way.
+    On a CPU this counts bf16 matrices with embeddings and norms in fp32, or integers of one byte
+    each; one more matrix; and a pool for 33 tokens. A GPU keeps the weights as they are, and K and
+    V in their dtype. Would catch: a copy made by the operators that is not counted, or one counted
+    but not made.
     """
     (settings, device, dtype), enough = ENOUGH[kind]
     model = empty_model(GPTConfig(**LLAMA), dtype)
@@ -89,7 +90,7 @@ def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, mon
 
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
-    """And so are integers on a GPU."""
+    """Integers on a GPU are also refused."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
     monkeypatch.setattr(checkpoint, "give", lambda *_: pytest.fail("it is loaded"))
     set_memory(monkeypatch, 1000)
@@ -109,7 +110,8 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------
-# Packed, or made integers, while they are loaded
+# --------------------------------------------------------------------------------------------------
+# Packed, or converted to integers, while they are loaded
 
 
 KINDS = {"gpt2": {}, "untied": LLAMA, "tied": LLAMA | {"tied": True, "mlp_bias": True}}
@@ -121,9 +123,9 @@ KINDS = {"gpt2": {}, "untied": LLAMA, "tied": LLAMA | {"tied": True, "mlp_bias":
 @pytest.mark.quick("tied-*", "*-auto")
 def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attention, tmp_path):
     """
-    And its engine packs no more. Would catch: a matrix left as it was, a part of a stacked one,
-    GPT-2's transposed, packed by itself; integers rounded by another's scale; a tied head of its
-    own; an engine that makes integers of integers or serves a bias in bf16.
+    Its engine must not pack anything again. Would catch: a matrix that is not converted; a part of
+    a stacked matrix, or GPT-2's transposed one, packed by itself; integers with another's scale; a
+    separate copy of a tied head; an engine that quantizes integers again, or serves a bias in bf16.
     """
     fields = KINDS[kind] | {"vocab_size": 2100}  # more than a panel
     save_checkpoint(random_model(**fields), tmp_path)
@@ -147,7 +149,9 @@ def test_a_model_packed_while_loading_is_the_model(kind, dtype, quantize, attent
 
 @pytest.mark.parametrize(("dtype", "quantize"), FORMATS[:3])
 def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
-    """Would catch: all loaded first, and packed by the engine; or packed twice."""
+    """
+    Would catch: all weights loaded first, and then packed by the engine; weights packed twice.
+    """
     save_checkpoint(random_model(**LLAMA), tmp_path)
     events = []
 
@@ -160,8 +164,8 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
         note(kind, "fill")
     flags = f"--model={tmp_path} --device=cpu --quantize={quantize} --dtype={dtype}"
     serve.build_engine(serve.parse_args(flags.split()))
-    assert events.count("fill") == 13 + (quantize == "int8")  # the embedding, too
-    # each as it is given; the first after the embedding and a norm
+    assert events.count("fill") == 13 + (quantize == "int8")  # including the embedding
+    # each as soon as it is loaded; the first after the embedding and a norm
     assert events.index("fill") <= 3
     assert events[-2:] == ["give", "fill"]
 
@@ -172,9 +176,9 @@ import torch
 from checkpoint import load_checkpoint
 from ops import packed
 layer = getattr(packed, sys.argv[3], None)
-packed.ARENA = 2**24  # of which there are several
+packed.ARENA = 2**24  # small, so that there are several
 dtype = getattr(torch, sys.argv[4], torch.int8)
-how = {"convert": lambda model: packed.converted(model, sys.argv[4], layer)}
+how = {"convert": lambda model: packed.pack_weights(model, sys.argv[4], layer)}
 how = {"dtype": dtype} if dtype.is_floating_point else how
 def resident():
     status = dict(line.split(":") for line in open("/proc/self/status"))
@@ -188,7 +192,7 @@ def watch():
     while loading:
         peak = max(peak, resident())
         time.sleep(0.0005)
-watcher = threading.Thread(target=watch, daemon=True)  # it ends where loading fails
+watcher = threading.Thread(target=watch, daemon=True)  # so it ends if loading fails
 watcher.start()
 model = load_checkpoint(sys.argv[1], **how)
 loading = False
@@ -212,10 +216,10 @@ print(peak - before, resident() - before, size, not sys.modules.keys() & {"torch
 @pytest.mark.quick("PanelLinear-int8")
 def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     """
-    In anonymous memory: at the peak the loaded weights and the largest matrix in fp32, then they
-    alone, each with 8 MiB to spare. Would catch: a second copy, the model as it is in the files
-    first; temporaries as large as a matrix; and torch's compiler imported, which takes more than a
-    second. Arrays are mapped one by one, so that those that are freed do not count.
+    This counts anonymous memory. The peak is the loaded weights and the largest matrix in fp32, and
+    afterwards only the weights, each with 8 MiB to spare. Would catch: a second copy, or first the
+    model as it is in the files; temporaries as large as a matrix; importing torch's compiler, which
+    takes more than a second. Arrays are mapped one by one, so that freed ones do not count.
     """
     fields = SHAPE | {"n_layer": 10, "n_embd": 512, "vocab_size": 9_000}
     save_checkpoint(GPT(GPTConfig(**fields)).bfloat16(), tmp_path / "large")
@@ -241,7 +245,8 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory that is free, and copies
+# --------------------------------------------------------------------------------------------------
+# Free memory, and copies
 
 
 MEMINFO = """\
@@ -257,9 +262,9 @@ HugePages_Total:       0
 
 def test_memory_that_holds_cached_files_is_free(monkeypatch):
     """
-    Of a machine that has just read a model nearly all is cached files: with MemFree for
-    MemAvailable its pool was tiny, or the model did not fit. Without such a file, as on macOS,
-    all of it counts.
+    After a machine has read a model, nearly all of its memory is cached files. Previously MemFree
+    was used instead of MemAvailable, so the pool was tiny, or the model did not fit. Without
+    /proc/meminfo, as on macOS, all memory counts as free.
     """
     monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 16384, "SC_PHYS_PAGES": 10}.get)
     for text, free in {MEMINFO: 6_000_000 * 1024, None: 163840}.items():
@@ -270,8 +275,8 @@ def test_memory_that_holds_cached_files_is_free(monkeypatch):
 
 def test_block_tables_are_as_long_as_texts_may_be():
     """
-    A context of 131,072 made tables of 8,192 blocks, gathered in each step, whatever
-    --max-model-len said.
+    Previously a context of 131,072 made tables of 8,192 blocks, gathered in each step, even if
+    --max-model-len was smaller.
     """
     settings = Settings(block_size=4, num_blocks=9, max_num_seqs=2, max_model_len=17)
     engine = Engine(random_model(**LLAMA), settings)
@@ -281,13 +286,14 @@ def test_block_tables_are_as_long_as_texts_may_be():
 @pytest.mark.parametrize("can_pack", [True, False])
 def test_bf16_is_for_matrices_alone(can_pack, monkeypatch):
     """
-    Without AVX-512 a bf16 model was served as it is, its norms and sums between layers in bf16 as
-    well: all but matrices is fp32. The model stays what it was.
+    Previously, without AVX-512, a bf16 model was served unchanged, so its norms and the sums
+    between layers were also in bf16. Now all except the matrices is fp32. The model itself is not
+    changed.
     """
     if not can_pack:
         monkeypatch.setattr(packed, "can_pack", lambda: False)
     model = random_model(**LLAMA | {"tied": True}).bfloat16()
-    served = packed.converted(model, layer=Bf16Linear)
+    served = packed.pack_weights(model, layer=Bf16Linear)
     assert all(w.dtype == torch.bfloat16 and w.requires_grad for w in model.parameters())
     assert model.lm_head.weight is model.wte.weight
     for name, weight in served.named_parameters():

@@ -1,6 +1,7 @@
 """
-generation_config.json: the defaults of a model's makers hold for a request without its own, and
-never against it. (vLLM's users lost their own temperature to it, others' never saw the file read.)
+generation_config.json: the defaults of a model's makers apply to a request without its own values,
+and never override them. (vLLM's users lost their own temperature to it; elsewhere the file was
+never read.)
 """
 
 import json
@@ -17,7 +18,7 @@ IDS = {"eos_token_id": [2, 5], "_from_model_config": True, "do_sample": True, "n
 
 @pytest.fixture
 def folder(tmp_path):
-    """Makes a directory with such a file, of a text or a dictionary."""
+    """Return a function that makes a directory with this file, from a text or a dictionary."""
 
     def make(content):
         text = content if isinstance(content, str) else json.dumps(content)
@@ -32,13 +33,16 @@ def folder(tmp_path):
 
 
 SAVED = [(ALL | IDS | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
-SAVED += [({"top_k": -1}, {"top_k": 0})]  # vLLM has two words for all tokens
+SAVED += [({"top_k": -1}, {"top_k": 0})]  # vLLM has two values that mean all tokens
 SAVED += [(dict.fromkeys(TAKEN), {})]
 
 
 @pytest.mark.parametrize(("saved", "taken"), SAVED)
 def test_what_vllm_takes_is_taken(folder, saved, taken):
-    """From the model's directory or another one, unless a flag says so; it is printed."""
+    """
+    The file is read from the model's directory or another one, unless a flag forbids it. The
+    defaults are printed.
+    """
     place = folder(saved)
     defaults, note = model_defaults(place)
     assert defaults == taken
@@ -55,7 +59,7 @@ BROKEN += ['{"temperature": 99}', '{"top_k": -2}', '{"top_p": NaN}', '{"max_new_
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_file_is_refused(folder, broken):
-    """Values out of their range, too: see test_the_defaults_are_printed_once."""
+    """So are values out of range: see test_the_defaults_are_printed_once."""
     place = folder(broken)
     with pytest.raises(ValueError, match=r"generation_config\.json: .*config vllm$"):
         model_defaults(place)
@@ -80,7 +84,7 @@ TEMPERATURES = """
 
 @pytest.mark.parametrize("row", TEMPERATURES.strip().splitlines())
 def test_the_terminals_temperature(folder, row):
-    """A 0 that is typed was taken for not given."""
+    """Previously a typed 0 was taken for not given."""
     saved, typed, temperature = row.split("|")
     args = serve.parse_args(["--model", folder(saved), "--prompt", "x", *typed.split()])
     assert args.temperature == float(temperature)
@@ -104,7 +108,7 @@ def test_the_defaults_are_printed_once(folder, capfd):
 
 
 def test_a_server_has_them(folder, capfd):
-    """The engine gets them, and the log has them, but for those that the request has itself."""
+    """The engine and the log get the defaults, except those that the request sets itself."""
     place = folder(ALL | {"max_new_tokens": 30})
     with House("--generation-config", place, "--log-requests") as house:
         house.ask(temperature=0)

@@ -1,6 +1,6 @@
 """
-Corpora of one's own files: data/text/prepare.py and data/chat/prepare.py. Which tokens have a loss
-is what transformers says, or what is spelled out by hand; a file that will not do is named.
+Corpora from a user's own files: data/text/prepare.py and data/chat/prepare.py. Which tokens have a
+loss is compared with transformers, or written out by hand. An unusable file is named.
 """
 
 import json
@@ -37,14 +37,14 @@ CHATML = """{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content
 
 
 def prepare(name: str, source: Path, out: Path, *more: str) -> Corpus:
-    """What train.py finds in `out` after the command; `more`: flags, then sources."""
+    """Return what train.py finds in `out` after the command; `more`: flags, then sources."""
     argv = [f"--out={out}", *more, str(source)]
     run_recipe(RECIPES[name]["read"], out, argv)
     return load_corpus(str(out), ALONE)
 
 
 def turns(*contents: str) -> list[dict]:
-    """A dialogue that a user begins."""
+    """Return a dialogue that a user begins."""
     pairs = zip(cycle(["user", "assistant"]), contents, strict=False)
     return [{"role": role, "content": content} for role, content in pairs]
 
@@ -57,7 +57,9 @@ def write_lines(path: Path, *dialogues: list[dict]) -> Path:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A tokenizer of bytes, <|im_start|> is 257 and <|im_end|> 258, with a chat template."""
+    """
+    Return a tokenizer of bytes, with <|im_start|> as 257, <|im_end|> as 258, and a chat template.
+    """
     folder = tmp_path / "checkpoint"
     tokenizer = bpe_tokenizer([])
     tokenizer.backend.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -68,7 +70,7 @@ def checkpoint(tmp_path) -> Path:
 
 @pytest.fixture
 def path(tmp_path) -> Path:
-    """A text."""
+    """Return a text file."""
     path = tmp_path / "a.txt"
     path.write_text("note 0\n" * 10)
     return path
@@ -81,8 +83,8 @@ def path(tmp_path) -> Path:
 @pytest.fixture
 def notes(tmp_path) -> Path:
     """
-    21 files, one of them in a folder, and three that do not count: hidden, empty, and a socket, as
-    which no pipe can be read, but at once.
+    Make 21 files, one of them in a folder, and three that do not count: a hidden one, an empty one,
+    and a socket. (A socket cannot be read, like a pipe, but fails immediately.)
     """
     folder = tmp_path / "notes"
     (folder / "inner").mkdir(parents=True)
@@ -97,8 +99,8 @@ def notes(tmp_path) -> Path:
 
 def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
     """
-    Line ends stay, what looks like a control token is text, a byte order mark is none, and train.py
-    takes the folder.
+    Line ends are kept, what looks like a control token is text, a byte order mark is removed, and
+    train.py accepts the folder.
     """
     out = tmp_path / "out"
     marked = notes / "04.txt"
@@ -110,7 +112,10 @@ def test_each_file_is_a_document_and_every_tenth_is_held_out(notes, tmp_path):
 
 
 def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
-    """Named beside its folder, or found by a link to that, it was trained on and held out."""
+    """
+    Previously a file named together with its folder, or found through a link to it, was both
+    trained on and held out.
+    """
     file = notes / "03.txt"
     out = tmp_path / "out"
     link = tmp_path / "link"
@@ -126,15 +131,21 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
 
 @pytest.mark.parametrize("inside", ["", "inner/out"])
 def test_a_corpus_within_its_own_source_is_refused(inside, notes, path):
-    """Made again, it had its own tokenizer.json and meta.json as texts, to train on or held out."""
+    """
+    Previously, when such a corpus was made again, its own tokenizer.json and meta.json became
+    texts.
+    """
     for sources in ([str(notes)], [f"--val={notes}", str(path)]):
-        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read: name"):
+        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read:"):
             run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
 
 
 def test_a_vocabulary_is_learnt_from_words_of_any_length():
-    """A line of 1 MB without a blank took minutes, so words are cut. Encoding cuts none."""
+    """
+    Previously a line of 1 MB without a blank took minutes, so long words are now cut. Encoding cuts
+    none.
+    """
     tokenizer = train_bpe(["a" * 1024])
     ids = tokenizer.encode("a" * 1024)
     assert [*map(len, map(tokenizer.token_bytes, ids))] == [256] * 4
@@ -155,7 +166,7 @@ ENDS = {"gpt2": (False, True), "llama3": (True, True), "mistral": (True, False)}
 
 @pytest.mark.parametrize("kind", ENDS)
 def test_the_tokenizer_is_that_of_init(kind, path, tmp_path):
-    """A document begins as a prompt does in transformers and serve.py; its BOS is not predicted."""
+    """A document begins like a prompt in transformers and serve.py. Its BOS is not predicted."""
     has_bos, has_end = ENDS[kind]
     save(kind, tmp_path)
     corpus = prepare("text", path, tmp_path / "out", f"--init={tmp_path}")
@@ -185,8 +196,8 @@ DIALOGUES = [
 @pytest.mark.quick("llama3", "qwen2", "llama2")
 def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path):
     """
-    Neither a user's word nor the newline behind an answer. (Of an answer that begins with a blank
-    transformers misses that, where the tokenizer's offsets leave it out.)
+    Neither a user's words nor the newline after an answer have one. (If an answer begins with a
+    blank, transformers misses the blank when the tokenizer's offsets leave it out.)
     """
     config = tmp_path / "tokenizer_config.json"
     save(kind, tmp_path)
@@ -204,7 +215,7 @@ def test_the_tokens_with_a_loss_are_those_that_transformers_masks(kind, tmp_path
     assert corpus.train.tolist() == corpus.val.tolist() == expected
 
 
-# without an end-of-turn token, all that the template puts behind the prompt
+# without an end-of-turn token, everything that the template puts after the prompt counts
 PLAIN = "{% for m in messages %}{{ m.role[0] + ':' + m.content + '\n' }}{% endfor %}"
 PLAIN += "{% if add_generation_prompt %}{{ 'a:' }}{% endif %}"
 TALK = [{"messages": turns("hi", " yes", "<|im_end|>", "no")}]
@@ -224,13 +235,15 @@ HANDMADE = {
         "[«user\nhi»\n«assistant\n] yes»[\n«user\n<|im_end|>»\n«assistant\n]no»[\n]",
     ),
     "plain": (PLAIN, TALK, "[u:hi\na:] yes\n[u:<|im_end|>\na:]no\n"),
-    # they were ignored; as in a request, an empty list is none, and each dialogue has its own
+    # tools used to be ignored; an empty list means none, as in a request, and each dialogue has its
+    # own
     "tools": (
         "{{ tools | tojson }}" + PLAIN,
         [SAID | {"tools": ["f"]}, SAID, SAID | {"tools": []}],
         '[["f"]u:hi\na:]yes\n[nullu:hi\na:]yes\n[nullu:hi\na:]yes\n',
     ),
-    # a text, as OpenAI's files have it, was written as a string of JSON, with its quotes
+    # arguments as text, which OpenAI's files have, used to be written as a JSON string with its
+    # quotes
     "arguments": (
         PLAIN.replace("m.content", "m.tool_calls[0].function.arguments | tojson"),
         [call('{"a": 1}'), call({"a": 1})],
@@ -240,7 +253,7 @@ HANDMADE = {
 
 
 def shown(tokens) -> str:
-    """Bytes; control tokens are « and »; in brackets what is not predicted."""
+    """Return bytes as characters, control tokens as « and », with unpredicted text in brackets."""
     text = ""
     for is_predicted, group in groupby(tokens.tolist(), lambda token: token >= 0):
         characters = (chr(max(token, ~token)) for token in group)
@@ -251,7 +264,10 @@ def shown(tokens) -> str:
 
 @pytest.mark.parametrize("kind", HANDMADE)
 def test_answers_are_found_without_tags(kind, checkpoint, tmp_path):
-    """What a user writes like a control token stays text, tools and calls are as in a request."""
+    """
+    User text that looks like a control token stays text. Tools and calls are written as in a
+    request.
+    """
     template, lines, expected = HANDMADE[kind]
     (checkpoint / "chat_template.jinja").write_text(template)
     files = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
@@ -262,7 +278,7 @@ def test_answers_are_found_without_tags(kind, checkpoint, tmp_path):
 
 
 def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
-    """Of a file that is named twice, too."""
+    """This also holds for a file that is named twice."""
     lines = write_lines(tmp_path / "a.jsonl", *[turns("?", f"{i}!") for i in range(21)])
     corpus = prepare("chat", lines, tmp_path, f"--init={checkpoint}", str(lines))
     train = [i for i in range(21) if i % 10]
@@ -271,20 +287,20 @@ def test_without_val_every_tenth_dialogue_is_held_out(checkpoint, tmp_path):
         assert answers == "".join(f"{i}!" for i in numbers)
 
 
-# as Qwen3's: an answer is written otherwise once another message stands behind it
+# like Qwen3's: an answer is written differently once another message follows it
 REWRITES = """{% for m in messages %}{{ m.role + ':' }}{% if loop.last and m.role == 'assistant' %}
 {{- '<think></think>' }}{% endif %}{{ m.content }}{% endfor %}
 {%- if add_generation_prompt %}assistant:{% endif %}"""
 TEMPLATES = {"chatml": CHATML, "rewrites": REWRITES, "first": "{{ messages[0].content }}"}
 TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
-# a text; or the template of dialogues, and the line that stands behind a good one; the message
+# a text, or the template of dialogues | the text, or the line after a good one | the message
 UNFIT = r"""
 text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
 text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
 text     | MISSING       | No such file .*a\.txt
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
 text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
-chatml   | {"messages": [                     | JSONDecodeError: .*; wanted is a line of JSON like
+chatml   | {"messages": [                     | JSONDecodeError: .*; each line must be JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc
 chatml   | ["messages"]                       | AttributeError
@@ -300,14 +316,14 @@ fails    | {"messages": [ME, YOU]}            | line 1: TokenizerError: no
 
 @pytest.mark.parametrize("row", UNFIT.strip().splitlines())
 def test_what_will_not_do_is_named_and_nothing_is_written(row, checkpoint, path, tmp_path):
-    """A text, or a line."""
+    """The message names the text or the line."""
     kind, content, message = re.split(r" +\| ", row, maxsplit=2)
     content = content.replace("ME", '{"role": "user", "content": "a"}')
     content = content.replace("YOU", '{"role": "assistant", "content": "b"}')
     recipe = "text" if kind == "text" else "chat"
     if recipe == "text":
         char_tokenizer("abc").save(checkpoint)
-        path.write_bytes(content.encode("latin-1"))  # in which ü is not UTF-8
+        path.write_bytes(content.encode("latin-1"))  # where ü is not UTF-8
         if content == "MISSING":
             path.unlink()
     else:
@@ -333,7 +349,7 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
     (checkpoint / "chat_template.jinja").write_bytes(b"\xff")
     refused("chat_template.jinja is broken .UnicodeDecodeError.*: restore it")
     (checkpoint / "chat_template.jinja").unlink()
-    refused("--init .*checkpoint: wanted is a checkpoint that has a chat template")
+    refused("--init .*checkpoint has no chat template")
     with pytest.raises(SystemExit, match="--init DIR is needed: the chat model"):
         prepare("chat", path, tmp_path / "out")
     (checkpoint / "tokenizer.json").unlink()
@@ -345,7 +361,7 @@ def test_dialogues_need_a_file_two_lines_and_a_template(checkpoint, tmp_path):
 
 
 def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path, tmp_path):
-    """`import common` failed where the repo's root was not the current folder."""
+    """Previously `import common` failed if the repo's root was not the current folder."""
     sources = {"text": path, "chat": write_lines(tmp_path / "b", *DIALOGUES[:2])}
     for name, recipe in COMMANDS.items():
         command = [sys.executable, recipe, sources[name], f"--init={checkpoint}", f"--out={name}"]
@@ -353,21 +369,25 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not COMMANDS["chat"].with_name("meta.json").exists():
-        with pytest.raises(SystemExit, match=r"data/chat/prepare.py .*of your files"):
+        with pytest.raises(SystemExit, match=r"of your own files .*data/chat/prepare.py"):
             load_corpus("chat", ALONE)
 
 
 def test_a_model_keeps_its_tokenizer(checkpoint, path):
-    """--out, mistaken for --init, wrote over the chat template in tokenizer_config.json."""
+    """
+    Previously --out, typed instead of --init, overwrote the chat template in tokenizer_config.json.
+    """
     (checkpoint / "config.json").write_text("{}")
     before = {path: path.read_bytes() for path in checkpoint.iterdir()}
-    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: name another --out"):
+    with pytest.raises(SystemExit, match=r"checkpoint holds a model, .*: choose another --out"):
         prepare("text", path, checkpoint)
     assert {path: path.read_bytes() for path in checkpoint.iterdir()} == before
 
 
 def test_a_corpus_that_is_replaced_is_named(checkpoint, path, tmp_path, capsys):
-    """It was overwritten without a word. One of an older version does not know what it is of."""
+    """
+    Previously it was silently overwritten. A corpus of an older version does not know its sources.
+    """
     out = tmp_path / "out"
     prepare("text", path, out, f"--init={checkpoint}", str(tmp_path / "checkpoint"))
     assert read_about(out)["init"] == str(checkpoint)
@@ -389,12 +409,12 @@ def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     damaged.unlink()
     if content is not None:
         damaged.write_text(content)
-    with pytest.raises(ValueError, match=r"out is no whole corpus \(.*\): make it again"):
+    with pytest.raises(ValueError, match=r"out is not a whole corpus \(.*\): make it again"):
         load_corpus(str(tmp_path / "out"), ALONE)
 
 
 def test_control_c_ends_a_recipe_with_one_line(tmp_path):
-    """While it reads: here a pipe, whose writer says nothing."""
+    """It is reading a pipe whose writer sends nothing."""
     pipe = tmp_path / "a.txt"
     os.mkfifo(pipe)
     command = [sys.executable, COMMANDS["text"], pipe]
@@ -407,7 +427,9 @@ def test_control_c_ends_a_recipe_with_one_line(tmp_path):
 
 @pytest.mark.parametrize(("name", "count"), [("dialogues", 200), ("held_out", 40)])
 def test_our_dialogues_have_one_style(name, count):
-    """A sentence that answers, an example and a closing line: a small model can learn that."""
+    """
+    A sentence that answers, an example and a closing line are a style that a small model can learn.
+    """
     lines = COMMANDS["chat"].with_name(f"{name}.jsonl").read_text().splitlines()
     style = re.compile(r"[^.!?]+\. For example, [^.!?]+\.\nIn short: ([^ .!?]+ ?){,8}\.")
     for line in lines:

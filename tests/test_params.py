@@ -1,5 +1,5 @@
 """
-The fields of `SamplingParams`: each default and each range stated once more, and how a value is
+The fields of `SamplingParams`: each default and each range stated a second time, and how a value is
 refused.
 """
 
@@ -11,7 +11,7 @@ import pytest
 from params import RANGES, SamplingParams
 
 LARGEST = 2**31 - 1
-# a field, its default, the smallest number that is accepted, the largest
+# a field, its default, the smallest and the largest number that is accepted
 FIELDS = """
 temperature        1    0      2
 top_k              0    0      2147483647
@@ -41,8 +41,8 @@ def refusal(**fields) -> str:
 @pytest.mark.parametrize("name", RANGES)
 def test_a_range_reaches_from_edge_to_edge(name):
     """
-    Exactly at an edge passes, one past it does not. NaN passes `x < 0 or x > 2`, True is an int to
-    Python, and "1" would fail only on the device, in the step of all requests.
+    A value exactly at an edge passes, one beyond it does not. NaN would pass `x < 0 or x > 2`, True
+    is an int in Python, and "1" would only fail on the device, in the step of all requests.
     """
     default, least, most = FIELDS[name]
     assert getattr(SamplingParams(), name) == default
@@ -74,7 +74,7 @@ def test_other_fields_have_their_type(name):
 
 @pytest.mark.parametrize("token", [13, -1])
 def test_a_token_id_outside_the_vocabulary_is_refused(token):
-    """It would write beyond a row of the device's arrays, into another request's."""
+    """It would be written beyond a row of the device's arrays, into another request's."""
     SamplingParams(logit_bias=NUMBERS).check_vocabulary(13)
     with pytest.raises(ValueError, match=f"logit_bias has token {token}, outside 0..12"):
         SamplingParams(logit_bias=NUMBERS | {token: 0.0}).check_vocabulary(13)

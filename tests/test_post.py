@@ -1,6 +1,6 @@
 """
-examples/post.py: the post's loop answers as the engine does, and each of its functions does what
-the post means.
+examples/post.py: the post's loop answers like the engine, and each of its functions does what the
+post says.
 """
 
 import subprocess
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(autouse=True)
 def poisoned_pools(monkeypatch):
-    """NaN in every slot: one that was not written cannot be read without being noticed."""
+    """Fill every slot with NaN, so that reading an unwritten one shows."""
 
     def make_pool(*sizes):
         pool = KVBlockPool(*sizes)
@@ -40,7 +40,7 @@ def rotary_model() -> GPT:
     torch.manual_seed(0)
     model = GPT(GPTConfig(64, 64, n_layer=2, n_head=2, n_embd=32, rope={0: Rope(1e4)})).eval()
     for weight in model.requires_grad_(False).parameters():
-        weight *= 20 if weight.dim() == 2 else 1  # else attention would hardly change a token
+        weight *= 20 if weight.dim() == 2 else 1  # otherwise attention would hardly change a token
     return model
 
 
@@ -50,14 +50,14 @@ def rotary_model() -> GPT:
 )
 def test_its_greedy_answers_are_the_engines(model, budget, max_kv_tokens, monkeypatch):
     """
-    Would catch: a slot, mask, position, chunk, hit or resumption that is wrong. In a rectangle each
-    row has positions of its own.
+    Would catch: a wrong slot, mask, position, chunk, hit or resumption. In a rectangle each row has
+    its own positions.
     """
     load = Mock(side_effect=post.load_cached_blocks)
     monkeypatch.setattr(post, "load_cached_blocks", load)
     first = prompt(1, 30)
     requests = []
-    for i in range(9):  # of many lengths; every second begins like the first
+    for i in range(9):  # of many lengths; every second one begins like the first
         length = 5 + 7 * i % 23
         tokens = first[:length] if i % 2 else prompt(90 + i, length)
         requests.append(Request(i, tokens, 12, arrival_time=i))
@@ -72,7 +72,7 @@ def test_its_greedy_answers_are_the_engines(model, budget, max_kv_tokens, monkey
 
 
 def test_it_samples_as_the_post_does(monkeypatch):
-    """softmax and multinomial, by default at temperature 1; 0.5 is sharper."""
+    """It uses softmax and multinomial, by default at temperature 1; 0.5 is sharper."""
     drawn = []
 
     def likeliest(probs, num_samples):
@@ -93,7 +93,7 @@ def test_it_samples_as_the_post_does(monkeypatch):
     ("filled", "new", "blocks"), [(3, 1, 1), (4, 1, 2), (3, 6, 3), (4, 8, 3), (2, 0, 1)]
 )
 def test_ensure_blocks_for_new_tokens(filled, new, blocks):
-    """Would catch: a block too many or too few, at the edges of blocks."""
+    """Would catch: a block too many or too few at block boundaries."""
     allocator = BlockAllocator(3)
     table = allocator.allocate_n(-(-filled // 4))
     request = Request("r", [1], 9, block_table=table, num_filled_slots=filled)
@@ -110,7 +110,7 @@ def test_a_model_with_windows_is_refused():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    """In another folder, without a model; with one."""
+    """It is run from another folder without a model, and with a model."""
     command = [sys.executable, str(ROOT / "examples/post.py")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

@@ -1,11 +1,11 @@
 """
-Two real models beside transformers, in fp32: SmolLM2-135M-Instruct and Gemma 3 270M, made from
-packages by real_models.py, once for each user of a machine.
+Two real models compared with transformers, in fp32: SmolLM2-135M-Instruct and Gemma 3 270M, which
+real_models.py makes from packages, once per user of a machine.
 
     pytest -m real_models       # `make test` leaves them out, `make test-all` does not
 
-Texts of people, which tiny random models never say: long runs of certain tokens, chat templates,
-windows of 512 tokens, heads of 256 numbers, a vocabulary of 262,144.
+They cover real text, which tiny random models never produce: long runs of certain tokens, chat
+templates, windows of 512 tokens, heads of 256 numbers, a vocabulary of 262,144.
 """
 
 from pathlib import Path
@@ -37,8 +37,8 @@ PROMPTS = [
     "<html>\n<head>\n<title>",
     "   \n\n🙂 she said, and",
 ]
-# Of unlikely tokens transformers' own two ways of attention, eager and sdpa, differ by 1.6e-4 after
-# the Japanese prompt, eager and fp64 by 2.1e-4 (SmolLM2); those that are chosen have 3e-5.
+# For unlikely tokens, after the Japanese prompt, transformers' own two attentions, eager and sdpa,
+# differ by 1.6e-4, and eager and fp64 by 2.1e-4 (SmolLM2). Chosen tokens differ by 3e-5.
 UNLIKELY = 1e-3
 README = Path(__file__).parents[1] / "README.md"
 
@@ -68,7 +68,9 @@ def real(request):
 
 
 def test_twelve_prompts(real):
-    """48 greedy tokens each, all at once in the engine; the same texts again without a cache."""
+    """
+    Each gets 48 greedy tokens, all together in the engine; then the same texts without a cache.
+    """
     judge = Judge(real.hf_model, real.ours, UNLIKELY, num_blocks=200, max_num_seqs=12)
     prompts = [real.encode(prompt) for prompt in PROMPTS]
     for prompt in prompts:
@@ -82,7 +84,7 @@ def test_twelve_prompts(real):
 
 
 def test_a_long_prompt(real):
-    """More than 2,000 tokens, in chunks: four windows of Gemma's."""
+    """It has more than 2,000 tokens, in chunks: four of Gemma's windows."""
     judge = Judge(real.hf_model, real.ours, UNLIKELY, num_blocks=140)
     tokens = real.encode(README.read_text())[:2100]
     judge.ask(tokens, 16)

@@ -18,9 +18,9 @@ from training.corpus import bpe_tokenizer
 
 def test_answers_do_not_wait_for_acknowledgements():
     """
-    A listening socket that did not name its protocol made asyncio leave Nagle's algorithm on:
-    header and body went out in two writes, and the second waited up to 40 ms for the client to
-    acknowledge the first. And all addresses are those of IPv4, too.
+    Previously the listening socket did not name its protocol, so asyncio left Nagle's algorithm on.
+    Header and body went out in two writes, and the second waited up to 40 ms for the client to
+    acknowledge the first. "All addresses" also includes those of IPv4.
     """
     host = "::" if socket.has_dualstack_ipv6() else "127.0.0.1"
     args = serve.parse_args(["--host", host, "--port", "0", "--allow-remote"])
@@ -33,20 +33,20 @@ def test_answers_do_not_wait_for_acknowledgements():
         accepted.close()
 
 
-LOADED = "cannot listen at 127.0.0.1:PORT: Address already in use; stop what is there, or choose "
-MODELS = {  # files of a directory -> what is said of it, before a port in use
+LOADED = "cannot listen at 127.0.0.1:PORT: Address already in use; stop the program that listens "
+MODELS = {  # files of a directory -> the message about it, before that about a port in use
     "": "no model in DIR: tokenizer.json is missing",
     "tokenizer.json": "no model in DIR: config.json is missing",
-    "x.gguf": "GGUF is llama.cpp's",
-    "tokenizer.json config.json": f"{LOADED}another --port$",
+    "x.gguf": "GGUF files are llama.cpp's",
+    "tokenizer.json config.json": f"{LOADED}there, or choose another --port$",
 }
 
 
 @pytest.mark.parametrize("files", MODELS)
 def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, files):
     """
-    The wrong name was reported when another port had been found. Of the port the address is said
-    once, and not the system's number of the error.
+    Previously the wrong name was only reported after another port had been found. The message about
+    the port has the address once, and not the system's error number.
     """
     for name in files.split():
         (tmp_path / name).write_text("{}")
@@ -60,15 +60,15 @@ def test_a_wrong_model_is_reported_before_a_port_in_use(tmp_path, monkeypatch, f
 
 
 def test_sigterm_while_it_starts_is_no_failure():
-    """Until the event loop ran, the signal killed the process."""
+    """Previously the signal killed the process until the event loop ran."""
     code = "import serve; serve.check_model = lambda name: serve.signal.raise_signal(15)"
     assert python(f"{code}; serve.main(['--port', '0'])").returncode == 0
 
 
 HOSTS = {  # what is typed -> the refusal, or none
-    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host is a name or address of this",
-    "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host is .*, without a port",
-    "192.0.2.1": r"cannot listen at 192\.0\.2\.1:0: \w.*; --host is a name or address of this",
+    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host must be a name or address of this",
+    "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host must be .*, without a port",
+    "192.0.2.1": r"cannot listen at 192\.0\.2\.1:0: \w.*; --host must be a name or address of this",
     "0.0.0.0": "--allow-remote",
     "::": "--allow-remote",
     "127.0.0.1": "",
@@ -100,7 +100,7 @@ ENDS += [(ValueError("v"), "v"), (RuntimeError("r"), "r"), (OSError("o"), "o")]
 @pytest.mark.parametrize("module, name, typed", MODES)
 @pytest.mark.parametrize("end, message", ENDS)
 def test_a_modes_message_becomes_the_exit_status(monkeypatch, module, name, typed, end, message):
-    """One message, never a traceback, for what a user can change."""
+    """What a user can change gets one message, never a traceback."""
     monkeypatch.setattr(module, name, Mock(side_effect=[end]))
     with pytest.raises(SystemExit) as ended:
         serve.main([typed])
@@ -109,7 +109,9 @@ def test_a_modes_message_becomes_the_exit_status(monkeypatch, module, name, type
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
 def test_variables_that_torch_reads_are_set_before_it_is_loaded(monkeypatch, own):
-    """Threads that wait spin less, and oneDNN keeps little code; what is set already stays."""
+    """
+    Waiting threads spin less, and oneDNN keeps little code. Variables that are already set stay.
+    """
     values = {"GOMP_SPINCOUNT": "100000", "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64"}
     values |= {"LRU_CACHE_CAPACITY": "64"} | own
     monkeypatch.setattr(serve, "serve_http", lambda args: None)
@@ -121,7 +123,9 @@ def test_variables_that_torch_reads_are_set_before_it_is_loaded(monkeypatch, own
 
 @pytest.fixture
 def start(tmp_path):
-    """Runs a command whose MODEL is tmp_path, where Python looks for modules first."""
+    """
+    Return a function that runs a command. MODEL is tmp_path, where Python looks for modules first.
+    """
     bpe_tokenizer([]).save(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
@@ -145,7 +149,9 @@ def start(tmp_path):
     ],
 )
 def test_a_first_line_comes_before_torch(command, start, tmp_path):
-    """To import torch takes ten seconds on a busy machine, in which nothing was to be seen."""
+    """
+    Importing torch takes ten seconds on a busy machine. Previously nothing was printed until then.
+    """
     (tmp_path / "torch.py").write_text("import sys; sys.exit('torch is imported')")
     done = start(command)
     first, second = done.stderr.splitlines()[:2]
@@ -171,7 +177,7 @@ def test_packages_that_are_not_needed(code, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-COMMANDS = {  # what is typed -> the packages that it may lack first
+COMMANDS = {  # what is typed -> the first packages that may be missing
     "serve.py --port 0": "orjson",
     "serve.py --prompt x": "tokenizers",
     "serve.py --chat": "tokenizers",
@@ -187,8 +193,8 @@ COMMANDS = {  # what is typed -> the packages that it may lack first
 
 def assert_one_line(done: subprocess.CompletedProcess, package: str):
     """
-    It names the package, the interpreter, and each of the ways out. Before it may stand what is
-    being loaded.
+    Check that the line names the package, the interpreter, and each way out. One line about what is
+    being loaded may come before it.
     """
     *before, line = done.stderr.splitlines()
     assert done.returncode == 1 and len(before) <= 1, done.stderr
@@ -200,14 +206,16 @@ def assert_one_line(done: subprocess.CompletedProcess, package: str):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_without_the_virtual_environment_one_line_says_what_to_do(command, start):
-    """Each command ended in a traceback when the environment was not active."""
+    """Previously each command ended in a traceback if the environment was not active."""
     done = start(command, "-S", "-E")
     assert_one_line(done, COMMANDS[command])
     assert not done.stdout
 
 
 def test_a_missing_package_of_the_engine_is_one_line(start, tmp_path):
-    """The engine's process imports them; the HTTP process, which needs none, prints it."""
+    """
+    The engine's process imports it; the HTTP process, which does not need it, prints the line.
+    """
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     assert_one_line(start("serve.py --port 0 --model MODEL"), "torch")
 
@@ -221,19 +229,19 @@ NO_COMMANDS = {
 
 @pytest.mark.parametrize("file", NO_COMMANDS)
 def test_what_is_no_command_says_so(file, start):
-    """They ended in a traceback: `common` is not beside them."""
+    """Previously they ended in a traceback, because `common` is not beside them."""
     (line,) = start(file).stderr.splitlines()
     assert NO_COMMANDS[file] in line
 
 
 def test_control_c_while_modules_are_imported_is_one_line(start, tmp_path):
-    """In the first 0.3 s there was a traceback."""
+    """Previously there was a traceback in the first 0.3 s."""
     (tmp_path / "asyncio.py").write_text("raise KeyboardInterrupt")
     assert start("serve.py").stderr == "interrupted\n"
 
 
 def test_an_error_of_another_kind_keeps_its_traceback():
-    """It is a bug, and the traceback says where."""
+    """It is a bug, and the traceback shows where."""
     done = python("from common import end_with_one_line as f; f(); import json; json.loads('')")
     assert done.returncode == 1
     assert "Traceback" in done.stderr

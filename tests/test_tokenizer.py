@@ -1,6 +1,6 @@
 """
-tokenizer.py: every text and every byte comes back, and any tokenizer.json has the ids, and the
-texts, of transformers, whole and as a stream.
+tokenizer.py: every text and every byte survives a round trip, and any tokenizer.json gives the ids
+and texts that transformers gives, whole and as a stream.
 """
 
 import json
@@ -54,13 +54,13 @@ NASTY = [
 
 @pytest.fixture(scope="module")
 def bpe() -> Tokenizer:
-    """A small BPE learnt from this repo's own sources."""
+    """Return a small BPE learned from this repo's own source code."""
     return train_bpe([path.read_text() for path in sorted(ROOT.glob("*.py"))], vocab_size=700)
 
 
 @pytest.fixture(scope="module")
 def gpt2() -> Iterator[Tokenizer]:
-    """GPT-2's own, from an offline copy of its vocabulary."""
+    """Return GPT-2's own tokenizer, from an offline copy of its vocabulary."""
     shared = ROOT.parent / "shared/data/tiktoken_cache"
     folder = os.environ.get("TIKTOKEN_CACHE_DIR") or shared
     if not (Path(folder) / sha1(GPT2_MERGES.encode()).hexdigest()).is_file():  # tiktoken's name
@@ -71,7 +71,7 @@ def gpt2() -> Iterator[Tokenizer]:
 
 
 def read_both(directory: Path) -> tuple:
-    """transformers' tokenizer of a directory, and ours."""
+    """Return transformers' tokenizer of a directory, and ours."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(directory), load_tokenizer(directory)
@@ -83,14 +83,14 @@ def read_both(directory: Path) -> tuple:
 
 @pytest.mark.parametrize("name", ["bpe", "gpt2"])
 def test_transformers_reads_ours_with_the_same_ids(name, request, tmp_path):
-    """It always reads a spelt control token as one."""
+    """transformers always reads the name of a control token as that token."""
     ours = request.getfixturevalue(name)
     ours.save(tmp_path)
     reference, again = read_both(tmp_path)
     assert len(reference) == ours.vocab_size
     assert reference.eos_token_id == ours.eos_token_id == again.eos_token_id
-    # the characters where Unicode tables of two libraries could differ: each once beside a letter,
-    # a digit, a space
+    # characters for which the Unicode tables of two libraries might differ, each once after a
+    # letter, a digit and a space
     points = [chr(code) for code in range(0, 0x30000, 37) if not 0xD800 <= code < 0xE000]
     for text in [*NASTY, "".join(f"a{point}1{point} {point}" for point in points)]:
         ids = ours.encode(text, allow_special=True)
@@ -99,7 +99,7 @@ def test_transformers_reads_ours_with_the_same_ids(name, request, tmp_path):
 
 
 def test_gpt2_ids_are_those_of_tiktoken(gpt2):
-    """We read the file of merges that tiktoken stores; its own encoding is the reference."""
+    """We read the merges file that tiktoken stores; tiktoken's own encoding is the reference."""
     reference = tiktoken.get_encoding("gpt2")
     assert (gpt2.vocab_size, gpt2.eos_token_id) == (50257, 50256)
     for text in ["Hello world", *NASTY]:
@@ -116,7 +116,7 @@ def test_offline_gpt2_says_what_to_set(monkeypatch):
 
 
 def test_a_spelt_control_token_is_text_unless_asked(bpe):
-    """The token itself has no text, where its name is not asked for."""
+    """The token itself has no text unless its name is requested."""
     end = bpe.eos_token_id
     assert end == bpe.vocab_size - 1 == 699
     text = f"a{END}b"
@@ -136,7 +136,7 @@ def test_characters(tmp_path):
     assert chars.vocab_size == len(set(text))
     assert chars.eos_token_id is None
     assert chars.encode("\n\r") == [0, 1]  # sorted, numbered from 0
-    chars.save(tmp_path)  # to be read by people, too
+    chars.save(tmp_path)  # in a form that people can also read
     assert "ö" in (tmp_path / "tokenizer.json").read_text(encoding="utf-8")
     reference, again = read_both(tmp_path)
     assert again.has_known_pattern
@@ -148,17 +148,20 @@ def test_characters(tmp_path):
         TokenizerError,
         match=r"'x' \(U\+0078, at position 2\) is not among the 11 .* train with a BPE",
     ):
-        again.encode("rdxrx")  # the first of them
+        again.encode("rdxrx")  # names the first one
 
 
 def test_names_of_tokens():
-    """Bytes that are no characters have two digits each: no two tokens are called the same."""
+    """
+    Bytes that form no character are written as two digits each, so no two tokens have the same
+    name.
+    """
     data = [b"", b"a b", "é".encode(), b"\xc3", b"\n\xff"]
     assert [*map(token_name, data)] == ["", "a b", "é", "bytes:\\xc3", "bytes:\\x0a\\xff"]
 
 
 def test_the_configuration_that_is_saved(tmp_path):
-    """All that transformers reads."""
+    """It has everything that transformers reads."""
     bpe_tokenizer([]).save(tmp_path)
     config = {"tokenizer_class": "PreTrainedTokenizerFast"}
     config |= {"clean_up_tokenization_spaces": False, "bos_token": END, "eos_token": END}
@@ -166,12 +169,13 @@ def test_the_configuration_that_is_saved(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A directory, changed
 
 
 def write_changed(bpe, folder, spec="{}", config="{}"):
     """
-    Save the tokenizer with changes (JSON) to tokenizer.json, of which its model is merged, and
+    Save the tokenizer with changes (JSON) to tokenizer.json, whose model is merged, and to
     tokenizer_config.json.
     """
     content = json.loads(bpe.backend.to_str())
@@ -203,8 +207,9 @@ CHANGES = r"""
 @pytest.mark.parametrize("row", CHANGES.strip().splitlines())
 def test_a_changed_file_is_read_or_refused(bpe, tmp_path, row):
     """
-    Digits was once skipped in silence; a decoder of an unknown type is taken by the library for
-    another with its fields. A decoder that looks at what follows would give a stream another text.
+    Previously Digits was skipped silently. The library takes a decoder of an unknown type for
+    another one with its fields. A decoder that looks at what follows would give a stream another
+    text.
     """
     changes, _, words = row.partition(" ->")
     write_changed(bpe, tmp_path, changes)
@@ -227,8 +232,8 @@ def test_a_broken_file_is_refused(bpe, tmp_path):
 
 def test_added_tokens_that_the_configuration_lists_keep_their_numbers(bpe, tmp_path):
     """
-    Sorted as text, 1000 came before 999, and each was taken for the other. The file may list them
-    in any order.
+    Previously they were sorted as text, so 1000 came before 999, and each was taken for the other.
+    The file may list them in any order.
     """
     listed = {str(i): {"content": f"<{i}>", "special": i == 701} for i in range(1001, 699, -1)}
     write_changed(bpe, tmp_path, config=json.dumps({"added_tokens_decoder": listed}))
@@ -243,7 +248,9 @@ NAMED = """{"mask_token": "<m>", "image_token": "<i>", "eos_token": "<e>", "cls_
 
 
 def test_named_tokens_are_added_in_transformers_order(bpe, tmp_path):
-    """In any order of the file: the seven names first, then those that only it knows."""
+    """
+    Whatever the order in the file, the seven names come first, then those that only the file has.
+    """
     write_changed(bpe, tmp_path, config=NAMED)
     text = "<x><y><i><m><c><e><b>"
     reference, ours = read_both(tmp_path)
@@ -268,7 +275,7 @@ def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
     old.write_text('{"eos_token": "<old>"}')
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_token_id == 700 == tokenizer.control["<old>"]
-    newer = '{"added_tokens_decoder": {}, "eos_token": "<s>"}'  # which makes the other file stale
+    newer = '{"added_tokens_decoder": {}, "eos_token": "<s>"}'  # makes the other file stale
     write_changed(bpe, tmp_path, config=newer)
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_token_id == tokenizer.control["<s>"]
@@ -280,9 +287,9 @@ def test_the_end_of_text_is_the_one_that_is_named(bpe, tmp_path):
 
 def test_an_id_may_be_left_out(bpe, tmp_path):
     """
-    The size is that of the highest id: the model needs so many rows. An id without a token, which a
-    model with more rows may sample, has no text; nor has a control token that the vocabulary has,
-    as in the hub's GPT-2.
+    The vocabulary's size follows from the highest id, because the model needs that many rows. An id
+    without a token, which a model with more rows may sample, has no text. Nor has a control token
+    that is in the vocabulary, as in the hub's GPT-2.
     """
     vocab = bpe.backend.get_vocab() | {"zz": 705}
     write_changed(bpe, tmp_path, json.dumps({"model": {"vocab": vocab}}))
@@ -295,17 +302,19 @@ def test_an_id_may_be_left_out(bpe, tmp_path):
 
 
 def test_a_tokenizer_of_more_tokens_than_the_model_is_refused(bpe, tmp_path):
-    """A prompt with one of the others ended in an error of the engine, if it came to that."""
+    """
+    Previously a prompt with one of the extra tokens ended, at best, in an error of the engine.
+    """
     bpe.save(tmp_path)
     config = tmp_path / "config.json"
     config.write_text('{"vocab_size": 699}')
     with pytest.raises(TokenizerError, match=r"it has 700 tokens, .* the model has 699"):
         load_tokenizer(tmp_path)
-    # a broken file is reported by the model's loader
+    # the model's loader reports a broken file
     for fine in ('{"vocab_size": 700}', '{"vocab_size": 704}', "{}", "{", "[]"):
         config.write_text(fine)
         assert load_tokenizer(tmp_path).vocab_size == 700
-    # Gemma 3 adds a token of images, of which models of text have no row: prompts are checked
+    # Gemma 3 adds an image token, for which text models have no row: prompts are checked for it
     write_changed(bpe, tmp_path, config='{"pad_token": "<image>"}')
     config.write_text('{"vocab_size": 700}')
     assert load_tokenizer(tmp_path).encode("<image>", allow_special=True) == [700]
@@ -334,7 +343,9 @@ Qwen's-beside-GPT-2 50257 151665 refused
 
 @pytest.mark.parametrize("row", ROWS.strip().splitlines())
 def test_a_tokenizer_of_fewer_tokens_than_padding_explains_is_refused(row, tmp_path):
-    """The rows of a wrong one were answered as empty text, and the rest as noise."""
+    """
+    Previously the rows of a wrong tokenizer were answered as empty text, and the rest as noise.
+    """
     _, rows, tokens, *end = row.removesuffix(" refused").split()
     refused = row.endswith(" refused")
     ends = {"vocab_size": int(rows), "eos_token_id": [0, *map(int, end)]}
@@ -347,13 +358,14 @@ def test_a_tokenizer_of_fewer_tokens_than_padding_explains_is_refused(row, tmp_p
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The same ids and texts as transformers
 
 
 def assert_same(directory: Path, texts: list[str]):
     """
-    Ids with and without a BOS, texts of all ids with and without control tokens, and streams: from
-    the first token, and behind a prompt.
+    Compare ids with and without a BOS, texts of all ids with and without control tokens, and
+    streams: from the first token, and after a prompt.
     """
     reference, ours = read_both(directory)
     for add in (False, True):
@@ -387,7 +399,7 @@ CHUNK = -(-len(TEXTS) // len(KINDS))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_has_the_ids_and_texts_of_transformers(kind, tmp_path):
-    """10,000 texts, as many for each kind; and whole files."""
+    """There are 10,000 texts, divided equally among the kinds, and whole files."""
     start = list(KINDS).index(kind) * CHUNK
     texts = TEXTS[start : start + CHUNK] + NASTY + [Path(__file__).read_text()]
     assert_same(save(kind, tmp_path), texts)
@@ -407,7 +419,8 @@ def test_real_tokenizers_have_the_ids_and_texts_of_transformers(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# Streams of tokens whose text depends on where they stand
+# --------------------------------------------------------------------------------------------------
+# Streams of tokens whose text depends on their position
 
 
 ANSWERS = [b"", b"\x9fa", b"\x9f\x98\x80\xffa", b"\x98\x80\xf0\x9fa", b"a\xff\xff", b"\x80\xe2"]
@@ -417,9 +430,9 @@ ANSWERS = [b"", b"\x9fa", b"\x9f\x98\x80\xffa", b"\x98\x80\xf0\x9fa", b"a\xff\xf
 @pytest.mark.parametrize("before", ["", "a", "é", "😀", "\ufffd", "a" * 9])
 def test_an_answer_continues_a_character_wherever_it_is_cut(before, character):
     """
-    Once a server answered such a prompt with the prompt itself; and after three of an emoji's four
-    bytes the answer began with U+FFFD: too little of the prompt was read. Broken characters that
-    the prompt ends with it has shown; those that come later are the answer's own.
+    Previously too little of the prompt was read. A server answered such a prompt with the prompt
+    itself, and after three of an emoji's four bytes the answer began with U+FFFD. The prompt's own
+    text has already shown broken characters at its end; those that come later belong to the answer.
     """
     tokens = [bytes([byte]) for byte in range(256)]
     data = character.encode()
@@ -428,14 +441,14 @@ def test_an_answer_continues_a_character_wherever_it_is_cut(before, character):
         shown = prompt.decode("utf-8", "replace")
         for answer in [data[cut:] + data, *ANSWERS]:
             whole = (prompt + answer).decode("utf-8", "replace")
-            # of a character that the answer completes the prompt has shown nothing that is right
+            # if the answer completes a character, the prompt's text has not shown it correctly
             expected = whole[len(shown if whole.startswith(shown) else before) :]
             stream = TextStream(tokens.__getitem__, tokens.__getitem__, prompt)
             assert "".join(pushed(stream, answer)) == expected, (prompt, answer)
 
 
 def test_behind_an_echo_of_nothing_an_answer_begins_the_text(tmp_path):
-    """The decoder drops the blank of a text's first word."""
+    """The decoder drops the blank before a text's first word."""
     tokenizer = load_tokenizer(save("llama2", tmp_path))
     [word] = tokenizer.encode("the")
     stream = tokenizer.stream()
@@ -446,20 +459,21 @@ def test_behind_an_echo_of_nothing_an_answer_begins_the_text(tmp_path):
 
 def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):
     """
-    A server that decoded again and again until there was no U+FFFD took quadratic time, and sent
+    A server that decoded again until there was no U+FFFD would take quadratic time, and send
     nothing.
     """
     stream = bpe.stream()
     started = time.process_time()
     pieces = [stream.push(0xE2) for _ in range(100_000)]
-    assert time.process_time() - started < 3  # 0.15 s
+    assert time.process_time() - started < 3  # it takes 0.15 s
     assert len("".join(pieces[:10])) >= 9
 
 
 # --------------------------------------------------------------------------------------------------
-# The least tokens of a text
+# --------------------------------------------------------------------------------------------------
+# The smallest number of tokens for a text
 
-# kinds that lose characters, with a text that has next to no tokens for its length
+# kinds that lose characters, each with a text that has almost no tokens for its length
 LOSSY = {
     "smollm2": "\t" * 500,
     "qwen2": "e" + "\u0300\u0301\u0302" * 200,
@@ -473,7 +487,10 @@ LOSSY = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_text_has_fewer_tokens_than_are_certain(kind, tmp_path):
-    """By this number texts are refused unencoded. Where characters are lost it is 0."""
+    """
+    Texts that must exceed a limit are refused by this number, unencoded. It is 0 if characters may
+    get lost.
+    """
     tokenizer = load_tokenizer(save(kind, tmp_path))
     longest = max(tokenizer.backend.get_vocab(), key=len)
     for text in [*TEXTS[:CHUNK], LOSSY.get(kind, ""), longest * 50, longest[:-1] * 50]:

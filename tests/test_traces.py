@@ -7,7 +7,7 @@ from tests.traces import play_round, save_models
 
 @pytest.mark.slow
 def test_a_round_of_traces(tmp_path):
-    """No fault, and much has happened."""
+    """There must be no fault, and much must have happened."""
     save_models(tmp_path)
     round = play_round(0, tmp_path)
     assert not round.faults

@@ -1,8 +1,8 @@
 """
-The names of "Adding Paged Attention to NanoGPT", with the meaning they have there. A reader who
-comes from the post may rely on what stands here; blocks, forks, admission and preemption, and that
-answers equal the dense model's, are in test_paged.py. The post's loop (test_post.py) runs with the
-others: schedule, promote and complete, and what writes and gathers K and V.
+The names of "Adding Paged Attention to NanoGPT", with the meaning they have there. Readers of the
+post can rely on these tests. test_paged.py tests blocks, forks, admission and preemption, and that
+answers equal the dense model's. test_post.py runs the post's loop with the other names: schedule,
+promote and complete, and the functions that write and gather K and V.
 """
 
 import inspect
@@ -44,7 +44,7 @@ interleaved_generate(model, requests, policy='fcfs', token_budget=16, max_kv_tok
 
 @pytest.mark.parametrize("signature", SIGNATURES.strip().splitlines())
 def test_signatures_are_the_posts(signature):
-    """Would catch: a renamed, reordered or missing parameter, another default."""
+    """Would catch: a renamed, reordered or missing parameter, or another default."""
     name, _, parameters = signature.partition("(")
     function = getattr(paged, name, interleaved_generate)
     names = []
@@ -55,7 +55,7 @@ def test_signatures_are_the_posts(signature):
 
 
 def test_pool_hands_out_views_of_each_head():
-    """Would catch: a view of another layer, of V for K, or with the sink block in it."""
+    """Would catch: a view of another layer, of V instead of K, or including the padding block."""
     pool = KVBlockPool(5, 4, 3, 2, 8, "cpu")
     pool.kv.copy_(torch.arange(pool.kv.numel()).view(pool.kv.shape))
     assert list(pool.k_pool) == list(pool.v_pool) == [*product(range(3), range(2))]
@@ -83,7 +83,7 @@ def test_request_fields():
 
 
 def test_maybe_allocate_block():
-    """Would catch: a block too early, too late, or two."""
+    """Would catch: a block allocated too early or too late, or two."""
     allocator = BlockAllocator(2)
     request = Request("r", [1], 20)
     for filled in range(8):
@@ -97,8 +97,8 @@ def test_maybe_allocate_block():
 
 def test_commit_completed_blocks():
     """
-    Would catch: a partial block committed, a generated one forgotten, a block committed under
-    another's tokens, or found after a gap; an allocator that cannot be assigned, or whose idle
+    Would catch: a partial block committed; a generated block forgotten; a block committed with the
+    tokens of another, or found after a gap; an allocator that cannot be assigned, or whose idle
     blocks do not count.
     """
     scheduler = Scheduler()
@@ -109,7 +109,7 @@ def test_commit_completed_blocks():
     for filled, blocks in (3, []), (4, [0]), (7, [0]), (8, [0, 1]):
         request.num_filled_slots = filled
         commit_completed_blocks(request, cache, 4, pool=None)
-        held = [content.tokens for content in cache.held.values()]
+        held = [content.tokens for content in cache.contents.values()]
         assert held == [(1, 2, 3, 4), (5, 6, 7, 8)][: len(blocks)]
         assert find_cached_prefix(request, cache, 4) == blocks
     request.clear_cache(allocator)
@@ -120,8 +120,8 @@ def test_commit_completed_blocks():
 
 def test_interleaved_generate_returns_the_scheduler():
     """
-    Would catch: another return value, a refusal without numbers, a policy or budget that does
-    nothing, fewer rows than requests, an import that a reader of the post is used to.
+    Would catch: another return value; a refusal without numbers; a policy or budget that has no
+    effect; fewer rows than requests; a missing import that readers of the post use.
     """
     assert engine.interleaved_generate is interleaved_generate
     model = trained_model()
@@ -140,7 +140,10 @@ def test_interleaved_generate_returns_the_scheduler():
 
 
 def test_the_flat_batch_is_the_runners(monkeypatch):
-    """The one made of lists, to be read, and the one made on the device: decodes and chunks."""
+    """
+    Compare the batch made from lists, for readers, with the one made on the device: decodes and
+    chunks.
+    """
     model = trained_model()
     engine = new_engine(model, attention="torch", token_budget=12)
     kinds = set()
@@ -151,7 +154,7 @@ def test_the_flat_batch_is_the_runners(monkeypatch):
         kinds.add((bool(plan.decodes), bool(plan.chunks)))
         sampled = [i for i, (r, _) in enumerate(plan.work) if r in plan.sampled]
         others = vars(batch) | {"logits_index": batch.logits_index[sampled].int()}
-        others |= {"prepared": ours.prepared, "ops": ours.ops}
+        others |= {"attention_plans": ours.attention_plans, "ops": ours.ops}
         M = batch.block_tables.shape[1]
         ours.block_tables = ours.block_tables[:, :M]
         for name, value in vars(ours).items():

@@ -1,4 +1,6 @@
-"""walkthrough.py: each stage alone and all in order give the same logits; its numbers, by hand."""
+"""
+walkthrough.py: each stage by itself, and all in order, give the same logits; its numbers, by hand.
+"""
 
 import re
 import sys
@@ -16,12 +18,12 @@ from kernels import INTERPRETED
 
 ROOT = Path(__file__).parents[1]
 HEADING = r"^(\d+)\. [^:\n]+: "  # of a stage; a line of the table has no colon
-# of each stage: KiB kept, copied, gathered; launches
+# for each stage: KiB kept, copied, gathered; launches
 ACCOUNTS = [
     [int(number.replace(",", "")) for number in line.split()[-4:]]
     for line in walkthrough.TABLE.splitlines()[1:]
 ]
-SAYS = {  # one of the numbers that a stage prints, worked by hand
+SAYS = {  # one of the numbers that a stage prints, computed by hand
     2: "1,018 of 1,088 are filled, 6.4% waste",
     3: "* 16 + 8: 296",  # request 2 has blocks 22, 62 and 18
     4: "rows [1160, 1176, 1192, 1208]",  # block 18, 4 heads of 16 rows: 18 * 64 + 8, and so on
@@ -35,7 +37,7 @@ SAYS = {  # one of the numbers that a stage prints, worked by hand
 
 @pytest.fixture(autouse=True)
 def not_timed(monkeypatch):
-    """Each step is computed once, for its logits. (They would take minutes in the interpreter.)"""
+    """Compute each step once, for its logits. (Timing would take minutes in the interpreter.)"""
     monkeypatch.setattr(walkthrough, "median_seconds", lambda call, repeats, before=None: 1e-3)
 
 
@@ -57,7 +59,7 @@ def check(number: int, out: str):
 
 @pytest.mark.parametrize("number", [3, 7])
 def test_alone(number, monkeypatch, capsys):
-    """The stage before is computed too, silently: its logits are what this one's must be."""
+    """The previous stage is also computed, silently, and this one must give its logits."""
     out = walk(monkeypatch, capsys, str(number))
     assert re.findall(HEADING, out, re.MULTILINE) == [str(number)]
     assert out.count("logits as before") == 1
@@ -78,7 +80,9 @@ def test_all_in_order(monkeypatch, capsys):
 
 @pytest.mark.parametrize(("reads", "types"), [(True, True), (True, False), (False, True)])
 def test_enter_goes_on_on_a_terminal(reads, types, monkeypatch, capsys):
-    """Between two stages, and only where a person reads and types; not before the first."""
+    """
+    It waits between two stages, but not before the first, and only if a person reads and types.
+    """
     asked = []
     monkeypatch.setattr(walkthrough, "show", lambda number, before: asked.append(number))
     monkeypatch.setattr("builtins.input", lambda prompt: asked.append("Enter"))
@@ -89,7 +93,7 @@ def test_enter_goes_on_on_a_terminal(reads, types, monkeypatch, capsys):
 
 
 class Called(TorchDispatchMode):
-    """Counts the operators of torch that run, by name."""
+    """Counts the torch operators that run, by name."""
 
     def __init__(self):
         super().__init__()
@@ -103,8 +107,8 @@ class Called(TorchDispatchMode):
 @pytest.mark.parametrize("number", [*range(8), pytest.param(8, marks=needs_triton)])
 def test_launches_are_counted(number, monkeypatch):
     """
-    The stated launches, counted: what stores (one operator each), what gathers (an index, where
-    nothing else is indexed but the hidden states, or embedding, but for tokens and positions), and
+    Compare the stated launches with a count of stores (one operator each), gathers (an index,
+    except that of the hidden states, or an embedding, except those of tokens and positions), and
     attention (two products).
     """
     kernels = Mock(wraps=walkthrough.launch)
@@ -122,7 +126,7 @@ def test_launches_are_counted(number, monkeypatch):
 
 
 def test_other_logits_stop_it(monkeypatch):
-    """A difference that is too large for rounding, and a token that would not be the same."""
+    """It stops for a difference too large for rounding, and for a token that would change."""
     logits = walkthrough.show(0, None)
     best = logits.topk(2).values
     assert (best[:, 0] - best[:, 1]).min() > 0.1, "rounding cannot change a token"
@@ -134,13 +138,13 @@ def test_other_logits_stop_it(monkeypatch):
 
 
 def test_the_numbers_that_it_states():
-    """Room that the blocks really have, and rows that gather.py really gathers, 4 KiB each."""
+    """The blocks really have this many slots, and gather.py really gathers these rows of 4 KiB."""
     assert sum(walkthrough.LENGTHS) + 8 == walkthrough.REAL == 1018
     engine = walkthrough.prefilled("torch")
     batch, _ = walkthrough.next_step(engine)
     tables = [r.block_table for r in engine.scheduler.active]
     assert 16 * sum(map(len, tables)) == walkthrough.IN_BLOCKS
-    rows = [kv_rows[0, :, 0].numel() for _, kv_rows, _ in batch.prepared[0].calls]
+    rows = [kv_rows[0, :, 0].numel() for _, kv_rows, _ in batch.attention_plans[0].calls]
     # tables and padded texts of 26 blocks; the chunk of 64; texts grouped by length
     gathered = {3: 8 * 401, 4: 8 * 26 * 16, 5: sum(rows) + 64, 6: sum(rows)}
     assert [row[2] for row in ACCOUNTS] == [4 * gathered.get(stage, 0) for stage in range(11)]

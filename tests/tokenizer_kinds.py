@@ -23,11 +23,11 @@ WORDS = re.split(
 )
 WORDS += "ǅﬁ\u0301字😀\U0010ffff𝄞1 \n\t\u00a0\u3000\u200b\x85\x00\x7f\ufffd▁Ġ.…a_-"
 
-# The steps and added tokens of each kind, as its tokenizer.json has them. LEVEL, PIECES and LLAMA3
-# stand for what several have; where no vocabulary is named it is one of bytes.
+# The steps and added tokens of each kind, as in its tokenizer.json. LEVEL, PIECES and LLAMA3 stand
+# for what several kinds share. If no vocabulary is named, it is one of bytes.
 KINDS = {
     "gpt2": '{"pre_tokenizer": LEVEL, "post_processor": LEVEL}',
-    # its vocabulary lacks some bytes: such characters encode to less, or to nothing
+    # its vocabulary lacks some bytes: their characters encode to fewer tokens, or to none
     "smollm2": """{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Digits", "individual_digits": true}, LEVEL]}}""",
     "llama3": '{"pre_tokenizer": LLAMA3, "model": {"type": "BPE", "ignore_merges": true}}',
@@ -41,7 +41,7 @@ KINDS = {
          "behavior": "Isolated", "invert": false},
         {"type": "Split", "pattern": {"Regex": "[!-/:-~]?[A-Za-z]+|\\s+"},
          "behavior": "Isolated", "invert": false}, PIECES]}}""",
-    # what it says about the length of texts does not hold
+    # what it says about the length of texts is ignored
     "falcon": """{"truncation": {"direction": "Right", "max_length": 2,
         "strategy": "LongestFirst", "stride": 0}, "padding": {"strategy": {"Fixed": 9},
         "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
@@ -74,11 +74,11 @@ KINDS = {
         "decoder": {"type": "Sequence", "decoders": [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
             {"type": "ByteFallback"}, {"type": "Fuse"}]}}""",
-    # as T5: the first token loses its blank, all else that is not known is one token
+    # like T5: the first token loses its blank, and each unknown run is one token
     "unigram": """{"model": {"vocabulary": "unigram"}, "normalizer": {"type": "NFKC"},
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}""",
-    # as BERT: tokens but the first get a blank in front, but before some punctuation
+    # like BERT: every token except the first gets a blank before it, except before some punctuation
     "wordpiece": """{"model": {"vocabulary": "wordpiece"},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
@@ -104,7 +104,7 @@ SHARED = {
     "PIECES": """{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
         "use_regex": false}""",
 }
-# what tokenizer_config.json alone has, or describes otherwise
+# what only tokenizer_config.json has, or describes differently
 CONFIGS = {
     "gpt2": '{"eos_token": "<|end|>"}',
     "llama3": '{"eos_token": {"__type": "AddedToken", "content": "<|end|>"}}',
@@ -116,7 +116,7 @@ CONFIGS = {
 
 
 def random_texts(count: int, seed: int) -> list[str]:
-    """Words and single characters of all kinds, glued together."""
+    """Return words and single characters of all kinds, joined at random."""
     chance = random.Random(seed)
     planes = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x10000), (0x10000, 0x110000)]
 
@@ -130,7 +130,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 @functools.cache
 def learnt(pre_tokenizer: str) -> tuple[list[str], list]:
-    """The pieces and the merges of a BPE."""
+    """Return the pieces and the merges of a BPE."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = getattr(pre_tokenizers, pre_tokenizer)()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if pre_tokenizer == "ByteLevel" else []
@@ -152,7 +152,7 @@ def numbered(pieces: list[str]) -> dict[str, int]:
 
 
 def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
-    """The model in tokenizer.json, with its vocabulary."""
+    """Return the model of tokenizer.json, with its vocabulary."""
     front = ["<unk>", "<s>", "</s>"]
     unknown = {"unk_token": "<unk>"}
     pieces, merges = learnt("Metaspace")
@@ -180,7 +180,7 @@ def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
 
 @functools.cache
 def spec(kind: str) -> str:
-    """Its tokenizer.json. All but some put <s> before a text."""
+    """Return its tokenizer.json. Most kinds put <s> before a text."""
     text = KINDS[kind]
     for name, step in SHARED.items():
         text = text.replace(name, step)

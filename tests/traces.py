@@ -1,18 +1,18 @@
 """
-Random traces of valid requests against a real server, for hours: a fuzzer, as GRIEF is one
-(arXiv 2605.11202).
+Random traces of valid requests against a real server, for hours: a fuzzer, like GRIEF (arXiv
+2605.11202).
 
-    python -m tests.traces --hours 8           # each round has a tiny model and settings of its own
+    python -m tests.traces --hours 8           # each round has its own tiny model and settings
     python -m tests.traces --seed 7 --hours 0  # round 7 again
-    python -m tests.traces --url URL           # a server or a router that runs, with a context of
-                                               # 512 tokens or more, the model's name tiny, and the
-                                               # keys sesame and simsim
+    python -m tests.traces --url URL           # a running server or router, with a context of 512
+                                               # tokens or more, the model's name tiny, and the keys
+                                               # sesame and simsim
 
 A trace is a list of requests: when each arrives, with which key, its fields, and after how many
 seconds its client hangs up. Every request is valid, so these are faults:
 
-    crash       an answer that is neither a 200 nor the 429 of a full queue, or that ends early; a
-                word in the server's log, which runs with --check: a broken invariant is one
+    crash       an answer that is neither a 200 nor the 429 of a full queue, or that ends early; any
+                output in the server's log, which runs with --check and so reports broken invariants
     hang        no answer, /livez silent, or work and blocks left when all has ended
     answer      not the one that the request gets alone, by its log-probabilities
     leak        more cached prompt tokens than this key and salt can have put there
@@ -41,7 +41,7 @@ from training.corpus import bpe_tokenizer
 
 OUT = ROOT / "out/traces"
 KEYS = ["sesame", "simsim"]
-CONTEXT = 512  # tokens of the models, and at least of the pool; a letter is a token
+CONTEXT = 512  # tokens of the models' context and, at least, of the pool; a letter is a token
 LONGEST = 480  # prompt and answer of a request
 ROUND = 10  # traces against the same server
 HANG = 120.0  # seconds without an answer
@@ -65,11 +65,11 @@ VALUES = {  # of requests
     "frequency_penalty": [0, 0.5, 2],
     "ignore_eos": [True, False],
     "stream": [True, False],
-    "shared": [0, 17, 40, 128, 200],  # tokens of a prompt that begins as others do
-    "own": [1, 7, 8, 16, 60, 250],  # tokens after those
+    "shared": [0, 17, 40, 128, 200],  # tokens of a prompt that it shares with others
+    "own": [1, 7, 8, 16, 60, 250],  # tokens after the shared ones
 }
 PAUSES = [0, 0, 0.01, 0.1, 0.3]  # seconds between two arrivals
-MODELS = ["qwen3", "mistral"]  # all of mistral's layers have windows, so blocks are given back
+MODELS = ["qwen3", "mistral"]  # all layers of mistral have windows, so blocks are freed
 POOLS = ["4 --kv-blocks 128", "4 --kv-blocks 300", "8 --kv-blocks 70", "16 --kv-blocks 32"]
 POOLS += ["16 --kv-blocks 48", "16 --kv-blocks 300", "32 --kv-blocks 24"]
 SETTINGS = [
@@ -88,8 +88,8 @@ def text(seed: int, length: int) -> str:
 
 def draw_trace(rng: random.Random) -> list[dict]:
     """
-    Requests that have much in common: of each field few values. `at` and `abort_after` are seconds:
-    from the trace's start, and from `at`.
+    Return requests that have much in common, because each field has few values. `at` and
+    `abort_after` are seconds: from the trace's start, and from `at`.
     """
     values = {name: rng.choices(VALUES[name], k=rng.choice([1, 1, 2, 9])) for name in VALUES}
     pause = rng.choice(PAUSES)
@@ -108,7 +108,9 @@ def draw_trace(rng: random.Random) -> list[dict]:
 
 @dataclass
 class Reply:
-    """What a client got: of each choice tokens with their log-probabilities, and how it ends."""
+    """
+    What a client got: the tokens of each choice with their log-probabilities, and how it ends.
+    """
 
     status: int | None = None  # None: nothing, or it hung up
     error: str = ""
@@ -118,11 +120,11 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """Of its only choice."""
+        """Return the text of the only choice."""
         return "".join(token for token, _ in self.tokens.get(0, []))
 
     def read(self, response: httpx.Response):
-        """Raises ValueError or LookupError for what is no answer."""
+        """Read a response. Raises ValueError or LookupError if it is no answer."""
         self.status = response.status_code
         if self.status != 200:
             is_full = self.status == 429 and "retry-after" in response.headers
@@ -146,8 +148,8 @@ class Reply:
 
 def wrong_answer(reply: Reply, alone: Reply) -> str:
     """
-    How it differs from the answer given alone. Where tokens differ first, both must be as likely:
-    in another batch sums are rounded otherwise, and what follows has no comparison.
+    Return how it differs from the answer given alone. Where tokens first differ, both must be
+    equally likely: another batch rounds sums differently. What follows cannot be compared.
     """
     if reply.ends.keys() != alone.ends.keys():
         return f"choices {sorted(reply.ends)}, alone {sorted(alone.ends)}"
@@ -167,7 +169,7 @@ def wrong_answer(reply: Reply, alone: Reply) -> str:
 
 
 def realm(request: dict) -> tuple:
-    """Prefixes are shared within one."""
+    """Return the key and salt within which prefixes are shared."""
     return request["key"], request["cache_salt"]
 
 
@@ -181,15 +183,15 @@ METRIC += r'request_success_total{finished_reason="\w+").* (\S+)$'
 
 
 class Round:
-    """A server, all that it was sent, and what was wrong."""
+    """A server, everything that it was sent, and what was wrong."""
 
     def __init__(self, url: str, block_size: int):
         self.url = url
         self.block_size = block_size
-        self.salt = str(time.time())  # a server at --url has been sent more before
+        self.salt = str(time.time())  # a server at --url may have been sent requests before
         self.sent: list[dict] = []
         self.alone: dict[str, Reply] = {}
-        self.seen = Counter()  # the most of each metric
+        self.seen = Counter()  # the maximum of each metric
         self.faults: list[str] = []
 
     async def play(self, trace: list[dict]):
@@ -235,8 +237,8 @@ class Round:
 
     def most_cached(self, request: dict) -> int:
         """
-        More must not be in the cache than its key and salt have put there: what it sent, and less
-        than a block of answers, which may go on as the prompt does.
+        Return how many tokens may be in the cache. Only this key and salt may have put them there:
+        what they sent, and less than a block of answers, which may continue as the prompt does.
         """
         own = [sent for sent in self.sent if sent is not request and realm(sent) == realm(request)]
         prompts = [[request["prompt"], sent["prompt"]] for sent in own]
@@ -245,7 +247,7 @@ class Round:
         return max(lengths, default=1 - self.block_size) + self.block_size
 
     async def ask_alone(self, request: dict) -> Reply:
-        """With a salt of its own: nothing is in the cache."""
+        """Ask with a unique salt, so that nothing is in the cache."""
         same = {"at": 0, "key": 0, "abort_after": None, "stream": False, "priority": 0}
         name = json.dumps(request | same | {"cache_salt": ""}, sort_keys=True)
         if name not in self.alone:
@@ -254,7 +256,10 @@ class Round:
         return self.alone[name]
 
     async def levels(self) -> dict[str, float]:
-        """What runs, waits or holds blocks; all metrics are `seen`. A router has none of them."""
+        """
+        Return what runs, waits or owns blocks; all metrics go into `seen`. A router has none of
+        them.
+        """
         headers = {"Authorization": f"Bearer {KEYS[0]}"}
         lines = (await self.client.get("/metrics", headers=headers)).text
         found = {name: float(number) for name, number in re.findall(METRIC, lines, re.MULTILINE)}
@@ -265,7 +270,7 @@ class Round:
         """Ask /livez all the time, and note the highest levels."""
         while True:
             try:
-                # in a thread: this loop may be late by itself, with all the answers that it reads
+                # in a thread: this loop may itself be late, because it reads all the answers
                 livez = self.client.base_url.join("/livez")
                 response = await asyncio.to_thread(httpx.get, livez, timeout=SILENCE)
                 if response.status_code not in (200, 404):  # 404: a router
@@ -276,7 +281,7 @@ class Round:
             await asyncio.sleep(0.2)
 
     async def check_idle(self):
-        """All has ended: soon nothing runs, waits or holds a block."""
+        """Check that, now that all has ended, soon nothing runs, waits or owns a block."""
         for _ in range(100):
             levels = await self.levels()
             if not any(levels.values()):
@@ -286,11 +291,11 @@ class Round:
 
 
 def save_models(folder: Path):
-    """Tiny ones, in which every token of the text matters; and the keys."""
+    """Save tiny models, in which every token of the text matters; and the keys."""
     from tests.tiny_models import make
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = bpe_tokenizer([])  # a token a byte
+    tokenizer = bpe_tokenizer([])  # one token per byte
     sizes = {"vocab_size": tokenizer.vocab_size, "max_position_embeddings": CONTEXT}
     for name in MODELS:
         model = make(name, eos_token_id=tokenizer.eos_token_id, **sizes)
@@ -300,7 +305,7 @@ def save_models(folder: Path):
 
 
 def play_round(seed: int, folder: Path = OUT, url: str | None = None) -> Round:
-    """Until there is a fault. The models are those that were saved in this folder."""
+    """Play traces until there is a fault. The models are those saved in this folder."""
     rng = random.Random(seed)
     checkpoint = folder / rng.choice(MODELS)
     flags = " ".join(map(rng.choice, SETTINGS)).split()
@@ -328,7 +333,7 @@ def main() -> int:
     parser.add_argument("--url", help="of a server that runs, whose settings are not changed")
     args = parser.parse_args()
     end = time.monotonic() + 3600 * args.hours
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C, or its server would stay
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # like Ctrl-C, so the server ends
     save_models(OUT)
     for seed in itertools.count(args.seed):
         round = play_round(seed, OUT, args.url)

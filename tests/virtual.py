@@ -1,11 +1,11 @@
 """
-Sockets and time in memory: what asyncio and the engine's link need of a system, without one.
+Sockets and time in memory: what asyncio and the engine's link need from a system, without one.
 
     loop = Loop()                       # and its clock
     ours, theirs = pair(room=1000)      # a connection
-    loop.run(60)                        # virtual seconds, at once
+    loop.run(60)                        # virtual seconds, which take no time
 
-Nothing sleeps, nothing is a thread, and the order of everything is fixed, so the same program runs
+Nothing sleeps, there are no threads, and the order of everything is fixed, so the same program runs
 the same way each time. When nothing is ready, the clock jumps to the next timer. Not run by itself:
 wires.py has servers and clients on such a loop, simulator_http.py whole random runs.
 """
@@ -20,12 +20,12 @@ from types import SimpleNamespace
 
 MAX_TURNS = 100_000  # of the event loop, without any time passing
 START = 1000.0  # seconds: monotonic clocks begin anywhere
-EPOCH = 1_700_000_000  # what the calendar says then
+EPOCH = 1_700_000_000  # the calendar's time at that moment
 READ_SIZE = 2**18  # bytes that a transport reads in a turn
 
 
 class Clock:
-    """Stands in for the module `time` where a program asks it what time it is."""
+    """Stands in for the module `time` in a program that asks for the time."""
 
     def __init__(self):
         self.now = START
@@ -43,7 +43,10 @@ class Clock:
 
 
 class Task(asyncio.Task):
-    """Sets of tasks are iterated in the order of their hashes, which is the address for others."""
+    """
+    A task with a number as its hash. Sets of tasks are iterated in the order of their hashes, which
+    would otherwise be addresses.
+    """
 
     def __init__(self, coroutine, *, loop: "Loop", **options):
         self.number = next(loop.numbers)  # first: asyncio keeps a set of all tasks
@@ -54,7 +57,7 @@ class Task(asyncio.Task):
 
 
 class Loop(asyncio.BaseEventLoop):
-    """The event loop of everything that is played, whose time passes only in `run`."""
+    """The event loop of everything simulated. Time passes only in `run`."""
 
     def __init__(self):
         super().__init__()
@@ -62,16 +65,16 @@ class Loop(asyncio.BaseEventLoop):
         self.turn_seconds = 0.0  # that a turn takes
         self.job_seconds = 0.0  # that a job takes in a thread
         self.free_at: dict[int, float] = {}  # when each thread will have done its jobs
-        self.high = 2**16  # bytes that a Unix connection keeps before it asks its protocol to pause
+        self.high = 2**16  # bytes a Unix connection buffers before it asks its protocol to pause
         self.errors: list[dict] = []  # exceptions that no code caught
         self._selector = self
         self._clock_resolution = 1e-9
-        self.numbers = itertools.count()  # of tasks and connections, which sets are ordered by
+        self.numbers = itertools.count()  # of tasks and connections, to order sets of them
         self.transports: list[Transport] = []  # all that were ever made
         self.set_task_factory(lambda loop, task, **options: Task(task, loop=loop, **options))
         self.set_exception_handler(lambda loop, context: self.errors.append(context))
 
-    # what BaseEventLoop asks of a subclass
+    # what BaseEventLoop needs from a subclass
 
     def time(self) -> float:
         return self.clock.now
@@ -85,14 +88,14 @@ class Loop(asyncio.BaseEventLoop):
     def _write_to_self(self):
         pass
 
-    # what tests ask
+    # what tests call
 
     @property
     def now(self) -> float:
         return self.clock.now
 
     def due(self) -> float:
-        """When there is something to do; infinity if there never will be."""
+        """Return when there is something to do; infinity if there never will be."""
         if self._ready:
             return self.now
         timers = self._scheduled  # a heap: the first is the earliest
@@ -101,7 +104,9 @@ class Loop(asyncio.BaseEventLoop):
         return min((x.when() for x in timers if not x.cancelled()), default=math.inf)
 
     def run(self, seconds: float, is_over: Callable[[], bool] = lambda: False):
-        """Have so much time pass, or less if `is_over()`; each timer finds the clock at its own."""
+        """
+        Let this much time pass, or less if `is_over()`. Each timer finds the clock at its own time.
+        """
         until = self.now + seconds
         turns = 0  # without any time passing
         while not is_over():
@@ -120,12 +125,12 @@ class Loop(asyncio.BaseEventLoop):
             self.clock.now += self.turn_seconds
 
     def settle(self):
-        """Do all that is ready, and what becomes ready by that."""
-        while self.due() <= self.now:  # a callback may turn the clock
+        """Do everything that is ready, and everything that becomes ready as a result."""
+        while self.due() <= self.now:  # a callback may advance the clock
             self.run(0.0)
 
     def do(self, call: Callable, *args):
-        """Call it as the loop does, and do all that follows."""
+        """Call it as the loop does, and do everything that follows."""
         self.call_soon(call, *args)
         self.settle()
 
@@ -134,10 +139,10 @@ class Loop(asyncio.BaseEventLoop):
             task.cancel()
         self.run(0.0)
 
-    # what programs ask
+    # what programs call
 
     async def run_in_executor(self, executor, function: Callable, *args):
-        """A thread does one job after the other."""
+        """Run a job in a thread, which does one job after another."""
         free_at = max(self.free_at.get(id(executor), 0.0), self.now) + self.job_seconds
         self.free_at[id(executor)] = free_at
         await asyncio.sleep(free_at - self.now)
@@ -160,8 +165,8 @@ class Loop(asyncio.BaseEventLoop):
 
 class Socket:
     """
-    One end of a connection. It holds `room` bytes that have arrived and were not read; one read
-    brings at most `piece()` of them. A `hard` one is TCP: closing it with bytes unread, or sending
+    One end of a connection. It buffers `room` bytes that have arrived and were not read; one read
+    returns at most `piece()` of them. A `hard` one is TCP: closing it with bytes unread, or sending
     to an end that is closed, resets the connection.
     """
 
@@ -208,7 +213,7 @@ class Socket:
         if self.peer.is_closed:
             if not self.hard:
                 raise BrokenPipeError
-            self.reset()  # these bytes are answered so
+            self.reset()  # the answer to these bytes
             return len(data)
         free = self.peer.room - len(self.peer.arrived)
         if free <= 0:
@@ -244,7 +249,7 @@ def pair(
 
 
 class Listener:
-    """A listening socket: connections wait in `backlog` until a loop takes them in."""
+    """A listening socket: connections wait in `backlog` until a loop accepts them."""
 
     def __init__(self, make_pair: Callable[[], tuple[Socket, Socket]]):
         self.make_pair = make_pair
@@ -259,7 +264,7 @@ class Listener:
         return "127.0.0.1", 8000
 
     def connect(self) -> Socket:
-        """A client's end. A connection that is refused is reset."""
+        """Return a client's end. A refused connection is reset."""
         ours, theirs = self.make_pair()
         if self.is_closed:
             ours.reset()
@@ -269,7 +274,7 @@ class Listener:
         return ours
 
     def serve(self, take: Callable, loop: Loop):
-        """As asyncio's servers do, `take` makes a transport of each connection."""
+        """Serve like asyncio's servers: `take` makes a transport of each connection."""
         self.take = take
         self.on_change = lambda: loop.call_soon(self._take_all)
         self.on_change()
@@ -291,7 +296,7 @@ class Listener:
 
 class Selector:
     """
-    selectors.DefaultSelector for one of these sockets; `on_ready` is called when a `select` would
+    selectors.DefaultSelector for one of these sockets. `on_ready` is called when a `select` would
     find something new.
     """
 
@@ -320,8 +325,8 @@ selectors_of_memory = SimpleNamespace(
 
 class Transport(asyncio.Transport):
     """
-    asyncio's transport of a socket: reads once in a turn, keeps what the socket has no room for. It
-    notes how and when its protocol closed it.
+    asyncio's transport of a socket: it reads once per turn, and buffers what the socket has no room
+    for. It notes how and when its protocol closed it.
     """
 
     def __init__(self, loop: Loop, sock: Socket, protocol: asyncio.Protocol):
@@ -400,7 +405,7 @@ class Transport(asyncio.Transport):
             self.closed = how
             self.closed_at = self.loop.now
 
-    # what protocols ask
+    # what protocols call
 
     def write(self, data: bytes):
         if self.is_lost or not data:

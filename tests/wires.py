@@ -1,16 +1,16 @@
 """
-The HTTP side on a clock that the tests turn: no sockets, no threads, no sleeping, no engine.
+The HTTP side on a clock that the tests control: no sockets, no threads, no sleeping, no engine.
 
     with House("--max-queue", "2") as house:
         caller = house.call("/v1/completions", {"prompt": "ab", "max_tokens": 3})
         house.engine.step(b"xyz", "length")
         assert caller.status == 200
-        house.clock.run(30)                    # seconds, at once
+        house.clock.run(30)                    # seconds, which take no time
 
 Connections, gate, jobs and the engine's client are the real ones. A test has the other ends of
-their wires: it says byte by byte what a client sends, and message by message what the engine does,
-and knows at what time what happened. For whole random runs, with the real scheduler, see
-simulator_http.py.
+their wires: it decides byte by byte what a client sends, and message by message what the engine
+does, and it knows when everything happened. simulator_http.py has whole random runs, with the real
+scheduler.
 """
 
 import atexit
@@ -55,26 +55,28 @@ class Answer(NamedTuple):
 
     @property
     def json(self):
-        """None: it is no JSON."""
+        """Return the parsed body, or None if it is not JSON."""
         is_json = self.headers.get("content-type") == "application/json" and self.body
         return json.loads(self.body) if is_json else None
 
     @property
     def error(self) -> dict:
-        """The error, after a check that it has OpenAI's shape and nothing else."""
+        """Return the error, after checking that it has OpenAI's shape and nothing else."""
         assert list(self.json) == ["error"]
         assert list(self.json["error"]) == ["message", "type", "param", "code"]
         return self.json["error"]
 
     @property
     def refusal(self) -> tuple:
-        """Status, code and message of a refusal, which says when to try again if that may help."""
+        """
+        Return status, code and message of a refusal, which says when to retry if that may help.
+        """
         assert ("retry-after" in self.headers) == (self.status in (429, 503))
         return self.status, self.error["code"], self.error["message"]
 
 
 def read_answers(data: bytes, method="GET") -> list[Answer]:
-    """The answers that a server has sent, up to where they break off."""
+    """Return the answers that a server has sent; the last may be incomplete."""
     answers = []
     while data:
         reader = h11.Connection(h11.CLIENT)
@@ -98,7 +100,8 @@ def request(
     path: str, body: dict | bytes | None = None, method: str | None = None, **headers: str
 ) -> bytes:
     """
-    As it goes over the wire; what has a body is a POST. Names of headers are written with _ for -.
+    Return a request as it goes over the wire. With a body it is a POST. Names of headers are
+    written with _ instead of -.
     """
     method = method or ("POST" if body else "GET")
     data = json.dumps(body).encode() if isinstance(body, dict) else body or b""
@@ -114,7 +117,7 @@ ASK = request("/v1/completions", {"prompt": "ab", "max_tokens": 4})
 
 
 class Client:
-    """A client of the server: its end of a connection. It reads at once what comes."""
+    """A client of the server: its end of a connection. It reads immediately what comes."""
 
     def __init__(self, loop: Loop, sock: Socket):
         self.clock = loop
@@ -129,7 +132,7 @@ class Client:
             pass
 
     def read(self, size: int) -> bool:
-        """Whether there may be more."""
+        """Read some bytes, and return True if there may be more."""
         if self.ended_at is not None:
             return False
         try:
@@ -149,7 +152,7 @@ class Client:
 
 
 class Caller(Client):
-    """A client that the test plays; what it does is at once done to its end."""
+    """A client that the test controls; everything it does is immediately carried out."""
 
     def __init__(self, house: "House"):
         sock, theirs = pair()
@@ -174,7 +177,7 @@ class Caller(Client):
         self.hang_up()
 
     def stop_reading(self):
-        """Data that come from now on fill the system's buffers."""
+        """Stop reading. Data that arrives from now on fills the system's buffers."""
         self.sock.room = 0
 
     def read_on(self):
@@ -184,12 +187,12 @@ class Caller(Client):
 
     @property
     def said(self) -> str:
-        """All that the server said."""
+        """Return everything that the server sent."""
         return self.received.decode("latin-1")
 
     @property
     def closed(self) -> tuple[str | None, float | None]:
-        """How the server closed the connection, and after how many seconds."""
+        """Return how the server closed the connection, and after how many seconds."""
         at = self.wire.closed_at
         return self.wire.closed, None if at is None else pytest.approx(at - self.began)
 
@@ -223,7 +226,10 @@ class Caller(Client):
 
     @property
     def events(self) -> list:
-        """Those of the stream so far, parsed; the last one is "[DONE]" if it came to its end."""
+        """
+        Return the events of the stream so far, parsed. The last is "[DONE]" if the stream has
+        ended.
+        """
         lines = [text for text in self.said.split("\n") if text.startswith("data: ")]
         texts = [text.removeprefix("data: ").strip() for text in lines]
         return [text if text == "[DONE]" else json.loads(text) for text in texts]
@@ -234,7 +240,7 @@ class Caller(Client):
 
 
 class Engine:
-    """The engine, as the client sees it: the test reads what it heard and speaks for it."""
+    """The engine, as the client sees it: the test reads what it received and speaks for it."""
 
     def __init__(self, house: "House"):
         self.house = house
@@ -254,7 +260,7 @@ class Engine:
 
     @property
     def added(self) -> dict:
-        """The request that it was sent last."""
+        """Return the last request that it was sent."""
         return self.of("add")[-1]
 
     def send(self, data: bytes):
@@ -262,7 +268,7 @@ class Engine:
         self.house.clock.settle()
 
     def say(self, *messages: dict):
-        """In one round."""
+        """Send messages in one round."""
         self.send(b"".join(map(to_line, messages)))
 
     def ready(self, max_model_len: int | None = None):
@@ -280,8 +286,8 @@ class Engine:
         **stats,
     ):
         """
-        A step that brings each request these bytes, or lists of token ids; without ids, all that
-        wait for the engine. `finish` is of all of them.
+        Send a step that brings each request these bytes, or lists of token ids; without ids, bring
+        them to all that wait for the engine. `finish` applies to all of them.
         """
         if isinstance(tokens, bytes | list):
             tokens = dict.fromkeys(self.house.choices, tokens)
@@ -289,18 +295,18 @@ class Engine:
         self.say({"op": "step", "out": rows, "stats": self.stats | stats})
 
     def steps(self, tokens: list[int], size: int, finish: str):
-        """Steps that bring so many tokens each, until all have come."""
+        """Send steps that bring this many tokens each, until all have come."""
         for start in range(0, len(tokens), size):
             is_last = start + size >= len(tokens)
             self.step(tokens[start : start + size], finish if is_last else None)
 
     def fail(self, message="no", id: str | None = None, kind: str = "invalid", **more):
-        """An error of a request, or else of the one that it was sent last."""
+        """Send an error for this request, or else for the last one that it was sent."""
         error = {"op": "error", "id": id or self.added["id"], "message": message, "kind": kind}
         self.say(error | more)
 
     def die(self):
-        """Its end of the link is closed."""
+        """Close its end of the link."""
         self.sock.close()
         self.house.clock.settle()
 
@@ -312,8 +318,8 @@ class Engine:
 @functools.cache
 def bytes_directory() -> str:
     """
-    A directory with a tokenizer alone: a token a byte, so that every character beyond ASCII is
-    split over tokens.
+    Return a directory with only a tokenizer: one token per byte, so that every character beyond
+    ASCII is split over several tokens.
     """
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
@@ -322,7 +328,7 @@ def bytes_directory() -> str:
 
 
 class House:
-    """A server whose clients and whose engine the test plays."""
+    """A server whose clients and engine are played by the test."""
 
     max_model_len = 1000
 
@@ -357,7 +363,7 @@ class House:
 
     @property
     def engine(self) -> Engine:
-        """The one there is now."""
+        """Return the current engine."""
         return self.engines[-1]
 
     def __enter__(self) -> "House":
@@ -380,7 +386,7 @@ class House:
         return Caller(self)
 
     def call(self, *call, **headers: str) -> Caller:
-        """A connection that has sent this `request`."""
+        """Return a connection that has sent this `request`."""
         caller = self.connect()
         caller.send(request(*call, **headers))
         return caller
@@ -396,5 +402,5 @@ class House:
 
     @property
     def choices(self) -> dict:
-        """The choices that wait for the engine, by id."""
+        """Return the choices that wait for the engine, by id."""
         return self.service.client.choices

@@ -1,1 +1,1 @@
-"""What train.py and the recipes in data/ are made of."""
+"""The parts of train.py and of the recipes in data/."""

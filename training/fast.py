@@ -1,13 +1,13 @@
 """
-The arithmetic of a training step that torch has slower: the operators of the model, which are
-`model.TORCH` with faster attention and loss (a GPU's residual stream is in bfloat16), the optimizer
-Muon, and a step as one CUDA graph.
+The parts of a training step that torch computes more slowly: the model's operators, which are
+`model.TORCH_OPS` with faster attention and loss (on a GPU the residual stream is in bfloat16), the
+optimizer Muon, and a step as one CUDA graph.
 
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), process, lr=0.02, momentum=0.95, weight_decay=0.0).step()
     train_step = CudaGraph(train_step)
 
-They take the models of all families. Letters as in model.py; N = B T rows.
+They work for the models of all families. Letters as in model.py; N = B T rows.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from model import (
-    TORCH,
+    TORCH_OPS,
     Attention,
     Block,
     Ops,
@@ -35,10 +35,12 @@ SHORT = 512  # up to this many tokens T, scores (T, T) fit into a CPU's cache
 
 
 def training_ops(device: torch.device | str, compiled=False) -> Ops:
-    """The operators to train with on a device; `compiled`: the loss, too, on a GPU."""
-    # these are for CPUs: on a GPU torch.compile fuses the reference's
+    """
+    Return the operators to train with on a device. On a GPU, `compiled` also compiles the loss.
+    """
+    # these are for CPUs: on a GPU, torch.compile fuses the reference operators
     if torch.device(device).type == "cpu":
-        return TORCH._replace(
+        return TORCH_OPS._replace(
             rotate=rotate,
             add_norm=add_rms_norm,
             norm=lambda x, norm: add_rms_norm(x, None, norm)[1],
@@ -50,15 +52,15 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
     if compiled:
         chunks = chunks._replace(derive=torch.compile(to_gradients, dynamic=False))
     loss = partial(chunked_loss, chunks=chunks)
-    return TORCH._replace(embed=embed, attend=fused_attention, loss=loss)
+    return TORCH_OPS._replace(embed=embed, attend=fused_attention, loss=loss)
 
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
     """
-    Compute `model.embed` in the dtype of matrix products: the residual stream keeps it, and passes
-    through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
+    Compute `model.embed` in the dtype of matrix products. The residual stream keeps this dtype, and
+    passes through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
     """
-    x = TORCH.embed(tokens, positions, wte, wpe, scale)
+    x = TORCH_OPS.embed(tokens, positions, wte, wpe, scale)
     if torch.is_autocast_enabled("cuda"):
         x = x.to(torch.get_autocast_dtype("cuda"))
     return x
@@ -66,11 +68,11 @@ def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
 
 def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> as q. It has no soft cap:
-    Gemma 2's scores are the reference's.
+    Compute attention by torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> the shape
+    of q. Flash attention has no soft cap, so Gemma 2 uses the reference.
     """
     if attn.softcap:
-        return TORCH.attend(q, kv, attn, batch)
+        return TORCH_OPS.attend(q, kv, attn, batch)
     seen = None  # causal, without a mask
     if 0 < attn.window < q.shape[1]:
         seen = may_see(batch.positions[:, None], batch.positions, attn.window)  # (T, T)
@@ -83,9 +85,9 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    Compute `fused_attention` on a CPU. In bfloat16, for texts that are not long, two batched matrix
-    products do it, if the model is one that train.py makes. Forward and backward then take half the
-    time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    Compute `fused_attention` on a CPU. For short texts in bfloat16, and models such as those that
+    train.py makes, it uses two batched matrix products. Forward and backward then take at most half
+    the time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
     """
     B, T, H, D = q.shape
     is_plain = q.dtype == torch.bfloat16 and attn.Hk == H
@@ -100,44 +102,44 @@ def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     return mixed.transpose(1, 2)
 
 
-def to_gradients(logits, V: int, words, is_scored, softcap: float):
+def to_gradients(logits, V: int, targets, is_scored, softcap: float):
     """
     Overwrite logits (rows, >= V) with the softmax of their first V columns, and 0 in the others.
-    That is the gradient of each row's loss, except for the wanted word's, which is less by 1. Rows
-    that are not scored become 0. words, is_scored (rows, 1). Return the losses and the gradients of
-    the wanted words, (rows, 1) fp32.
+    This is the gradient of each row's loss, except that the target's gradient is less by 1. Rows
+    that are not scored become 0. targets, is_scored (rows, 1). Return the losses and the gradients
+    of the targets, (rows, 1) fp32.
     """
     scores = logits.float()
     if softcap:
         scores = soft_cap(scores, softcap)
         slope = 1 - (scores / softcap).square()
-    # one buffer is in turn logits, exponentials and gradient: each pass finds it in a CPU's cache
+    # one buffer holds logits, exponentials and gradients in turn, so it stays in a CPU's cache
     scores[:, V:] = -torch.inf
     scores -= scores.amax(-1, keepdim=True)
-    wanted = scores.gather(1, words)
+    wanted = scores.gather(1, targets)
     scores.exp_()
     total = scores.sum(-1, keepdim=True)
     losses = (total.log() - wanted) * is_scored
-    wanted_grads = (-losses).expm1()  # exp(-loss) is the word's probability
+    wanted_grads = (-losses).expm1()  # exp(-loss) is the target's probability
     scores *= is_scored / total
     if softcap:
         scores *= slope
-        wanted_grads *= slope.gather(1, words)
+        wanted_grads *= slope.gather(1, targets)
     logits.copy_(scores)
     return losses, wanted_grads
 
 
 class Chunks(NamedTuple):
-    """How a device takes the logits."""
+    """How a device processes the logits."""
 
     rows: int  # at a time
-    multiple: int  # words are padded to a multiple of this
-    derive: Callable = to_gradients  # or what torch compiles it to
+    multiple: int  # the vocabulary is padded to a multiple of this
+    derive: Callable = to_gradients  # or its compiled version
 
 
 CPU_CHUNKS = Chunks(256, 1)  # they fit into the cache
-# It reads rows slowly that do not begin at 16 bytes or more. A step of GPT-2 on an H200 takes 73.4
-# ms and 12.5 GiB; with 4,096 rows 73.7 ms and 12.1 GiB, with 16,384 73.1 ms and 13.3 GiB.
+# A GPU is slow to read rows that are not aligned to 16 bytes. A step of GPT-2 on an H200 takes 73.4
+# ms and 12.5 GiB; with 4,096 rows 73.7 ms and 12.1 GiB, with 16,384 rows 73.1 ms and 13.3 GiB.
 GPU_CHUNKS = Chunks(8192, 128)
 
 
@@ -145,12 +147,12 @@ def chunked_loss(
     x, layer: torch.nn.Linear, targets, softcap: float = 0.0, *, chunks: Chunks
 ) -> Tensor:
     """
-    Compute `model.loss` in chunks: x (B, T, C), a layer with weight (V, C), targets (B, T) int64,
-    -100 where there is none.
+    Compute `model.loss` in chunks, for x (B, T, C), a layer with weight (V, C), and targets (B, T)
+    int64, -100 where there is none.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    # an evaluation needs no gradient: the weight asks for one all the same
+    # an evaluation needs no gradient, but the weight would still ask for one
     weight = layer.weight if torch.is_grad_enabled() else layer.weight.detach()
     rows = x.flatten(0, 1), targets.flatten()
     return ChunkedHeadLoss.apply(*rows, weight, dtype, softcap, chunks)
@@ -158,17 +160,17 @@ def chunked_loss(
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """
-    Fused linear cross-entropy in chunks: the mean over the rows of x @ head.T, a few rows at a
-    time. Logits of 4,096 tokens by 4,096 words are 64 MB, and passing them through memory for
-    softmax, loss and gradients took half of a training step on a CPU; those of 32 x 1,024 tokens by
-    GPT-2's words are 3.3 GB. Here the gradient of a chunk, softmax - one hot, takes the place of
-    its logits, and is used at once; backward only scales.
+    Fused linear cross-entropy in chunks: the mean loss over the rows of x @ head.T, a few rows at a
+    time. The logits of 4,096 tokens for a vocabulary of 4,096 are 64 MB, and passing them through
+    memory for softmax, loss and gradients took half of a training step on a CPU. Those of 32 x
+    1,024 tokens for GPT-2's vocabulary are 3.3 GB. Here the gradient of a chunk, softmax - one hot,
+    replaces its logits and is used immediately. The backward pass only scales.
     """
 
     @staticmethod
     def forward(ctx, x, targets, head, dtype, softcap: float, chunks: Chunks):
         """
-        x (N, C), targets (N,) with -100 where there is none, head (V, C); matrix products in
+        x (N, C); targets (N,), -100 where there is none; head (V, C). Matrix products are in
         `dtype`.
         """
         V = len(head)
@@ -204,12 +206,12 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators that only Llama has: autograd would pass over memory for each small operation
+# Operators of Llama and its relatives: autograd would pass over memory for each small operation
 
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):
-    """Compute `model.add_norm` in one operation of autograd."""
-    # in lower precision x is what a matrix product made (Gemma's post-norms)
+    """Compute `model.add_norm` as one autograd operation."""
+    # x is in lower precision if a matrix product made it (Gemma's post-norms)
     if not isinstance(norm, RMSNorm) or x.dtype != torch.float32:
         return add_norm(x, delta, norm)
     if delta is not None:
@@ -234,7 +236,7 @@ class FusedRMSNorm(torch.autograd.Function):
         along = grad * x
         rows = along.flatten(0, -2)
         dweight = shrink.flatten() @ rows
-        # the result does not depend on the length of x: no gradient along x
+        # the result does not depend on the length of x, so there is no gradient along x
         mean = along @ weight / x.shape[-1]
         dx = grad * weight
         dx.mul_(shrink)
@@ -244,26 +246,26 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def rotate(q, k, rotation):
-    """Compute `model.rotate` in one operation of autograd for each of q and k."""
+    """Compute `model.rotate` as one autograd operation for each of q and k."""
     cos, sin = (x.to(q.dtype) for x in rotation)
     return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
 
 
 class Rotate(torch.autograd.Function):
-    """x (B, T, heads, D), turned; the gradient is turned back."""
+    """Rotate x (B, T, heads, D). The backward pass rotates the gradient back."""
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return turn(x, cos, sin)
+        return rotate_halves(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return turn(grad, cos, -sin), None, None
+        return rotate_halves(grad, cos, -sin), None, None
 
 
-def turn(x, cos, sin):
+def rotate_halves(x, cos, sin):
     turned = torch.empty_like(x, memory_format=torch.contiguous_format)
     first, second = x.chunk(2, -1)
     left, right = turned.chunk(2, -1)
@@ -275,7 +277,7 @@ def turn(x, cos, sin):
 
 
 def gated_linear(x, layer, activation=None, gated=False, partial_sums=False):
-    """Compute `model.linear`, a SwiGLU in one operation of autograd."""
+    """Compute `model.linear`, with SwiGLU as one autograd operation."""
     if gated and activation == "silu":
         return SwiGLU.apply(layer(x))
     return linear(x, layer, activation, gated)
@@ -306,13 +308,13 @@ class SwiGLU(torch.autograd.Function):
 # --------------------------------------------------------------------------------------------------
 # Muon, the optimizer of the matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)
 
-QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's a, b, c: of a singular value s, a s + b s^3 + c s^5
+QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's a, b, c: s becomes a s + b s^3 + c s^5
 
 
 def maps_of(block: Block) -> dict[Tensor, int]:
     """
-    The matrices of a block, each with the number of maps that are stacked in it: to queries, keys
-    and values, and to the gate and the values that it lets through.
+    Return the matrices of a block, each with the number of maps that are stacked in it: 3 for
+    queries, keys and values, 2 for the gate and the values that it lets through, else 1.
     """
     maps = {p: 1 for p in block.parameters() if p.ndim == 2}
     maps[block.attn.c_attn.weight] = 3
@@ -323,11 +325,11 @@ def maps_of(block: Block) -> dict[Tensor, int]:
 
 class Muon(torch.optim.Optimizer):
     """
-    SGD with Nesterov momentum. Each update is orthogonalized, so that every direction of a matrix
-    moves equally far, and the rare ones are learnt, too. Weight decay is cautious (Liang et al.
-    2024): it takes only from weights that the update makes smaller. torch's own Muon multiplies in
-    bfloat16, which many CPUs only emulate, and takes matrices one by one; here the dtype is the
-    process's, maps of one size are orthogonalized as one batch, and processes share them out.
+    SGD with Nesterov momentum, whose updates are orthogonalized, so that every direction of a
+    matrix moves equally far, and rare ones are also learnt. Weight decay is cautious (Liang et al.
+    2024): it applies only to weights that the update makes smaller. torch's own Muon multiplies in
+    bfloat16, which many CPUs only emulate, and takes matrices one by one. Here the dtype is the
+    process's, maps of the same size are orthogonalized as one batch, and processes share the work.
     """
 
     def __init__(self, matrices: dict[Tensor, int], process, **settings: float):
@@ -347,7 +349,7 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum"] = torch.zeros_like(p)
 
     def size(self, p: Tensor) -> tuple[int, int]:
-        """Rows and columns of each map in a matrix."""
+        """Return the rows and columns of each map in a matrix."""
         return len(p) // self.maps[p], p.shape[1]
 
     @torch.no_grad()
@@ -358,18 +360,18 @@ class Muon(torch.optim.Optimizer):
     def update_group(self, params: list, lr, momentum: float, weight_decay: float, rate=1.0):
         """
         Update matrices in place by their gradients. lr, a number or a tensor (), is the learning
-        rate, `rate` the part of its peak that it is.
+        rate, and `rate` is its share of the peak.
         """
         grads = [p.grad for p in params]
         means = [self.state[p]["momentum"] for p in params]
         torch._foreach_lerp_(means, grads, 1 - momentum)
-        updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov: one step ahead
+        updates = torch._foreach_lerp(grads, means, momentum)  # Nesterov: look one step ahead
         batch = []
         for p, update in zip(params, updates, strict=True):
             rows, columns = self.size(p)
             maps = update.view(-1, rows, columns)
             batch.append(maps.mT if rows > columns else maps)
-        # one pass over memory: `out` has them in another dtype, and side by side
+        # one pass over memory: `out` both converts them and puts them side by side
         batch = torch.cat(batch, out=batch[0].new_empty(0, dtype=self.process.dtype))
         batch = orthogonalize_together(batch, self.process)
         batch = batch.split([self.maps[p] for p in params])
@@ -381,11 +383,11 @@ class Muon(torch.optim.Optimizer):
             update = maps.reshape(p.shape)
             if weight_decay:
                 update = update + p * (p * update > 0) * (weight_decay * rate / stretch)
-            p.addcmul_(update, lr, value=-stretch)  # in float32, also where the update is not
+            p.addcmul_(update, lr, value=-stretch)  # in float32, even if the update is not
 
 
 def orthogonalize_together(batch: Tensor, process) -> Tensor:
-    """`orthogonalize`, of which each process does an equal share, filled up with zeros."""
+    """Compute `orthogonalize`. Each process takes an equal share of the batch, zero-padded."""
     missing = -len(batch) % process.world
     batch = F.pad(batch, (0, 0, 0, 0, 0, missing))
     own = batch.chunk(process.world)[process.rank]
@@ -394,9 +396,9 @@ def orthogonalize_together(batch: Tensor, process) -> Tensor:
 
 def orthogonalize(x: Tensor) -> Tensor:
     """
-    Newton-Schulz iteration: applies the quintic five times to every singular value of the matrices
-    x (N, rows, columns), rows <= columns, which leaves them between 0.7 and 1.2, near enough to 1
-    for an update.
+    Newton-Schulz iteration: apply the quintic five times to every singular value of the matrices x
+    (N, rows, columns), rows <= columns. This leaves them between 0.7 and 1.2, which is near enough
+    to 1 for an update.
     """
     a, b, c = QUINTIC
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
@@ -410,14 +412,14 @@ def orthogonalize(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # The step as one CUDA graph
 
-WARM_UP = 3  # ordinary steps before it is captured: they compile, and choose kernels
+WARM_UP = 3  # ordinary steps before the capture: they compile, and choose kernels
 
 
 class CudaGraph:
     """
     `step(x, y, rate)`, captured once and then replayed: Python would launch its hundreds of kernels
-    more slowly than a GPU runs them (Shakespeare on an H200: 6.3 instead of 10.2 ms). Batches of
-    another shape take its place. A replay, too, draws random numbers by the seed of the moment.
+    more slowly than a GPU runs them (Shakespeare on an H200: 6.3 instead of 10.2 ms). A batch of
+    another shape is captured anew. A replay also draws new random numbers, by the current seed.
     """
 
     def __init__(self, step: Callable):
@@ -430,15 +432,15 @@ class CudaGraph:
             self.inputs = (x.clone(), y.clone(), torch.ones((), device=x.device))
             self.graph = torch.cuda.CUDAGraph()
             self.calls = 0
-        x_held, y_held, rate_held = self.inputs
-        x_held.copy_(x)
-        y_held.copy_(y)
-        rate_held.fill_(rate)
+        static_x, static_y, static_rate = self.inputs
+        static_x.copy_(x)
+        static_y.copy_(y)
+        static_rate.fill_(rate)
         self.calls += 1
         if self.calls <= WARM_UP:
             return self.step(*self.inputs)
         if self.calls == WARM_UP + 1:
             with torch.cuda.graph(self.graph, stream=torch.cuda.current_stream()):
-                self.result = self.step(*self.inputs)  # noted, not yet run
+                self.result = self.step(*self.inputs)  # captured, not yet run
         self.graph.replay()
         return self.result.clone()

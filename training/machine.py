@@ -1,14 +1,14 @@
 """
-The machine of a training run: the processes of torchrun, their devices, torch's compiler, whether
-memory holds the model, signals, and the clock of a run whose length is set by --minutes.
+The machine of a training run: torchrun's processes, their devices, torch's compiler, whether the
+model fits into memory, signals, and the clock of a run whose length is set by --minutes.
 
     start_compiler(args)
     process = init_process(args)
     model = load_to_train(args, corpus, process)
     clock = Clock(run, started)
-    run.share = clock.share(step_seconds)       # after each few steps
+    run.share = clock.share(step_seconds)       # after every few steps
 
-`process` goes wherever something depends on it: no other file asks torch.distributed.
+`process` is passed to everything that depends on it: no other file calls torch.distributed.
 """
 
 import gc
@@ -33,13 +33,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
 from common import plural
-from model import GPT, TORCH, Ops
+from model import GPT, TORCH_OPS, Ops
 from tokenizer import load_tokenizer
 from training.corpus import Corpus
 from training.fast import training_ops
 from training.report import SAMPLE_TOKENS, sample_prompt
 
-# operations a second of dense matrix products in bfloat16, by the GPU's name
+# operations per second of dense matrix products in bfloat16, by the GPU's name
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
@@ -48,22 +48,22 @@ class Process:
     """The device of this process, and its place among those that torchrun started."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products: weights, gradients and optimizer state are float32
+    dtype: torch.dtype  # of matrix products; weights, gradients and optimizer state are float32
     compile: bool
     rank: int = 0
     world: int = 1  # how many processes there are
-    ops: Ops = TORCH  # the model's operators
+    ops: Ops = TORCH_OPS  # the model's operators
 
     @property
     def is_main(self) -> bool:
-        """Return whether this is the one process that prints and writes."""
+        """Return whether this is the main process, the only one that prints and writes."""
         return self.rank == 0
 
     @cached_property
     def peak(self) -> float | None:
         """
-        Operations a second that the device can do: a CPU is measured, in 10 to 100 ms; None for
-        a GPU that is not in PEAKS.
+        Operations per second that the device can do. A CPU is measured, in 10 to 100 ms. None for a
+        GPU that is not in PEAKS.
         """
         if self.device.type == "cuda":
             return PEAKS.get(torch.cuda.get_device_name(self.device))
@@ -74,7 +74,10 @@ class Process:
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32)
 
     def uncompiled(self):
-        """Within it blocks are not compiled: for texts of all lengths that would take a minute."""
+        """
+        Return a context in which blocks are not compiled: compiling for texts of all lengths would
+        take a minute.
+        """
         return torch.compiler.set_stance("force_eager") if self.compile else nullcontext()
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,36 +88,38 @@ class Process:
         return x
 
     def sum_gradients(self, model: GPT):
-        """Add up the gradients over the processes, all in one message."""
+        """Add up the gradients over the processes, in one message."""
         if self.world > 1:
             grads = [p.grad for p in model.parameters()]
             message = parameters_to_vector(grads)
             dist.all_reduce(message)
-            vector_to_parameters(message, grads)  # they are parts of it now
+            vector_to_parameters(message, grads)  # they are views of the message now
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """The x (N, ..) of all processes, (world N, ..)."""
+        """Return the x (N, ..) of all processes, (world N, ..)."""
         if self.world == 1:
             return x
-        every = torch.cat([x] * self.world)  # to be written over
-        # torch 2.13 warns of the old name, the only one that older versions have
+        every = torch.cat([x] * self.world)  # to be overwritten
+        # torch 2.13 warns about the old name, which is the only one in older versions
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(every, x.contiguous())
         return every
 
     def wait(self):
-        """Wait until all processes are here."""
+        """Wait until all processes have called this."""
         if self.world > 1:
             dist.barrier()
 
     def shut_down(self):
-        """The end: a process that left while another still talks to it might be aborted."""
+        """
+        Leave together: a process that leaves while another still talks to it might be aborted.
+        """
         self.wait()
         if self.world > 1:
             dist.destroy_process_group()
 
     def print(self, text: str):
-        """Print from one process."""
+        """Print, in the main process only."""
         if self.is_main:
             print(text, flush=True)
 
@@ -129,7 +134,9 @@ class Process:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The CPU for "cpu", this process's GPU for "cuda", and for None that GPU if there is one."""
+    """
+    Return the CPU for "cpu", this process's GPU for "cuda", and for None that GPU if there is one.
+    """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda":
@@ -139,7 +146,7 @@ def pick_device(name: str | None) -> torch.device:
 
 def has_bfloat16(device: torch.device) -> bool:
     """
-    Return whether the device multiplies matrices in bfloat16 itself: emulated, it would be slow.
+    Return whether the device multiplies bfloat16 matrices in hardware; emulated, it would be slow.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
@@ -150,21 +157,21 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def is_compiled(args: Namespace) -> bool:
-    """Return whether a run compiles its blocks: by default, on a GPU."""
+    """Return whether a run compiles its blocks. By default it does so on a GPU."""
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
 def start_compiler(args: Namespace):
     """
     Load torch's compiler, which takes seconds, and fork the processes in which it compiles for a
-    GPU: they are ready when the first block comes. Call this before the run has its lock, its
-    handlers of signals and its connections, which they would hold for up to a minute after a kill
-    of this process. Exits with a message where a CPU has no compiler of C++, or no process can be
-    forked.
+    GPU, so that they are ready when the first block comes. Call this before the run takes its lock,
+    sets its signal handlers and opens its connections: the forked processes would inherit these,
+    and hold them for up to a minute after this process is killed. Exits with a message if a CPU has
+    no C++ compiler, or no process can be forked.
     """
-    gc.set_threshold(100_000)  # most of what it makes lives on: to search it for garbage takes time
+    gc.set_threshold(100_000)  # its objects live on: searching them for garbage takes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
-    with suppress(ImportError, AttributeError):  # no public names
+    with suppress(ImportError, AttributeError):  # the names are private
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -173,12 +180,12 @@ def start_compiler(args: Namespace):
                 get_cpp_compiler()
             except RuntimeError as error:
                 sys.exit(f"{error}: install g++, name a C++ compiler in CXX, or omit --compile")
-            return  # threads run it
+            return  # it runs in threads
         try:
             AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
         except OSError as error:
             for child in multiprocessing.active_children():
-                child.kill()  # Python would wait for those that were forked
+                child.kill()  # Python would wait for those already forked
             sys.exit(
                 f"the compiler's processes cannot be forked ({error}): raise `ulimit -u`, set "
                 "TORCHINDUCTOR_COMPILE_THREADS=1, or train with --no-compile"
@@ -187,9 +194,9 @@ def start_compiler(args: Namespace):
 
 def count_cores() -> int:
     """
-    The CPUs that this process may use, one a physical core where there are more than two: those of
-    one core share its arithmetic. torch's own number where OMP_NUM_THREADS decides, as torchrun
-    sets it, or where the system does not say.
+    Return the number of CPUs that this process may use. If there are more than two, CPUs that share
+    a physical core count as one, because they share its arithmetic. If OMP_NUM_THREADS is set, as
+    by torchrun, or the system does not say, return torch's own number.
     """
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):  # macOS
         return torch.get_num_threads()
@@ -198,7 +205,7 @@ def count_cores() -> int:
     if count > 2:
         topology = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
         count = len({read(topology.format(cpu)) or cpu for cpu in cpus})
-    # a container's share of the CPUs, in microseconds: "200000 100000" are two
+    # a container's share of the CPUs, in microseconds: "200000 100000" means two CPUs
     quota, _, period = read("/sys/fs/cgroup/cpu.max").partition(" ")
     if quota.isdigit():
         count = min(count, int(quota) // int(period))
@@ -206,7 +213,7 @@ def count_cores() -> int:
 
 
 def read(path: str) -> str:
-    """The text of a file of the system, "" where there is none."""
+    """Return the text of a file of the system, or "" if there is none."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -215,7 +222,7 @@ def read(path: str) -> str:
 
 def init_process(args: Namespace) -> Process:
     """
-    Join the other processes of torchrun; choose device and dtype by the flags. Exits with a message
+    Join torchrun's other processes, and choose device and dtype by the flags. Exits with a message
     if this process has no GPU.
     """
     device = pick_device(args.device)
@@ -227,7 +234,7 @@ def init_process(args: Namespace) -> Process:
         count = torch.cuda.device_count()
         if device.index >= count:
             sys.exit(
-                f"--device {device}: the number of GPUs here is {count}; leave out the flag, or "
+                f"--device {device}: the number of GPUs here is {count}; omit the flag, or "
                 "torchrun, to train on what there is"
             )
         torch.cuda.set_device(device)
@@ -240,8 +247,8 @@ def init_process(args: Namespace) -> Process:
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]
-        # On one machine torchrun keeps it when it restarts the processes, which would wait for
-        # those that died at the addresses in it: each attempt has names of its own.
+        # On one machine, torchrun keeps the store when it restarts the processes. They would then
+        # wait at the addresses of processes that died, so each attempt has names of its own.
         attempt = "0"
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -253,56 +260,58 @@ def init_process(args: Namespace) -> Process:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, and a model that exists
+# Memory, and loading a model to train it further
 
 
 def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> str:
     """
-    Say what memory it takes to train a model, which need not have its weights yet. Raises
+    Say how much memory it takes to train a model, which need not have its weights yet. Raises
     ValueError, with the remedy, if less is free.
     """
-    # float32: weights, gradients, and AdamW's means of gradients and of their squares, or Muon's
-    # momentum and updates; the gradients of several processes are copied into one message
+    # Four float32 numbers per weight: the weight, its gradient, and AdamW's means of the gradient
+    # and of its square, or Muon's momentum and update. With several processes, a fifth: gradients
+    # are copied into one message.
     each = 16 if process.world == 1 else 20
     needed = each * model.num_weights
-    if process.device.type == "cpu":  # whose memory torchrun's processes on a machine share
+    if process.device.type == "cpu":  # torchrun's processes on a machine share its memory
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, _ = memory_of(process.device)
     text = (
         f"{model.num_weights / 1e6:.2f}M weights take {needed / 2**30:.2f} GiB to train, "
-        f"{each} bytes each in every process, and activations more; "
+        f"{each} bytes each in every process, plus activations; "
         f"{process.device} has {free / 2**30:.2f} GiB free"
     )
-    if needed > free and not args.resume:  # else a part of it is in memory
+    if needed > free and not args.resume:  # to resume, a part of it is in memory already
         raise ValueError(f"{text}: {remedy}")
     return text
 
 
 def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
     """
-    The model of --init in float32. Prints what memory its training takes. Raises ValueError, before
-    weights are read, where memory cannot hold that, where the corpus has other tokens, and for part
-    of a larger model, which cannot be saved.
+    Load the model of --init in float32, and print how much memory its training takes. Raises
+    ValueError, before it reads weights, if memory is too small, if the corpus has other tokens, or
+    if the model is part of a larger model, because then it could not be saved.
     """
 
     def check(model: GPT) -> GPT:  # which has no weights yet
         if "text_config" in model.config_json:
             raise ValueError(
-                f"{args.init} has a text_config, as part of a larger model: save the text model "
-                "alone, by transformers' class for it, and begin from that"
+                f"{args.init} has a text_config, so it is part of a larger model: save only the "
+                "text model, with transformers' class for it, and start from that"
             )
         vocabulary = load_tokenizer(args.init).backend.get_vocab()
         size = model.config.vocab_size
-        parts = (corpus.train, corpus.val)  # a token that is not predicted is ~id, so from -size on
+        parts = (corpus.train, corpus.val)  # a token that is not predicted is ~id, at least -size
         has_rows = all(ids.max() < size and ids.min() >= -size for ids in parts)
         if corpus.tokenizer.backend.get_vocab() != vocabulary or not has_rows:
             raise ValueError(
-                f"--data {args.data} has other tokens than {args.init}: make it with `python "
-                f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and name that"
+                f"--data {args.data} has other tokens than {args.init}: make a corpus with `python "
+                f"data/text/prepare.py FILES --init {args.init} --out data/NAME`, and train with "
+                "--data NAME"
             )
         remedy = (
-            "end other programs, begin from a smaller model, or train adapters with peft and serve "
-            "its merged model"
+            "close other programs, start from a smaller model, or train adapters with peft and "
+            "serve the merged model"
         )
         text = check_memory(model, args, process, remedy)
         process.print(f"memory: {text}")
@@ -317,19 +326,19 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
 # Signals and the clock
 
 
-# A step may take a minute, and someone who sees no answer presses Ctrl-C again.
-STOPPING = b"\nfinishing and saving what is under way; a second signal ends the run unsaved\n"
+# A step may take a minute, and a user who sees no answer presses Ctrl-C again.
+STOPPING = b"\nfinishing the current step and saving; a second signal ends the run unsaved\n"
 
 
 def catch_signals() -> list[int]:
     """
-    Have Ctrl-C and SIGTERM noted in the list returned, so that the run ends after its step. The
-    first one is answered with a line; a second one kills.
+    Make Ctrl-C and SIGTERM append to the list that is returned, so that the run can end after its
+    step. The first signal also prints a line; a second one kills the process.
     """
     caught = []
 
     def note(number, frame):
-        # not by print, which the signal may have interrupted; a terminal that is gone takes nothing
+        # not print, which the signal may have interrupted; OSError: the terminal is gone
         if not caught and os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
                 os.write(2, STOPPING)
@@ -341,34 +350,35 @@ def catch_signals() -> list[int]:
     return caught
 
 
-# Of the end of a run, apart from scoring the held-out text and the sample: saving, drawing.
+# Seconds reserved for the end of a run besides scoring the held-out text and sampling: saving the
+# model and drawing its loss.
 CLOSING_SECONDS = 5
-LEAST_STEPS = 200  # with fewer, not even the smallest model of a preset learns much
-LEAST_FINETUNING = 20  # with --init: a rate that rises over 10 steps has hardly been high
-TIMED = 5  # this many timed steps show how many will fit
+LEAST_STEPS = 200  # with fewer steps, not even the smallest model of a preset learns much
+LEAST_FINETUNING = 20  # the same with --init: the learning rate rises over the first 10 steps
+TIMED = 5  # after this many timed steps, estimate how many will fit
 
 
 class Clock:
     """
-    The clock of `run`, whose --minutes began at `started`, a time.perf_counter(). A resumed run has
-    those that it had not used.
+    The clock of `run`, whose --minutes began at `started`, a time.perf_counter(). A resumed run
+    gets only the minutes that it had not used.
     """
 
     def __init__(self, run, started: float):
         self.run = run
         self.begun = started - 60 * run.args.minutes * run.share
         self.end = self.begun + 60 * run.args.minutes
-        self.counted = None  # or seconds: until when the run's time has been counted
+        self.counted = None  # until when the run's time has been counted, once it has
         self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
     def share(self, step_seconds: float) -> float:
         """
-        The share of the run that is done, 1 when time is up: of its rest, the part that went by
-        since the last call. `step_seconds`: of each step since then.
+        Return the share of the run that is done; 1 when time is up. Each call adds the time since
+        the last one, as a part of what is left. `step_seconds` is the time of each step since then.
         """
         now = time.perf_counter()
         share = self.run.share
-        if self.counted is None:  # a first step allocates, or compiles: the others are faster
+        if self.counted is None:  # the first step allocates, and may compile: later ones are faster
             self.counted = self.first_time = now
             self.first_step = self.run.step
             return share
@@ -384,27 +394,27 @@ class Clock:
 
     def warn_of_few_steps(self, steps: float):
         """
-        Print a warning if a run of this many steps teaches a model little; with the minutes
-        that would do. With --steps there are as many as were asked for.
+        Print a warning if a run of this many steps teaches a model little, and say how many minutes
+        would do. With --steps there is no warning, because the user chose the number.
         """
         args = self.run.args
         least = LEAST_FINETUNING if args.init else LEAST_STEPS
         if args.steps or steps >= least or not self.recent:
             return
         flags = f"--minutes {self.minutes_for(least)} --out {args.out} --overwrite"
-        if "MAKELEVEL" in os.environ:  # `make run` was typed
+        if "MAKELEVEL" in os.environ:  # the user typed `make run`
             flags = f"`{os.path.relpath(sys.executable)} train.py {flags}`, then make run"
         else:
             flags = f"the same flags and {flags}"
         self.run.process.print(
             f"warning: only about {steps:.0f} steps fit into {plural(args.minutes, 'minute')}, and "
-            f"in fewer than {least} a model learns little: begin again with {flags}"
+            f"in fewer than {least} a model learns little: start again with {flags}"
         )
 
     def minutes_for(self, steps: int) -> int:
-        """The minutes in which this many steps fit at the speed so far, with a tenth to spare."""
+        """Return the minutes for this many steps at the speed so far, with a tenth to spare."""
         step = self.run.step
-        # with the evaluations between steps; or of late, where the machine has become busy
+        # the mean includes evaluations between steps; the median shows if the machine became busy
         mean = (self.counted - self.first_time) / (step - self.first_step)
         step_seconds = max(mean, median(self.recent))
         seconds = time.perf_counter() - self.begun + (steps - step) * step_seconds
@@ -413,13 +423,13 @@ class Clock:
 
 def closing_seconds(run, step_seconds: float) -> float:
     """
-    Estimated seconds from the last step to the end of the program. `step_seconds`: of one training
-    step.
+    Estimate the seconds from the last step to the end of the program, from the seconds of a
+    training step.
     """
-    # A forward pass is 2 of the 6 operations per weight and token that a training step takes, and
-    # somewhat more with attention and norms.
+    # A training step takes 6 operations per weight and token, and 2 of these are the forward pass.
+    # With attention and norms its share is somewhat larger.
     forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
-    # Without a cache, each token of a sample takes a pass over those before it; and to read the
-    # weights takes as long as to compute some 128 tokens.
+    # Without a cache, each token of a sample takes a pass over all tokens before it. Reading the
+    # weights takes as long as computing some 128 tokens.
     sampled = SAMPLE_TOKENS * (len(sample_prompt(run)) + 128)
     return forward_seconds * (len(run.corpus.val) + sampled) + CLOSING_SECONDS

@@ -1,6 +1,6 @@
 """
 The output of a training run: its settings, its progress, samples of its model, and at the end how
-good the model is, or why it cannot go on. Of several runs: their curves in one picture.
+good the model is, or why the run cannot go on. For several runs, their curves in one picture.
 
     print(introduce(run))
     print_progress(run, loss, step_seconds)         # after some steps
@@ -25,14 +25,14 @@ from safetensors import SafetensorError
 from common import MALFORMED, plural, write_atomically
 
 SAMPLE_TOKENS = 64
-TEMPERATURE = 0.6  # at 0.8 a small model stumbles over its rarer choices, at 0.4 it repeats itself
+TEMPERATURE = 0.6  # at 0.8 a small model stumbles over rare choices, at 0.4 it repeats itself
 
 # --------------------------------------------------------------------------------------------------
-# Before
+# Before training
 
 
 def introduce(run) -> str:
-    """The settings of a run, a line each."""
+    """Return the settings of a run, one per line."""
     args = run.args
     corpus = run.corpus
     c = run.model.config
@@ -44,7 +44,7 @@ def introduce(run) -> str:
         f"model:  {args.init or args.arch}, {run.model.num_weights / 1e6:.2f}M parameters: "
         f"{plural(c.n_layer, 'layer')} of width {c.n_embd}, "
         f"{plural(c.n_head, 'head')}, {c.activation}, context {c.context_length}\n"
-        f"data:   {args.data}: {len(corpus.train):,} tokens of {c.vocab_size:,} kinds, "
+        f"data:   {args.data}: {len(corpus.train):,} tokens, vocabulary {c.vocab_size:,}, "
         f"{len(corpus.val):,} held out\n"
         f"run:    {length}, {args.batch_size} x {args.context_length} tokens a step "
         f"-> {run.out}"
@@ -52,14 +52,14 @@ def introduce(run) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Meanwhile
+# During training
 
 
 def print_progress(run, loss: float, step_seconds: float):
     """
-    Print a line that, on a terminal, the next one overwrites. MFU is the share of the machine's
-    arithmetic as PaLM's appendix B counts it: 6 operations a step for each weight and token, and 12
-    L H D T a token for attention, as if each saw its whole window.
+    Print a line that the next one overwrites, if stderr is a terminal. MFU is the share of the
+    machine's arithmetic that is used, counted as in appendix B of PaLM: for each token, 6
+    operations per weight, and 12 L H D T for attention, as if each token saw its whole window.
     """
     process = run.process
     if not (process.is_main and sys.stderr.isatty()):
@@ -79,9 +79,9 @@ def print_progress(run, loss: float, step_seconds: float):
 
 def sample_prompt(run) -> list[int]:
     """
-    The tokens that a sample follows. Of dialogues, the first question held out, as the template
-    writes it: what is not predicted there. Of texts, the tokenizer's BOS, else its end-of-text
-    token, else token 0: of characters, a newline.
+    Return the tokens that a sample continues. For dialogues, this is the first held-out question,
+    as the template writes it: the tokens that are not predicted. For texts, it is the tokenizer's
+    BOS, else its end-of-text token, else token 0 (for characters, a newline).
     """
     val = run.corpus.val[: run.args.context_length]
     tokenizer = run.corpus.tokenizer
@@ -91,7 +91,8 @@ def sample_prompt(run) -> list[int]:
 
 def generate_text(run) -> str:
     """
-    A sample: at most SAMPLE_TOKENS, or until the model ends the text. A question stands before it.
+    Return a sample: at most SAMPLE_TOKENS, or until the model ends the text. If the prompt is a
+    question, it comes first.
     """
     device = run.process.device
     prompt = sample_prompt(run)
@@ -113,13 +114,13 @@ def generate_text(run) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# At the end
+# After training
 
 
 def report_result(run, nats: float, count: int):
     """
-    Log and print how well the last `count` held-out tokens were predicted, `nats` in all; show
-    a sample, and draw loss.png. Only the main process prints and writes.
+    Log and print how well the last `count` held-out tokens were predicted, `nats` in total. Print a
+    sample, and draw loss.png. Only the main process prints and writes.
     """
     bits = run.corpus.bits_per_byte(nats, count)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
@@ -133,11 +134,13 @@ def report_result(run, nats: float, count: int):
     print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
     print(f"bits per byte: {bits:.3f}")
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
-    draw(curves, run.out / "loss.png")  # last: for the Makefile, this is what ends a training
+    draw(curves, run.out / "loss.png")  # last, because the Makefile waits for this file
 
 
 def compare(directories: list[str]):
-    """Print how far each of these runs is, and draw compare.png. Exits where one has no loss."""
+    """
+    Print how far each of these runs is, and draw compare.png. Exits if one has no held-out loss.
+    """
     curves = {}
     for directory in directories:
         path = Path(directory, "log.jsonl")
@@ -154,12 +157,12 @@ def compare(directories: list[str]):
 
 
 def curve(log: list[dict], name: str) -> list[tuple]:
-    """(step, value) of each line that has this field."""
+    """Return (step, value) of each line that has this field."""
     return [(line["step"], line[name]) for line in log if name in line]
 
 
 def draw(curves: dict[str, list[tuple]], path: Path):
-    """Losses by step, each curve under its name, as a picture."""
+    """Draw losses by step as a picture, each curve with its name."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -179,31 +182,32 @@ def draw(curves: dict[str, list[tuple]], path: Path):
 
 @contextmanager
 def exit_if_unwritable(out: Path | str):
-    """Exits with a message where a file cannot be written, as on a full disk."""
+    """Exit with a message if a file cannot be written, for example on a full disk."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         sys.exit(
-            f"{out} cannot be written ({error}): make room or name another --out; a checkpoint "
-            "that was saved before is whole, --resume continues it"
+            f"{out} cannot be written ({error}): free space or choose another --out; a checkpoint "
+            "that was saved before is intact, and --resume continues it"
         )
 
 
 @contextmanager
 def only_run_in(out: str):
     """
-    Makes the directory, and holds a lock on it until the body, or the process, ends. Exits with a
-    message where another run holds it: they would write over each other's checkpoints. Without such
-    locks, as on some network file systems, the run goes on. A run that was refused leaves none.
+    Make the directory, and hold a lock on it until the body, or the process, ends. Exits with a
+    message if another run holds it, because they would overwrite each other's checkpoints. Without
+    such locks, as on some network file systems, the run goes on. At the end the directory is
+    removed if it is empty.
     """
     with exit_if_unwritable(out):
         os.makedirs(out, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
-        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes the one that writes
+        if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes that writes
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        sys.exit(f"another run is writing to {out}: wait until it ends, or name another --out")
+        sys.exit(f"another run is writing to {out}: wait until it ends, or choose another --out")
     except OSError:
         pass  # no locks here
     try:

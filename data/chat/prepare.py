@@ -1,13 +1,13 @@
 """
-A corpus of dialogues for a chat model that exists: in its own chat template, with a loss on the
-assistant's tokens only. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
-perhaps with "tools", which the template shows as those of a request to serve.py.
+A corpus of dialogues to fine-tune a chat model: in the model's own chat template, with a loss only
+on the assistant's tokens. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
+perhaps with "tools", which the template shows like those of a request to serve.py.
 
     python data/chat/prepare.py data/chat/dialogues.jsonl --val data/chat/held_out.jsonl --init DIR
     python train.py --init DIR --data chat
 
-An answer is what the template puts after the prompt that serve.py would make of the messages
-before, up to the token that ends the turn. Dialogues are packed: training/corpus.py.
+An answer is what the template puts after the prompt that serve.py would make of the messages before
+it, up to the token that ends the turn. Dialogues are packed: see training/corpus.py.
 """
 
 import json
@@ -28,8 +28,8 @@ from training.corpus import run_recipe
 
 def encode(chat: Chat, messages: Messages) -> list[int]:
     """
-    The tokens of a dialogue, ~id for those that are not the assistant's. Raises TokenizerError
-    where the template does not show which are.
+    Return the tokens of a dialogue, ~id for those that are not the assistant's. Raises
+    TokenizerError if the template does not show which are.
     """
     ids = chat.encode(messages)
     tokens = [~token for token in ids]
@@ -37,15 +37,15 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
             prompt = chat.encode(messages[:i], add_generation_prompt=True)
-            turn = chat.encode(messages[: i + 1])
+            so_far = chat.encode(messages[: i + 1])
             start = len(prompt)
-            answer = turn[start:]
-            if prompt + answer != ids[: len(turn)]:
+            answer = so_far[start:]
+            if prompt + answer != ids[: len(so_far)]:
                 raise TokenizerError(
-                    "the chat template cannot mark the assistant's answers, as it does not write "
-                    "one behind its generation prompt and leave it there"
+                    "the chat template cannot mark the assistant's answers, because it does not "
+                    "write one right after its generation prompt and leave it there"
                 )
-            # a model never says what follows the token that ends the turn, mostly a newline
+            # a model never generates what follows the token that ends the turn, usually a newline
             while control.keys() & answer and answer[-1] not in control:
                 answer.pop()
             tokens[start : start + len(answer)] = answer
@@ -56,7 +56,10 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
 
 
 def with_object(call: dict) -> dict:
-    """A call whose arguments, perhaps a text of JSON, are an object, as serve.py shows them."""
+    """
+    Return a call with its arguments as an object, even if they are a text of JSON: serve.py does
+    so.
+    """
     if isinstance(call.get("arguments"), str):
         call["arguments"] = json.loads(call["arguments"])
     return call
@@ -64,14 +67,14 @@ def with_object(call: dict) -> dict:
 
 def read(path: Path, init: str | None) -> dict:
     """
-    The tokens of each dialogue of a file by its line, in the chat template of the checkpoint
-    `init`. Raises ValueError with the number of a line that is none, and OSError.
+    Return the tokens of each dialogue of a file, by line, in the chat template of the checkpoint
+    `init`. Raises ValueError with the number of a line that is not a dialogue, and OSError.
     """
     if not init:
-        raise ValueError("--init DIR is needed: the chat model in whose template dialogues stand")
+        raise ValueError("--init DIR is needed: the chat model whose template to use")
     chat = load_chat(init, load_tokenizer(init))
     if not chat:
-        raise ValueError(f"--init {init}: wanted is a checkpoint that has a chat template")
+        raise ValueError(f"--init {init} has no chat template: choose a checkpoint that has one")
     dialogues = {}
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -80,7 +83,7 @@ def read(path: Path, init: str | None) -> dict:
             dialogues[path.resolve(), number] = encode(chat, line["messages"])
         except MALFORMED as error:
             raise ValueError(
-                f"{path}, line {number}: {type(error).__name__}: {error}; wanted is a line of JSON "
+                f"{path}, line {number}: {type(error).__name__}: {error}; each line must be JSON "
                 'like {"messages": [{"role": "user", "content": ".."}, {"role": "assistant", ..}]}'
             ) from None
     return dialogues

@@ -1,7 +1,7 @@
 """
-Tiny Shakespeare, character by character: nanoGPT's corpus, split and vocabulary to the letter.
-`python train.py --preset shakespeare_char` makes it where it is missing; that fetches 1.1 MB once,
-or takes the text from input.txt beside this file:
+Tiny Shakespeare, character by character: exactly nanoGPT's corpus, split and vocabulary. `python
+train.py --preset shakespeare_char` makes it if it is missing. That downloads 1.1 MB once, or takes
+the text from input.txt in this folder:
 
     train.bin (1,003,854 tokens), val.bin (111,540), meta.json and a tokenizer of 65 characters
 """
@@ -24,13 +24,14 @@ ADDRESS = (
 
 def fetch(path: Path) -> str:
     """
-    The text, from `path` if it is there, otherwise from the network once. Exits with what to do.
+    Return the text, from `path` if it exists, otherwise from the network. Exits with a message that
+    says what to do.
     """
     if not path.is_file():
         try:
             with urllib.request.urlopen(ADDRESS, timeout=20) as response:
                 content = response.read()
-        except OSError as error:  # every failure of the network is one of these
+        except OSError as error:  # includes every failure of the network
             sys.exit(
                 f"cannot fetch {ADDRESS} ({error}): download it elsewhere and put it at {path}"
             )

@@ -1,10 +1,10 @@
 """
-The default corpus: the Python standard library of the interpreter that runs this. Nothing is
-downloaded. `python train.py` makes it where it is missing:
+The default corpus: the standard library of the Python that runs this. Nothing is downloaded.
+`python train.py` makes the corpus if it is missing:
 
     train.bin, val.bin, meta.json and a byte-level BPE, learnt from the training files
 
-With `--data stdlib_gpt2`, as for `--preset gpt2-124M`, the tokens are GPT-2's.
+With `--data stdlib_gpt2`, as in `--preset gpt2-124M`, the tokens are GPT-2's.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 from tokenizer import Tokenizer
 from training.corpus import write_corpus
 
-# Folders that are left out: packages from elsewhere, tests with their data, tables.
+# Folders that are left out: third-party packages, tests with their data, tables.
 LEFT_OUT = [
     "site-packages",
     "dist-packages",
@@ -28,21 +28,21 @@ LEFT_OUT = [
     "encodings",
     "pydoc_data",
 ]
-GENERATED = ("_sysconfigdata", "config-")  # names that begin so are left out, too
+GENERATED = ("_sysconfigdata", "config-")  # names that begin like this are also left out
 HELD_OUT = 1 / 20  # of the files
 
 
 def is_held_out(name: str) -> bool:
     """
-    Decide by a hash of the name, so that a file is on the same side on every machine and in every
-    version of Python.
+    Return whether a file is held out. A hash of its name decides, so that the file is on the same
+    side on every machine and in every version of Python.
     """
     digest = hashlib.sha256(name.encode()).hexdigest()
     return int(digest[:8], 16) < HELD_OUT * 16**8
 
 
 def read_library(root: Path) -> tuple[list[str], list[str]]:
-    """The files to train on and those held out, each in the order of their names."""
+    """Return the files to train on and those held out, each sorted by name."""
     train = []
     val = []
     for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):

@@ -14,7 +14,7 @@ typedef struct {
     char *memory;        // here
 } Region;
 
-enum { SLACK = 1 << 16 }; // bytes behind a region, of which a last panel may read some
+enum { SLACK = 1 << 16 }; // bytes after a region, which the last panel may read
 
 static void read_exactly(void *to, size_t size, FILE *file)
 {

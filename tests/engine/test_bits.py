@@ -1,13 +1,13 @@
 """
 Equal to the bit: with the operators of cpu.c, and with --deterministic on a GPU, a request gets the
-same tokens and the same log-probabilities to the last bit, whatever happens to it and whatever
-stands beside it. `pytest tests/engine/test_bits.py -k gpu` is the GPU's part.
+same tokens and log-probabilities to the last bit, whatever happens to it and whatever is served
+beside it. `pytest tests/engine/test_bits.py -k gpu` runs the GPU's part.
 
-The reference is each of ASKS alone: cold, its prompt in one piece, by one thread, without CUDA
-graphs. Then all of them are served in the situations below, each of which shows that it has
-happened: hits, preemptions and copies of shared blocks were counted. Whether answers are right,
-test_paged.py asks; here they need only be the same. Compared answers have one block size, for
-attention adds up block by block.
+The reference serves each of ASKS separately: with a cold cache, its prompt in one piece, by one
+thread, without CUDA graphs. Then all of them are served together in the situations below. Each
+situation proves that it really occurred, by counting hits, preemptions and copies of shared blocks.
+test_paged.py checks that answers are right; here they only have to be the same. Answers are
+compared at the same block size, because attention sums block by block.
 """
 
 import ctypes
@@ -43,7 +43,7 @@ needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="needs Triton's i
 
 @pytest.fixture(autouse=True)
 def threads(monkeypatch):
-    """They share all, however small the models are; and are as before in the end."""
+    """Make every operator share its work among threads, however small the models are."""
     options = [] if has_gpu else ["-DWORTH_SHARING=0"]  # with options Triton could not compile
     monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), *options]))
     before = torch.get_num_threads()
@@ -56,7 +56,9 @@ def threads(monkeypatch):
 
 
 def with_twins() -> GPT:
-    """Each token has a twin, whose logit is the same: ties everywhere."""
+    """
+    Return a model in which each token has a twin with the same logit, so there are ties everywhere.
+    """
     model = GPT(GPTConfig(33, 64, n_layer=1, n_head=2, n_embd=36, tied=False))
     generator = torch.Generator().manual_seed(1)
     for weight in model.parameters():
@@ -66,7 +68,7 @@ def with_twins() -> GPT:
     return model.eval()
 
 
-SMALL = "gemma2-small"  # a layer of each kind, two heads that share K and V: for the interpreter
+SMALL = "gemma2-small"  # a layer of each kind, two heads sharing K and V: small enough to interpret
 
 
 @cache
@@ -85,7 +87,7 @@ def model_of(name: str) -> GPT:
     return ours
 
 
-# "gpu" and the dtype of the weights: the operators of --deterministic
+# "gpu" and the dtype of the weights: uses the operators of --deterministic
 GPU_DTYPES = {"gpu-bf16": torch.bfloat16, "gpu-fp32": torch.float32}
 MODELS = "trained twins gpt2-untied llama-one-kv-head mistral qwen2-windows qwen3-windows gemma2"
 MODELS = [*MODELS.split(), "gemma3", "olmo3", "hunyuan", "nanochat"]
@@ -94,8 +96,8 @@ MODELS = [*MODELS.split(), "gemma3", "olmo3", "hunyuan", "nanochat"]
 # Requests
 
 
-# name: how long its prompt is, and what is asked for beside SHARED. With neighbours nobody compares
-# answers: they filter, adjust and score where the others do not.
+# name: the length of its prompt, and its parameters besides SHARED. The answers of NEIGHBOURS are
+# not compared: these filter, adjust and score where the requests in ASKS do not.
 REQUESTS = tomllib.loads("""
 [asks]
 greedy = {length = 5, max_tokens = 12, logprobs = 0}
@@ -123,7 +125,7 @@ NEIGHBOURS = REQUESTS["neighbours"]
 
 
 def message(name: str, vocabulary: int) -> dict:
-    """What the HTTP process would send. All prompts begin with the same 9 tokens."""
+    """Return what the HTTP process would send. All prompts begin with the same 9 tokens."""
     params = SHARED | (ASKS | NEIGHBOURS)[name]
     length = params.pop("length")
     rng = random.Random(length)
@@ -136,9 +138,9 @@ def message(name: str, vocabulary: int) -> dict:
 
 class Service:
     """
-    An engine, and the answers of its requests: of each step all that a client is sent. Their ids
-    are "7:three", a number and the name of what was asked; a further choice has the id "7:three.1",
-    and so the name "three.1".
+    An engine and the answers of its requests: for each step, everything that a client is sent. An
+    id such as "7:three" is a number and the name of the request. A further choice has the id
+    "7:three.1", so its name is "three.1".
     """
 
     def __init__(self, engine: Engine):
@@ -167,7 +169,7 @@ class Service:
             assert output.error is None, output.error
             answer = self.answers[output.id]
             output = output._replace(id="", cached_tokens=0)
-            for token in output.tokens[:-1]:  # of a draft
+            for token in output.tokens[:-1]:  # a draft's tokens
                 answer.append(output._replace(tokens=[token], finish_reason=None))
             answer.append(output._replace(tokens=output.tokens[-1:]))
 
@@ -180,8 +182,8 @@ class Service:
 
 def start(name: str, kind: str, threads=1, **settings) -> Service:
     """
-    An engine with cpu.c and so many threads; torch has as many. Or one on a GPU; without overlap,
-    if it is not asked for, since that hits and preempts as a CPU's does.
+    Start an engine with cpu.c and this number of threads; torch uses as many. Or start one on a
+    GPU. By default it runs there without overlap, so that it hits and preempts as on a CPU.
     """
     torch.set_num_threads(threads)
     sizes = {"num_blocks": 160, "max_num_seqs": 16, "token_budget": 256}
@@ -203,8 +205,8 @@ def name_of(id: str) -> str:
 @cache
 def alone(name: str, kind: str, block_size=4) -> dict[str, list[Output]]:
     """
-    The reference, worth comparing with. Choices of a request are not forked: there is no row for a
-    second one.
+    Return the reference answers, after checking that they are varied enough to compare with.
+    Choices of one request are not forked, because there is no row for a second one.
     """
     settings = {"max_num_seqs": 1, "prefix_cache": False, "graphs": False}
     service = start(name, kind, block_size=block_size, **settings)
@@ -222,18 +224,21 @@ def alone(name: str, kind: str, block_size=4) -> dict[str, list[Output]]:
 
 
 def differences(service: Service, expected: dict[str, list[Output]]) -> list[str]:
-    """The answers that differ, as they are written: no two floats are written alike."""
+    """Return the answers that differ when printed. No two floats are printed alike."""
     compared = {id: a for id, a in service.answers.items() if name_of(id) in expected}
     assert set(map(name_of, compared)) == set(expected)
     return [id for id, answer in compared.items() if repr(answer) != repr(expected[name_of(id)])]
 
 
 # --------------------------------------------------------------------------------------------------
-# Situations: each serves all of ASKS with services that it starts, and shows that it has happened
+# Situations: each serves all of ASKS with services that it starts, and proves that it occurred
 
 
 def preempted(start) -> list[Service]:
-    """Together, in chunks, with hits or without: their own tokens are computed again in prompts."""
+    """
+    Serve all together, in chunks, with and without prefix hits. Their own tokens are recomputed as
+    part of their prompts.
+    """
     services = []
     for prefix_cache in (True, False):
         settings = {"num_blocks": 13, "watermark": 0, "token_budget": 20, "overlap": prefix_cache}
@@ -246,8 +251,8 @@ def preempted(start) -> list[Service]:
 
 def in_random_lives(start) -> list[Service]:
     """
-    Twice, beside others that come before and after, of which some hang up. Without graphs: they are
-    captured for each size.
+    Serve them twice, beside others that come before and after, some of which hang up. There are no
+    graphs, because one would be captured for each size.
     """
     services = []
     counts = Counter()
@@ -280,7 +285,7 @@ def in_random_lives(start) -> list[Service]:
 
 
 def with_threads(start) -> list[Service]:
-    """Two engines at work at the same time, each with threads of its own."""
+    """Run two engines at the same time, each with its own threads."""
     services = []
     for threads in (2, 3):
         service = start(threads=threads, token_budget=40)
@@ -294,7 +299,7 @@ def with_threads(start) -> list[Service]:
 
 
 def with_drafts(start) -> list[Service]:
-    """Half of them wrong; and with overlap, for which the engine sometimes waits."""
+    """Guess drafts of which half are wrong. With overlap, the engine sometimes waits for them."""
     expected = alone(*start.args)
     rng = random.Random(0)
 
@@ -311,7 +316,7 @@ def with_drafts(start) -> list[Service]:
     for overlap in (False, True):
         with mock.patch.object(GrowingText, "guess", guess):
             service = start(speculate=True, max_num_seqs=4, overlap=overlap)
-            service.run(*ASKS, *4 * ["nucleus"])  # which alone is not scored
+            service.run(*ASKS, *4 * ["nucleus"])  # the only request without scores
         drafts = service.engine.stages["drafts"]
         assert 1 < drafts.num_right < drafts.num_guessed - 1
         services.append(service)
@@ -319,7 +324,7 @@ def with_drafts(start) -> list[Service]:
 
 
 def without_graphs(start) -> list[Service]:
-    """And with them, the same batches."""
+    """Serve the same batches without and with graphs."""
     services = [start(graphs=graphs, overlap=True) for graphs in (False, True)]
     for service in services:
         service.run(*ASKS)
@@ -348,10 +353,11 @@ CASES = [
 )  # fmt: skip
 def test_a_request_gets_the_same_bits(name, kind, situation, monkeypatch):
     """
-    Would catch: a sum whose order depends on the size of a batch, a thread's share, or where a
-    chunk or a task begins; K and V of a decode that are not those of the same token in a prompt;
-    candidates that depend on how many a neighbour asks for. On a GPU also: tiles, splits and
-    kernels that follow the number of rows, a padded shape, or what a graph has captured.
+    Would catch: a sum whose order depends on the size of a batch, on a thread's share, or on where
+    a chunk or a task begins; K and V that differ between a decode and the same token in a prompt;
+    candidates that depend on how many a neighbour wants. On a GPU it would also catch tiles, splits
+    and kernels that depend on the number of rows, on a padded shape, or on what a graph has
+    captured.
     """
     if kind == "interpreted":
         multiply_in_order(monkeypatch)
@@ -361,19 +367,19 @@ def test_a_request_gets_the_same_bits(name, kind, situation, monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# What torch computes of the logits
+# What torch computes from the logits
 
 
 @pytest.mark.parametrize("V", [31, 32_769])
 def test_a_row_of_logits_is_judged_by_itself(V):
     """
-    Would catch: a sum that torch's threads share where there is one row (logsumexp does, above
-    32,768); a function that has other last bits at the end of a vector; other candidates of a tie
-    for who asks for more of them.
+    Would catch: a sum that torch's threads share if there is only one row (logsumexp does, above
+    32,768); a function that rounds differently at the end of a vector; ties broken differently for
+    a request that wants more candidates.
     """
     generator = torch.Generator().manual_seed(V)
     logits = torch.randn(5, V, generator=generator).round(decimals=2) - math.log(V)
-    logits[:, 0] = 0.0  # no digit of its log-probability, about -1, is lost in a subtraction
+    logits[:, 0] = 0.0  # so no digit of its log-probability, about -1, is lost in a subtraction
     numbers = torch.arange(5)  # top_k, seed, position
     shares = torch.linspace(0.3, 0.99, 5)  # top_p, min_p
 

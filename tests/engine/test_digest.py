@@ -1,10 +1,10 @@
 """
-One machine's answer is every machine's: with the operators of cpu.c, tokens, log-probabilities and
-logits of a fixed model and fixed requests have one SHA-256, whoever compiles cpu.c, for whichever
-CPU, with whatever torch.
+Every machine gives the same answer. With the operators of cpu.c, the tokens, log-probabilities and
+logits of a fixed model and fixed requests have one SHA-256, whichever compiler, CPU and torch is
+used.
 
-Weights are made of integers: those of torch.randn differ from CPU to CPU. The requests are those of
-test_bits.py, which shows that an answer does not depend on what stands beside it.
+The weights are made from integers, because torch.randn differs from CPU to CPU. The requests are
+those of test_bits.py, which shows that an answer does not depend on what is served beside it.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ gemma 9bc6b0188f6cba5d7887e7c28e15efda8706069b36bb63e4684076e6a7fffd59
 
 
 def hashed_numbers(count: int, key: int) -> Tensor:
-    """[count] fp32 from -1 to 1, multiples of 2^-15: a hash of each place and the key."""
+    """Return [count] fp32 from -1 to 1, multiples of 2^-15: a hash of each position and the key."""
     x = torch.arange(count) * 2654435761 + key * 40503
     for multiplier in (2246822519, 3266489917):
         x = (x ^ x >> 15) * multiplier & 0xFFFFFFFF
@@ -82,7 +82,9 @@ def hashed_numbers(count: int, key: int) -> Tensor:
 
 @cache
 def model_of(name: str) -> GPT:
-    """About as wide a spread as trained weights have; norms are around 1."""
+    """
+    Return a model whose weights spread about as widely as trained ones, with norm weights around 1.
+    """
     model = GPT(GPTConfig(**SHARED | MODELS[name])).eval().requires_grad_(False)
     for key, weight in enumerate(model.parameters()):
         numbers = hashed_numbers(weight.numel(), key).view(weight.shape)
@@ -95,8 +97,8 @@ def model_of(name: str) -> GPT:
 
 def digest(name: str, kind: str, threads: int = 1) -> str:
     """
-    Of each request alone: all that its client is sent; of each step the logits, the bounds of the
-    filters, and the exponentials that these take.
+    Return the SHA-256 of each request served separately. It covers everything that its client is
+    sent and, for each step, the logits, the bounds of the filters, and the exponentials they use.
     """
     with patch.object(torch, "get_num_threads", lambda: threads):
         settings = {"num_blocks": 60, "max_num_seqs": 1, "prefix_cache": False, "block_size": 4}
@@ -131,20 +133,20 @@ def digests(threads: int = 1) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def threads_share_all(monkeypatch):
-    """However small the models are."""
+    """Share all work among threads, however small the models are."""
     monkeypatch.setenv("CC", shlex.join([*cpu.c_compiler(), "-DWORTH_SHARING=0"]))
 
 
 # --------------------------------------------------------------------------------------------------
 # Compilers and CPUs
 
-ZIG = [sys.executable, "-m", "ziglang", "cc"]  # a newer clang, of the package ziglang
+ZIG = [sys.executable, "-m", "ziglang", "cc"]  # a newer clang, from the package ziglang
 CLANG = "clang-16" if shutil.which("clang-16") else "clang"
-# what gcc 13 does by itself on CPUs with AMX: some products and sums apart that it could fuse
+# gcc 13's default on CPUs with AMX: it leaves some products and sums separate that it could fuse
 HOSTILE = "gcc-512"
 COMPILERS = {"default": [], "clang": [CLANG], "zig": ZIG}
 COMPILERS[HOSTILE] = ["gcc", "--param=avoid-fma-max-bits=512"]
-# a CPU, and the macro that says that this one can do all that it can
+# a CPU, and the macro which shows that this machine has all of its instructions
 CPUS = {"native": "", "x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": ""}
 
 
@@ -158,11 +160,11 @@ def compiler(name: str) -> list[str]:
 
 
 def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):
-    """Have cpu.c built so from now on."""
+    """Have cpu.c built with this compiler, level and CPU from now on."""
     monkeypatch.setenv("CC", shlex.join([*compiler(name), "-DWORTH_SHARING=0"]))
     if CPUS[cpu_name] not in macros():
         pytest.skip(f"needs a CPU with {CPUS[cpu_name]}")
-    if name == "zig":  # which has its own names of CPUs
+    if name == "zig":  # zig has its own names for CPUs
         cpu_name = cpu_name.replace("-", "_")
     flags = [flag.replace("-O3", level).replace("native", cpu_name) for flag in cpu.FLAGS]
     monkeypatch.setattr(cpu, "FLAGS", flags)
@@ -174,16 +176,18 @@ def use(monkeypatch, name: str, level: str = "-O3", cpu_name: str = "native"):
 @pytest.mark.quick("*-3")
 def test_one_digest(name, threads, monkeypatch):
     """
-    Would catch: a product and a sum that one compiler fuses and another does not; a sum whose order
-    follows the width of vectors; a function of torch or of the C library that has other last bits
-    elsewhere.
+    Would catch: a product and a sum that only one compiler fuses; a sum whose order depends on the
+    width of vectors; a function of torch or of the C library that rounds differently elsewhere.
     """
     use(monkeypatch, name)
     assert digests(threads) == DIGESTS
 
 
 def gpu_digest(name: str) -> str:
-    """Of requests that run together, with --deterministic in bf16: all that clients are sent."""
+    """
+    Hash everything that clients are sent when all requests run together, with --deterministic in
+    bf16.
+    """
     model = deepcopy(model_of(name)).to("cuda", torch.bfloat16)
     service = Service(new_engine(model, deterministic=True, num_blocks=60, block_size=16))
     service.run(*ASKS)
@@ -193,7 +197,10 @@ def gpu_digest(name: str) -> str:
 
 @pytest.mark.skipif(GPU != PINNED_GPU, reason=f"needs {PINNED_GPU}")
 def test_one_digest_on_a_gpu():
-    """--deterministic on two cards of a kind: pinned on one H200, found equal on another."""
+    """
+    --deterministic gives the same on two cards of a kind: pinned on one H200, found equal on
+    another.
+    """
     assert [f"{name} {gpu_digest(name)}" for name in MODELS] == GPU_DIGESTS
 
 
@@ -211,7 +218,9 @@ def test_one_digest_by_any_compiler(name, level, cpu_name, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
 def test_one_digest_whatever_torch_uses(capability):
-    """Would catch: powers, sines, exponentials of torch, which differ from CPU to CPU."""
+    """
+    Would catch: powers, sines and exponentials computed by torch, which differ from CPU to CPU.
+    """
     environment = os.environ | {"ATEN_CPU_CAPABILITY": capability}
     command = [sys.executable, "-m", "pytest", "-n0", f"{__file__}::test_one_digest[default-3]"]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
@@ -219,7 +228,9 @@ def test_one_digest_whatever_torch_uses(capability):
 
 
 def test_frequencies_are_the_same_everywhere():
-    """Would catch torch's powers: on CPUs with AVX2 one of these has another last digit."""
+    """
+    Would catch powers computed by torch: on CPUs with AVX2 one of them has a different last digit.
+    """
     sha = hashlib.sha256()
     for theta in (1e4, 5e5, 1e6):
         sha.update(Rope(theta).frequencies(128).numpy().tobytes())
@@ -227,13 +238,13 @@ def test_frequencies_are_the_same_everywhere():
 
 
 # --------------------------------------------------------------------------------------------------
-# What has no instruction
+# CPUs without a fused multiply-add instruction
 
 
 HARD_SUMS = """
 #include "ops/cpu.c"
 
-// Of so many sums, drawn near ties and among the smallest numbers, those that are not fmaf's.
+// Count how many of these sums, drawn near ties and among the smallest numbers, differ from fmaf.
 int64_t count_wrong(int64_t count)
 {
     int64_t wrong = 0;
@@ -259,7 +270,7 @@ int64_t count_wrong(int64_t count)
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs an x86-64 CPU")
 def test_a_cpu_without_the_instruction_rounds_once(tmp_path):
-    """Would catch: a sum that is rounded to double and then to float, one time in 2^29."""
+    """Would catch: a sum rounded to double and then to float, which is wrong one time in 2^29."""
     source = tmp_path / "sums.c"
     source.write_text(HARD_SUMS)
     flags = [flag.replace("native", "x86-64-v2").replace("-O3", "-O0") for flag in cpu.FLAGS]
@@ -272,13 +283,13 @@ def test_a_cpu_without_the_instruction_rounds_once(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# 64-bit Arm, in emulation
+# 64-bit Arm, emulated
 
 ARM = ["aarch64-linux-gnu-gcc", "-static"]
 POINTERS = cpu.POINTERS.split()
 
 
-SIZES: dict[int, int] = {}  # of the tensors that operators were given, by address
+SIZES: dict[int, int] = {}  # of the tensors given to operators, by address
 
 
 def noting_sizes(op, name: str, value):
@@ -286,7 +297,7 @@ def noting_sizes(op, name: str, value):
         place = value.data_ptr()
         memory = value.untyped_storage()
         rest = memory.nbytes() - (place - memory.data_ptr())
-        # some are views of the first rows of one that was given before
+        # some are views of the first rows of a tensor given before
         SIZES[place] = min(max(SIZES.get(place, 0), value.nbytes), rest)
     SET_ATTRIBUTE(op, name, value)
 
@@ -300,8 +311,8 @@ SET_ATTRIBUTE = cpu.Op.__setattr__
 @pytest.mark.parametrize(("name", "kind"), [*product(MODELS, FORMATS)])
 def test_arm_makes_the_same_of_each_step(name, kind, flags, tmp_path, monkeypatch):
     """
-    Each call of this machine's library, of a prompt, of decodes and of what samples and scores, is
-    computed once more by replay.c on an emulated Arm CPU: it leaves the same in memory.
+    Record each call of this machine's library: a prompt, decodes, sampling and scoring. replay.c
+    then repeats it on an emulated Arm CPU, which must leave the same bytes in memory.
     """
     if not shutil.which(ARM[0]) or not shutil.which("qemu-aarch64"):
         pytest.skip(f"needs {ARM[0]} and qemu-aarch64")
@@ -314,8 +325,8 @@ def test_arm_makes_the_same_of_each_step(name, kind, flags, tmp_path, monkeypatc
     library = kernels.library
 
     def recorded(pool, ops, count: int, R: int):
-        """A call, and the memory that its operators name, before and after it."""
-        program = getattr(ops, "_obj", ops)  # of byref
+        """Record a call, and the memory that its operators point to, before and after it."""
+        program = getattr(ops, "_obj", ops)  # if wrapped by byref
         program = program[:count] if count > 1 else [program]
         places = {getattr(op, name) for op in program for name in POINTERS} - {None}
         file.write(struct.pack("4q", count, R, len(places), ctypes.sizeof(cpu.Op)))

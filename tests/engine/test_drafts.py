@@ -1,7 +1,7 @@
 """
-Drafts (engine/drafts.py): what is guessed, what of it counts, and when the engine waits for it.
-That answers stay the same whatever is guessed is shown by tests/engine/test_simulator.py, and that
-their bits do by tests/engine/test_bits.py.
+Drafts (engine/drafts.py): what is guessed, which guesses count, and when the engine waits for them.
+tests/engine/test_simulator.py shows that answers stay the same whatever is guessed, and
+tests/engine/test_bits.py that their bits do.
 """
 
 import json
@@ -50,10 +50,13 @@ GUESSES = """
 
 @pytest.mark.parametrize("row", GUESSES.strip().splitlines())
 def test_a_text_goes_on_as_it_did(row):
-    """Where three tokens stood last; the end of a text is no repetition of itself."""
+    """
+    A guess continues from where the last three tokens stood before. The end of a text does not
+    match itself.
+    """
     (*tokens, most), guessed = (list(map(int, part.split())) for part in row.split("->"))
     assert text_of(*tokens).guess(most) == guessed
-    # the same if the last of them have come one by one
+    # the result is the same if the last tokens come one by one
     text = text_of(tokens[0])
     for token in tokens[1:]:
         text.guess(1)
@@ -62,7 +65,7 @@ def test_a_text_goes_on_as_it_did(row):
 
 
 def test_what_needs_more_than_its_logits_and_its_position_gets_no_draft():
-    """Penalties count the tokens before it, and filters need a mask."""
+    """Penalties count the tokens before a position, and filters need a mask."""
 
     def guess(**params) -> list[int]:
         request = Answer("r", [7] * 9, 100, params=SamplingParams(**params))
@@ -86,7 +89,7 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
     assert len(text.guess(CHEAP_ROWS)) == 5
 
     def pause() -> int:
-        """How many tokens come without a draft, after a wrong guess."""
+        """Return how many tokens come without a draft after a wrong guess."""
         text.learn(0)
         text.request.generated_tokens.append(7)
         start = text.request.num_generated
@@ -96,7 +99,7 @@ def test_right_guesses_make_longer_ones_and_wrong_ones_a_pause():
 
     pauses = [pause() for _ in range(8)]
     assert pauses == [1, 2, 4, 8, 16, 32, LONGEST_PAUSE, LONGEST_PAUSE]
-    assert len(text.guess(CHEAP_ROWS)) == 1, "after a wrong guess a short one"
+    assert len(text.guess(CHEAP_ROWS)) == 1, "a short guess follows a wrong one"
     for _ in range(6):
         text.learn(1)
     assert pause() == 1, "right guesses make up for wrong ones"
@@ -108,14 +111,14 @@ def test_a_draft_leaves_the_blocks_that_requests_must_grow_into():
     r = Request("r", [0, 1, 2, 3, 4, 5], 50)
     scheduler.add_request(r)
     scheduler.update(scheduler.plan(), [6])
-    assert scheduler.extend(r, 4) == 2, "two blocks of four are kept"
+    assert scheduler.extend_if_free(r, 4) == 2, "two blocks of four are kept"
 
 
 # --------------------------------------------------------------------------------------------------
 # Engines
 
 
-# a draft, as ids -> how many of them may come after the "a" that has come
+# a draft, as ids -> how many of its tokens are allowed after the "a" that has come
 ALLOWED = """
                     -> 0
 98                  -> 1
@@ -128,7 +131,10 @@ ALLOWED = """
 
 
 def test_a_draft_is_cut_where_its_grammar_forbids_it(tmp_path, monkeypatch):
-    """Nothing of it stays behind. It may have ids of rows without a token: a prompt has them."""
+    """
+    The rest of the draft leaves no trace. A draft may include ids of rows without a token, because
+    a prompt may.
+    """
     monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)  # no verdict is late
     bpe_tokenizer([]).save(tmp_path)
     grammars = Grammars(tmp_path, GPTConfig(320, eos_token_ids=(256,)))
@@ -141,7 +147,7 @@ def test_a_draft_is_cut_where_its_grammar_forbids_it(tmp_path, monkeypatch):
 
 
 def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces():
-    """With torch's operators answers are hardly ever others, if not to the bit the same."""
+    """With torch's operators the bits may differ, but the tokens are almost always the same."""
     prompt = [5, 6, 7, 8] * 5
     plain, engine = (
         new_engine(trained_model(), attention="torch", speculate=speculate, num_blocks=100)
@@ -158,8 +164,8 @@ def test_a_text_that_repeats_itself_takes_fewer_steps_and_comes_in_pieces():
 
 def test_guesses_may_be_broken_and_fill_another_block(monkeypatch):
     """
-    Would catch: a text that ends with an error because of a token that it does not have; in a
-    record, no copy of a block that is not the last one, because a draft needs another.
+    Would catch: a text that ends with an error because of a token it does not have; a record that
+    lacks the copy of a block which is not the last one, because a draft needs another block.
     """
     monkeypatch.setattr(GrowingText, "guess", lambda text, most: [0] * most)
     engine = padded(speculate=True)
@@ -184,18 +190,21 @@ def test_guesses_may_be_broken_and_fill_another_block(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------
-# With overlap, and steps that are laid out and padded as on a GPU
+# With overlap, and steps laid out and padded as on a GPU
 
 
 def padded(window=0, **settings) -> Engine:
-    """Its answers depend on their last `window` tokens, so sooner or later they go in circles."""
+    """
+    Return an engine whose answers depend on their last `window` tokens, so they soon repeat
+    themselves.
+    """
     build = partial(SimulatedDevice, padded=True)
     sizes = {"context_length": 200, "num_blocks": 128}
     return simulated_engine(build=build, window=window, **sizes | settings)
 
 
 def life_of(engine: Engine, prompt: list[int]) -> tuple[list[int], list[bool]]:
-    """The answer, and of each step whether it was planned with another one under way."""
+    """Return the answer, and for each step whether it was planned while another one was running."""
     request = engine.add_request("r", prompt, greedy(100))
     overlaps = []
     launch = engine.runner.launch
@@ -216,7 +225,7 @@ def test_a_text_that_repeats_itself_overlaps_until_it_promises_a_draft():
 
 
 def test_a_promise_that_is_not_kept_is_a_wrong_guess(monkeypatch):
-    """Would catch: an engine that waits in each step for a draft that does not come."""
+    """Would catch: an engine that waits in each step for a draft that never comes."""
     text_guess = GrowingText.guess
 
     def guess(text: GrowingText, most: int) -> list[int]:
@@ -232,13 +241,16 @@ def test_a_promise_that_is_not_kept_is_a_wrong_guess(monkeypatch):
 
 
 def test_a_launch_that_fails_keeps_the_tokens_of_the_step_before_it():
-    """With drafts one call of `step` resolves a step and launches the next: both have outputs."""
+    """
+    With drafts, one call of `step` resolves a step and launches the next. The outputs of both
+    count.
+    """
     engine = padded(window=2, speculate=True, overlap=True)
     request = engine.add_request("r", [1, 2], greedy(60))
     launch = engine.runner.launch
 
     def failing(plan: Plan):
-        """After a step whose tokens this call of `step` has yet to return."""
+        """Fail after a step whose tokens this call of `step` has not returned yet."""
         if engine.stages["drafts"].num_right and not engine.in_flight:
             raise RuntimeError("broken")
         return launch(plan)
@@ -252,7 +264,7 @@ def test_a_launch_that_fails_keeps_the_tokens_of_the_step_before_it():
 
 
 def test_steps_without_drafts_need_no_upload():
-    """The same inputs as long as the host has no token to tell, and no new block."""
+    """The inputs stay the same as long as the host has no new token or block to send."""
     r = Request("r", [5, 6, 7], 9, generated_tokens=[8], row=1, block_table=[4], num_filled_slots=3)
     inputs = []
     for _ in range(2):

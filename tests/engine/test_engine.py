@@ -1,7 +1,7 @@
 """
 Single rules of the engine: settings and sizes, refusals, messages, failures and interrupts. Most
-run without a model (simulated_device.py). Right answers are proved in test_paged.py and
-test_runner.py; random lives, with the server's loop, are the simulator's.
+tests run without a model (simulated_device.py). test_paged.py and test_runner.py prove that answers
+are right; the simulator runs random lives, with the server's loop.
 """
 
 import dataclasses
@@ -39,7 +39,10 @@ from tests.simulated_device import (
 
 
 def test_a_count_is_a_whole_number_of_at_least_1_and_a_share_below_1():
-    """NaN passed, 10**30 ended in an OverflowError, and others in a TypeError without the name."""
+    """
+    Previously NaN was accepted, 10**30 ended in an OverflowError, and other values in a TypeError
+    that did not name the setting.
+    """
     counts = [f.name for f in dataclasses.fields(Settings) if "least" in f.metadata]
     assert len(counts) == 5
     for name in counts:
@@ -57,7 +60,8 @@ def test_a_count_is_a_whole_number_of_at_least_1_and_a_share_below_1():
 
 def test_every_setting_reaches_the_scheduler():
     """
-    Would catch: a flag that is taken and does nothing, a share of blocks taken for one of tokens.
+    Would catch: a flag that is accepted but does nothing; a share of blocks taken for one of
+    tokens.
     """
     settings = {"policy": "sjf", "token_budget": 40, "block_size": 2, "prefix_cache": False}
     engine = simulated_engine(num_blocks=70, watermark=0.1, prefill_share=0.5, **settings)
@@ -65,7 +69,7 @@ def test_every_setting_reaches_the_scheduler():
     assert scheduler.delay is POLICIES["sjf"]
     assert not scheduler.settings.prefix_cache
     assert (scheduler.token_budget, scheduler.prefill_tokens) == (40, 20)
-    assert (scheduler.block_size, scheduler.watermark) == (2, 7)
+    assert (scheduler.block_size, scheduler.watermark_blocks) == (2, 7)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +90,9 @@ def test_the_sizes_of_a_step(on_gpu, asked, sizes):
 
 def test_the_pool_has_room_for_three_quarters_of_the_rows_at_full_length():
     """
-    A context that is no multiple of the block size needs a block more a row, not one less; a text
-    of full length always fits. So a small model's pool can overflow, and shows a preemption.
+    If the context is no multiple of the block size, each row needs one block more, not one less. A
+    text of full length always fits. So a small model's pool can still overflow, which shows a
+    preemption.
     """
 
     def room(num_rows: int, context_length=32) -> int:
@@ -111,7 +116,7 @@ def test_the_pool_has_room_for_three_quarters_of_the_rows_at_full_length():
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
-    """Would catch: a limit silently lowered, or a death in the middle of serving."""
+    """Would catch: a limit lowered silently, or a crash in the middle of serving."""
     monkeypatch.setattr(sizing, "memory_of", lambda device: (160, 160))  # 20 blocks of 8 bytes
     monkeypatch.setattr(sizing, "bytes_per_block", lambda model, block_size: 8)
     sizes = {"num_blocks": 20, "token_budget": 8}
@@ -122,15 +127,15 @@ def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
 
 @pytest.mark.parametrize(("free", "num_blocks"), [(10**13, 9 * 16), (640, 5), (639, 4), (9, 1)])
 def test_on_a_cpu_the_pool_takes_a_quarter_of_free_memory(free, num_blocks, monkeypatch):
-    """A block: 2 (K, V) * 4 tokens * 4 bytes."""
+    """A block takes 2 (K, V) * 4 tokens * 4 bytes."""
     monkeypatch.setattr(sizing, "memory_of", lambda device: (free, 2**60))
     assert simulated_engine(num_blocks=None, max_num_seqs=12).num_blocks == num_blocks
 
 
 def test_the_defaults_on_a_gpu(monkeypatch):
     """
-    The pool takes 90% of what is free after a step, whose kernels and tensors need memory: here of
-    100 blocks, of 1,000 in all.
+    The pool takes 90% of what is free after one step, because its kernels and tensors also need
+    memory. Here 100 of 1,000 blocks are free.
     """
     built = []
 
@@ -161,7 +166,7 @@ def test_the_defaults_on_a_gpu(monkeypatch):
 
 
 def test_out_of_memory_says_what_to_change():
-    """A reader of torch's message learns how many bytes, and not which flag."""
+    """torch's message only says how many bytes were wanted; ours says which flag to change."""
 
     def no_memory(*arguments):
         raise torch.OutOfMemoryError("tried to allocate 5 GiB")
@@ -218,7 +223,7 @@ REFUSED += [
 @pytest.mark.parametrize(("fields", "message"), REFUSED)
 def test_a_request_that_can_never_be_served_is_refused_at_once(fields, message):
     """
-    Would catch: a limit off by one, a request queued although it was refused, a bool taken for
+    Would catch: a limit off by one; a request queued although it was refused; a bool taken for
     token 1.
     """
     engine = simulated_engine(num_blocks=10)
@@ -234,7 +239,7 @@ def test_a_request_that_can_never_be_served_is_refused_at_once(fields, message):
 
 
 def test_an_add_message_carries_a_bias_and_is_refused_with_the_reason():
-    """JSON has texts as keys. All else that a message asks for is the simulator's."""
+    """JSON has strings as keys. The simulator checks all other fields of a message."""
     engine = simulated_engine()
     errors = []
     link = SimpleNamespace(queue=errors.append)
@@ -251,8 +256,8 @@ def test_an_add_message_carries_a_bias_and_is_refused_with_the_reason():
 
 def test_requests_without_a_seed_are_drawn_one():
     """
-    Every start of the server or of the terminal gave the same text again: the seeds were always
-    drawn from 0. With a seed, an engine's runs can be repeated.
+    Previously every start of the server or the terminal gave the same text again, because seeds
+    were always drawn from 0. If a seed is set, an engine's runs can be repeated.
     """
 
     def draw(**settings) -> list[int]:
@@ -269,7 +274,9 @@ def test_requests_without_a_seed_are_drawn_one():
 
 
 def test_each_of_several_ends_of_text_ends_it():
-    """Only the first of config.json's list ended a text, or the list was refused."""
+    """
+    Previously only the first entry of config.json's list ended a text, or the list was refused.
+    """
     text = greedy_answer([1, 2], 20)
     later = next(token for token in text if token != text[0])
     for ends in (later, text[0]), (text[0], later), (later, 11):
@@ -283,8 +290,8 @@ def test_each_of_several_ends_of_text_ends_it():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_hundred_steps_without_waiting_for_the_device():
-    """One `.item()` in a step, and the device waits for the host from then on."""
-    sizes = {"max_num_seqs": 8, "block_size": 4, "num_blocks": 200}  # others use the GPU, too
+    """A single `.item()` in a step would make the device wait for the host from then on."""
+    sizes = {"max_num_seqs": 8, "block_size": 4, "num_blocks": 200}  # others also use the GPU
     engine = Engine(deepcopy(trained_model()).cuda(), Settings(**sizes))
     params = SamplingParams(max_tokens=engine.max_model_len - 5, top_p=0.9)
     for i in range(6):
@@ -304,7 +311,9 @@ def test_a_hundred_steps_without_waiting_for_the_device():
 
 
 def test_delays_that_are_never_asked_for_are_forgotten(monkeypatch):
-    """`generate` in a program never asks: two numbers of each request were kept for ever."""
+    """
+    A program that uses `generate` never reads them: two numbers per request were kept for ever.
+    """
     monkeypatch.setattr(engine_module, "MAX_DELAYS", 2)
     engine = simulated_engine()
     engine.generate([[1]] * 3, greedy(2), progress=False)
@@ -314,8 +323,8 @@ def test_delays_that_are_never_asked_for_are_forgotten(monkeypatch):
 
 def test_generate_leaves_the_requests_of_others_as_they_are():
     """
-    With overlap it dropped the step under way, and with it a token of a request that another
-    caller had added.
+    With overlap it dropped the running step, and with it a token of a request that another caller
+    had added.
     """
     engine = simulated_engine(overlap=True)
     generate = partial(engine.generate, progress=False)
@@ -332,11 +341,12 @@ def test_generate_leaves_the_requests_of_others_as_they_are():
 
 
 # --------------------------------------------------------------------------------------------------
-# Steps that fail, and that come late
+# --------------------------------------------------------------------------------------------------
+# Steps that fail or come late
 
 
 def fail(engine: Engine, error: BaseException, nth=1, when=lambda plan: True):
-    """Let the nth launch of such a plan raise."""
+    """Make the nth launch of a plan for which `when` is true raise this error."""
     launch = engine.runner.launch
     plans = []
 
@@ -352,16 +362,17 @@ def fail(engine: Engine, error: BaseException, nth=1, when=lambda plan: True):
 
 def test_generate_raises_errors_and_leaves_an_idle_pool():
     """
-    Would catch: an answer cut short and returned as if it were whole; Ctrl-C leaving requests that
-    the next call would serve again, or that go on with a device state one step ahead of their own.
+    Would catch: a partial answer returned as if it were whole; requests left by Ctrl-C, which the
+    next call would serve again, or which would go on with a device state one step ahead of their
+    own.
     """
     engine = simulated_engine()
     fail(engine, FloatingPointError("bad"), nth=5)
-    mine = engine.add_request("mine", [9, 9], greedy(20))
+    request = engine.add_request("mine", [9, 9], greedy(20))
     with raises(RuntimeError, "failed: FloatingPointError: bad"):
         engine.generate([[i] for i in range(12)], greedy(8), progress=False)
-    assert mine.status == "done"
-    assert mine.finish_reason == "error"
+    assert request.status == "done"
+    assert request.finish_reason == "error"
     assert_idle(engine)
     assert engine.generate([[3]], greedy(8), progress=False) == [greedy_answer([3], 8)]
 
@@ -369,8 +380,8 @@ def test_generate_raises_errors_and_leaves_an_idle_pool():
 @pytest.mark.parametrize("moment", ["planned", "launched"])
 def test_a_stage_that_fails_ends_the_requests_of_its_step(moment):
     """
-    Would catch: a request that the plan has admitted and the device does not know of; it would go
-    on with the row of the one before it.
+    Would catch: a request that the plan admitted but the device does not know. It would go on with
+    the row of the request before it.
     """
     engine = simulated_engine(max_num_seqs=2)
     engine.add_request("first", [7, 8], greedy(9))
@@ -389,9 +400,9 @@ def test_a_stage_that_fails_ends_the_requests_of_its_step(moment):
 
 def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
     """
-    The interrupted plan has preempted a prompt of which a chunk was under way. Admitted again
-    before that step was taken in, the prompt had the chunk counted twice, and blocks committed
-    before their K, V existed.
+    The interrupted plan preempted a prompt while a chunk of it was running. Previously the prompt
+    could be admitted again before that step was resolved. Then the chunk was counted twice, and
+    blocks were committed before their K and V existed.
     """
     sizes = {"num_blocks": 12, "max_num_seqs": 2, "token_budget": 5, "watermark": 0}
     engine = simulated_engine(overlap=True, **sizes)
@@ -414,7 +425,9 @@ def test_ctrl_c_under_overlap_takes_in_the_step_under_way():
 
 
 def test_a_layer_that_sees_all_keeps_all():
-    """Would catch: blocks given back for the layers that slide, though another one reads them."""
+    """
+    Would catch: blocks freed because some layers have windows, although another layer reads them.
+    """
     model = GPT(replace(trained_model().config, windows=(8, 0))).eval()
     engine = new_engine(model, num_blocks=16)
     engine.generate([prompt(0, 40)], greedy(24), progress=False)

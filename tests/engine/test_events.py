@@ -1,6 +1,6 @@
 """
-Records: which lines an engine writes, to whom they are sent, and how they are read again. Each
-scene below is a table: a command, and after the arrow all that it brings.
+Records: which lines an engine writes, to whom they are sent, and how they are read back. Each scene
+below is a table: a command, and after the arrow everything that results.
 """
 
 import io
@@ -17,7 +17,7 @@ from wires import House, request
 
 import serve
 from assets import records
-from assets.records import RecordError, Tallies, open_record, replay
+from assets.records import PoolState, RecordError, open_record, replay
 from engine import events, process
 from engine.events import compact_json, record_to
 from server import live
@@ -30,7 +30,7 @@ RECORDS = sorted((ROOT / "assets").glob("*.jsonl"))
 
 
 def play(scene: str, act, news):
-    """Each row: act(*command) leads to the news after its arrow."""
+    """Run each row: after act(*command), news() must be what the row has after its arrow."""
     for row in scene.strip().splitlines():
         command, _, expected = row.partition("=>")
         act(*command.split())
@@ -58,9 +58,10 @@ LINES = """
 @pytest.mark.parametrize("tokens", [True, False])
 def test_the_lines_of_a_run_are_those_of_the_reference(tokens, monkeypatch):
     """
-    A call of two choices, and one that waits for 7 blocks of 8: its tail is evicted first. Token
-    ids are texts: without `tokens` no line has them. A snapshot is asked for in mid-run. A page
-    that comes back takes what is later than its last line: of two at once it lost one.
+    The lines are a call of two choices, and one that waits for 7 blocks of 8, whose tail is evicted
+    first. Token ids reveal text, so only `tokens` puts them into lines. A snapshot is requested in
+    mid-run. A page that reconnects gets everything later than its last line; previously, if two
+    lines had the same time, it lost one.
     """
     engine = simulated_engine(num_blocks=8, max_num_seqs=3, watermark=0, overlap=True)
     monkeypatch.setattr(events.time, "monotonic", lambda: engine.started + 1)
@@ -97,8 +98,8 @@ new: active"""
 
 class Renewed(RecordedWorld):
     """
-    While steps are under way a recording begins, with what was planned before it; or somebody asks
-    for a snapshot, and reads on from there.
+    A recording begins while steps are running, with what was planned before it; or a reader
+    requests a snapshot and reads on from there.
     """
 
     def check_tallies(self):
@@ -112,7 +113,7 @@ class Renewed(RecordedWorld):
 
 
 class Long(RecordedWorld):
-    """A snapshot follows every so many lines, so that a reader can begin there."""
+    """A snapshot follows after every few lines, so that a reader can begin there."""
 
     def run(self):
         with pytest.MonkeyPatch.context() as patches:
@@ -124,8 +125,9 @@ class Long(RecordedWorld):
 @pytest.mark.parametrize("seeds", [range(4, 20), pytest.param(range(150), marks=pytest.mark.slow)])
 def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds):
     """
-    After each step, wherever a reader begins; see RecordedWorld. All that a line can tell happens
-    in these lives: overlap, windows, forks, preemptions, failed steps. No quick one is long.
+    The tallies must match after each step, wherever a reader begins; see RecordedWorld. Everything
+    that a line can say happens in these lives: overlap, windows, forks, preemptions, failed steps.
+    The quick lives are all short.
     """
     seen = Counter()
     for seed, world in zip(seeds, cycle([RecordedWorld, Renewed, Long]), strict=False):
@@ -143,7 +145,7 @@ def test_tallies_drawn_from_the_lines_are_the_allocators_own(seeds):
 
 
 class Stage:
-    """The loop of an engine, its link and a clock: one command is one turn of it."""
+    """The loop of an engine, its link and a clock; each command is one iteration of the loop."""
 
     def __init__(self, monkeypatch):
         monkeypatch.setattr(events, "time", self)
@@ -182,7 +184,9 @@ class Stage:
         process.serve_step(self.engine, self)
 
     def news(self) -> str:
-        """Messages, and whether the engine records, and in how many seconds one is due."""
+        """
+        Return the messages, whether the engine records, and in how many seconds a message is due.
+        """
         words = [" ".join(self.sent)] if self.sent else []
         self.sent.clear()
         if not self.recorder.listeners:
@@ -192,7 +196,8 @@ class Stage:
 
 
 SCENES = {
-    # nothing is computed before; then a snapshot at once; lines at most every 0.1 s
+    # nothing is computed before the first listener, then a snapshot comes immediately; lines come
+    # at most every 0.1 s
     "ten messages a second": """
         request     => off
         leave       => off
@@ -202,7 +207,7 @@ SCENES = {
         wait 0.06   => step step step
         wait 0.2    => step
     """,
-    # its lines are not kept for it; it got a whole snapshot ten times a second for ever
+    # its lines are not kept for it; it used to get a whole snapshot ten times a second for ever
     "a link that is behind gets one snapshot": """
         join        => snapshot
         request     => due in 0.10
@@ -214,7 +219,7 @@ SCENES = {
         wait 0.2    => step
         wait 0.2    => step
     """,
-    # a page that is loaded again finds what happened meanwhile
+    # a page that is reloaded finds what happened meanwhile
     "ten minutes after the last listener recording ends": """
         join        => snapshot
         leave       =>
@@ -244,7 +249,7 @@ def test_the_http_process_gets_lines_while_it_has_listeners(title, monkeypatch):
 
 
 def test_the_time_goes_on_while_nobody_listens(monkeypatch):
-    """A page that slept for an hour took the new lines for those that it had."""
+    """Previously a page that had slept for an hour took the new lines for ones it already had."""
     stage = Stage(monkeypatch)
     lines = []
     for engine in stage.engine, stage.engine, simulated_engine():
@@ -261,7 +266,7 @@ def test_the_time_goes_on_while_nobody_listens(monkeypatch):
 
 
 def say(house, *words, **more):
-    """Lines of the engine: a number is that of a step, another word the name of an event."""
+    """Send lines of the engine: a number is that of a step, any other word the name of an event."""
     lines = []
     for word in map(str, words):
         step = {"event": "step", "step": int(word)} if word.isdecimal() else None
@@ -270,7 +275,9 @@ def say(house, *words, **more):
 
 
 def lines_of(caller) -> list:
-    """The lines that a client has got, each as its event, or as the number of its step."""
+    """
+    Return the lines that a client has received: each as its event, or as the number of its step.
+    """
     return [line.get("step", line["event"]) for lines in caller.events for line in lines]
 
 
@@ -295,7 +302,7 @@ EVENTS = {
         call b                  => listens
         say snapshot 9          => b: snapshot 9
     """,
-    # the page showed a frozen picture for seconds; the next engine knows nothing of listeners
+    # the page used to show a frozen picture for seconds; the next engine knows of no listeners
     "a dead engine is an event": """
         call a                  => listens
         say snapshot 1          => a: snapshot 1
@@ -320,7 +327,7 @@ EVENTS = {
         ready                   =>
         call a                  => listens
     """,
-    # it was cut two seconds later, and the log said that the application had a bug
+    # it used to be cut two seconds later, and the log said that the application had a bug
     "the stream ends with the last engine": """
         call a                  => listens
         say snapshot            => a: snapshot
@@ -343,7 +350,7 @@ class Audience:
     def __init__(self, house: House):
         self.house = house
         self.callers = {}
-        self.known = Counter()  # words of each that are no news
+        self.known = Counter()  # words of each client that `news` has already returned
 
     def act(self, command: str, *words: str):
         house = self.house
@@ -388,7 +395,9 @@ def test_listeners_are_sent_lines(title):
 
 @pytest.mark.parametrize("keys", ["abc", ""], ids=["keys", "addresses"])
 def test_nobody_takes_all_places_of_listeners(keys):
-    """Sixteen listeners that never read held them all for as long as they liked."""
+    """
+    Previously sixteen listeners that never read could occupy all places for as long as they liked.
+    """
     with House(keys=keys) as house:
         codes = []
         for owner in [*"a" * 9, *"b" * 9, "c"]:
@@ -401,7 +410,7 @@ def test_nobody_takes_all_places_of_listeners(keys):
 
 
 def test_the_last_lines_are_kept_from_a_snapshot_on_and_come_in_parts():
-    """Other calls are answered in between."""
+    """Other calls are answered between the parts."""
     with House() as house:
         house.call("/events")
         for number in range(4000):
@@ -414,7 +423,7 @@ def test_the_last_lines_are_kept_from_a_snapshot_on_and_come_in_parts():
         assert parts == [live.LINES_AN_EVENT] * 10 + [2]
 
 
-# of two keys; then a restart, whose numbers begin at 1 again
+# lines of two keys; then a restart, whose numbers begin at 1 again
 SAID = """\
 {"event":"snapshot","requests":[{"r":1,"name":"a","key":"key 1","tokens":[5]},\
 {"r":2,"name":"b","key":"key 0","tokens":[6]}]}
@@ -433,8 +442,8 @@ READ = """\
 
 def test_keys_do_not_read_each_other():
     """
-    Names and tokens of another key's requests are hidden, in the history too. Without a key nothing
-    is sent.
+    Names and tokens of another key's requests are hidden, also in the history. Without a key
+    nothing is sent.
     """
     bearer = {"Authorization": "Bearer two"}
     with House("--log-requests", keys=("one", "two")) as house:
@@ -452,7 +461,10 @@ def test_keys_do_not_read_each_other():
 
 
 def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
-    """When its next line is kept no more. Then it gets lines again, each once."""
+    """
+    It continues from a snapshot if its next line is no longer kept. Then it gets lines again, each
+    once.
+    """
     monkeypatch.setattr(live, "KEPT_LINES", 20)
     with House() as house:
         caller = house.call("/events")
@@ -461,7 +473,7 @@ def test_a_slow_client_goes_on_from_a_snapshot(monkeypatch):
         for number in range(100):
             if number % 10 == 9:
                 say(house, "snapshot")
-            # so that the connection is full at once
+            # large lines, so that the connection fills up immediately
             say(house, number, filler="x" * 20_000)
         caller.read_on()
         kept = [*range(79, 89), "snapshot", *range(89, 99), "snapshot", 99]
@@ -486,9 +498,10 @@ def test_a_head_is_no_listener():
 
 def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_path, capsys):
     """
-    Then it ends with a whole line, and the server goes on: half a one stayed, to which the next
-    engine would have added its first. (A limit of this process stands for the disk.) To another
-    file not even a title can be written: shortening it failed as well, and with that the engine.
+    The record then ends with a whole line, and the server goes on. Previously half a line stayed,
+    and the next engine would have appended its first line to it. (A limit of this process stands in
+    for a full disk.) The other file does not even take a title. Shortening it also failed, which
+    ended the engine.
     """
     path = tmp_path / "run.jsonl"
     engine = simulated_engine(num_blocks=8)
@@ -513,7 +526,7 @@ def test_a_record_is_a_title_a_snapshot_and_lines_until_the_disk_is_full(tmp_pat
 
 @pytest.mark.parametrize("name", ["old.jsonl", "nowhere/run.jsonl", "", "new.jsonl"])
 def test_a_record_is_written_to_a_new_file_or_nothing_is_loaded(tmp_path, name):
-    """A start that fails leaves an empty file, whose name is still free."""
+    """A start that fails leaves an empty file, whose name can still be used."""
     old = tmp_path / "old.jsonl"
     old.write_text("what was")
     says = "none" if name == "new.jsonl" else f"{tmp_path / name}.*name"
@@ -530,15 +543,15 @@ TITLE = '{"event": "title", "name": "a"}'
 TOUR_LINES = (ROOT / "assets/tour.jsonl").read_text().splitlines()
 _, SNAPSHOT, STEP, *_ = TOUR_LINES
 BAD = [
-    ("", "no record: line 1 is b''"),
-    ("[1, 2]", "no record: line 1 is"),
-    ("[" * 10**6, "no record: line 1 is"),
+    ("", "not a record: line 1 is b''"),
+    ("[1, 2]", "not a record: line 1 is"),
+    ("[" * 10**6, "not a record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
-    (f"{TITLE}\n{STEP}", "no record: line 2 is"),
-    ('{"event": "snapshot", "version": 1}', "this reads version 2, there is 1"),
-    ('{"event": "snapshot"}', "no record: line 1 is"),
-    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "no record: line 2 is"),
-    (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "no record: line 2 is"),
+    (f"{TITLE}\n{STEP}", "not a record: line 2 is"),
+    ('{"event": "snapshot", "version": 1}', "this reads version 2, not 1"),
+    ('{"event": "snapshot"}', "not a record: line 1 is"),
+    (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "not a record: line 2 is"),
+    (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "not a record: line 2 is"),
     (None, "file: No such file or directory; name a file of"),
 ]
 
@@ -555,13 +568,13 @@ def test_a_file_that_is_no_record_is_refused(text, says, tmp_path, monkeypatch):
 
 
 def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last():
-    tallies = Tallies(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
-    tallies.apply({"event": "step", "idle": [1]})
-    assert [*tallies.idle] == [2, 1]
+    state = PoolState(json.loads(SNAPSHOT) | {"committed": [1, 2], "idle": [1, 2]})
+    state.apply({"event": "step", "idle": [1]})
+    assert [*state.idle] == [2, 1]
 
 
 def test_only_the_last_line_may_be_cut_off():
-    """By the end of the server; it may also lack nothing but its line break."""
+    """The end of the server may cut it off. It may also lack only its line break."""
 
     def read(text: str) -> list[str]:
         return [line["event"] for _, line in replay(io.BytesIO(text.encode()))]
@@ -569,10 +582,11 @@ def test_only_the_last_line_may_be_cut_off():
     cut = f"{TITLE}\n{SNAPSHOT}\n{STEP}"
     assert read(cut) == ["title", "snapshot", "step"]
     assert read(cut[:-5]) == ["title", "snapshot"]
-    with pytest.raises(RecordError, match="no record: line 3 is"):
+    with pytest.raises(RecordError, match="not a record: line 3 is"):
         read(f"{cut[:-5]}\n{STEP}\n")
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Records in assets, and how they are shown
 
@@ -604,7 +618,9 @@ Resume: admitted chunks hit
 
 
 def test_each_caption_of_the_tour_stands_at_what_it_tells():
-    """[step, request, text]: what its step does with the request."""
+    """
+    The format is [step, request, text]. The text must say what its step does with the request.
+    """
     title, *lines = map(json.loads, TOUR_LINES)
     steps = {line.get("step"): line for line in lines if line["event"] == "step"}
     shown = ""
@@ -623,7 +639,7 @@ def test_each_caption_of_the_tour_stands_at_what_it_tells():
 
 @pytest.mark.parametrize(("flags", "has_texts"), [([], False), (["--log-requests"], True)])
 def test_a_record_has_texts_where_the_log_has_them(tmp_path, flags, has_texts):
-    """Would catch: token ids, which are texts, in a file for which nobody asked to have them."""
+    """Would catch: token ids, which reveal text, in a file although nobody asked for them."""
     save_caller(tmp_path / "model")
     path = tmp_path / "run.jsonl"
     named = ["--model", str(tmp_path / "model"), "--record", str(path), "--device", "cpu"]

@@ -1,9 +1,10 @@
 """
-Answers held to grammars: each token is the one that masked sampling gives, whatever happens to the
-request and whatever stands beside it; and nothing that a client sends holds up the others.
+Answers that must follow a grammar: each token is the one that masked sampling gives, whatever
+happens to the request and whatever is served beside it. And nothing that a client sends delays the
+other requests.
 
-The oracle recomputes every position alone: the dense model's logits, a mask of a matcher of its
-own, and the sampling rules of oracle.py. The model is random, so that most tokens are refused.
+The oracle recomputes every position separately, with the dense model's logits, a mask from its own
+matcher, and the sampling rules of oracle.py. The model is random, so most tokens are refused.
 """
 
 import random
@@ -79,7 +80,7 @@ def window() -> int:
 @pytest.fixture
 def model(tokenizer, window) -> GPT:
     """
-    Of random weights. Its rows are more than the tokenizer's tokens, and it has two end-of-text
+    Return a model with random weights, more rows than the tokenizer has tokens, and two end-of-text
     tokens.
     """
     V, ends = tokenizer.vocab_size + 5, tuple(tokenizer.control.values())
@@ -93,13 +94,13 @@ def model(tokenizer, window) -> GPT:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch):
-    """No verdict and no mask is late, however busy the machine."""
+    """Let no verdict and no mask be late, however busy the machine is."""
     monkeypatch.setattr(grammar_module, "MASK_SECONDS", 60)
 
 
 @pytest.fixture
 def late_replies(monkeypatch):
-    """Half of all verdicts and masks take longer than a step waits for them."""
+    """Let half of all verdicts and masks take longer than a step waits for them."""
     choose = random.Random(0)
     receive = Compiled._receive
 
@@ -111,8 +112,8 @@ def late_replies(monkeypatch):
 
 def open_grammars(directory: Path, rows: int = 0) -> Grammars:
     """
-    Those of a model with more rows than its tokenizer has tokens. Each control token ends an
-    answer.
+    Return the grammars of a model with more rows than its tokenizer has tokens. Each control token
+    ends an answer.
     """
     tokenizer = load_tokenizer(directory)
     ends = tokenizer.control.values()
@@ -126,7 +127,7 @@ def grammars(directory) -> Grammars:
 
 
 def mask_of(grammar: Grammar) -> np.ndarray:
-    """[V / 32] int32: a bit for each token that may come next."""
+    """Return [V / 32] int32: a bit for each token that may come next."""
     grammar.begin_mask()
     while not grammar.has_mask(soon()):
         pass
@@ -139,7 +140,7 @@ def allowed_tokens(grammar: Grammar) -> list[int]:
 
 
 def walk(grammar: Grammar, count: int) -> list[int]:
-    """Draw this number of tokens that the grammar allows, fewer if no more is allowed."""
+    """Draw this number of tokens that the grammar allows, or fewer if no more are allowed."""
     choose = random.Random(0)
     tokens = []
     while len(tokens) < count and (allowed := allowed_tokens(grammar)):
@@ -149,7 +150,9 @@ def walk(grammar: Grammar, count: int) -> list[int]:
 
 
 def step(engine: Engine, answers: dict):
-    """A step, whose outputs go to the answers: id -> (tokens, finish_reason, error, scores)."""
+    """
+    Run a step and add its outputs to the answers: id -> (tokens, finish_reason, error, scores).
+    """
     for output in engine.step():
         assert output.tokens or output.error, "an output of no token"
         tokens, *_, scores = answers.get(output.id, ([], []))
@@ -167,8 +170,8 @@ def finish(engine: Engine, answers: dict) -> dict:
 
 def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice: int):
     """
-    Each token of an answer is what a sampler that always masks may give, and has the score that it
-    has without a mask.
+    Check that each token of an answer is one that a sampler which always masks could give, and has
+    the same score as without a mask.
     """
     tokens, _, _, scores = answer
     grammar = grammar.copy()
@@ -195,8 +198,8 @@ def assert_follows(model: GPT, grammar: Grammar, prompt, params, answer, choice:
 
 def play(model: GPT, grammars: Grammars, seed: int, attention="auto", **settings) -> Engine:
     """
-    Random requests, with grammars and without, some aborted, in a pool that is too small; the
-    answers are judged. "graphs": torch's operators, whose steps are captured.
+    Serve random requests, with and without grammars, some of them aborted, in a pool that is too
+    small, and check the answers. "graphs" means torch's operators with captured steps.
     """
     choose = random.Random(seed)
     V = model.config.vocab_size
@@ -239,10 +242,10 @@ def play(model: GPT, grammars: Grammars, seed: int, attention="auto", **settings
 @each_overlap
 def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention):
     """
-    With preemptions, prefix hits, forks, aborts, filters, penalties, stops, scores and free
-    requests. Would catch: a refused token that is kept, counted, scored or committed; a mask of
-    another position or row; a mask that stays; filters before masks; a step under way that still
-    counts; a token that was sent before its mask.
+    The requests meet preemptions, prefix hits, forks, aborts, filters, penalties, stops, scores and
+    requests without a grammar. Would catch: a refused token that is kept, counted, scored or
+    committed; a mask of another position or row; a mask that is not removed; filters applied before
+    masks; a running step that still counts; a token sent before its mask has come.
     """
     for seed in range(2):
         engine = play(model, grammars, seed, attention, overlap=overlap)
@@ -255,8 +258,8 @@ def test_tokens_are_those_of_masked_sampling(model, grammars, overlap, attention
 @each_overlap
 def test_requests_sit_out_until_their_masks_are_there(model, grammars, overlap, late_replies):
     """
-    Would catch: a step that waits for a mask; a late verdict that counts as the next one; a request
-    that is held for ever, goes back too far, or reads a block that a window has left.
+    Would catch: a step that waits for a mask; a late verdict taken for the next one; a request that
+    waits for ever, goes back too far, or reads a block that its window has left.
     """
     for seed in range(2):
         play(model, grammars, seed, overlap=overlap)
@@ -267,8 +270,8 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     model, grammars, overlap, monkeypatch
 ):
     """
-    Would catch: all requests that wait for one whose grammar is slow; an engine that looks again
-    and again for a mask, because another request waits for the blocks of the one that is held.
+    Would catch: all requests waiting for one whose grammar is slow; an engine that keeps polling
+    for a mask because another request needs the blocks of the one that waits for it.
     """
     waits = []
 
@@ -285,7 +288,7 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
     while "free" in engine.requests:
         assert not waits
         step(engine, answers)
-    assert engine.scheduler.held
+    assert engine.scheduler.paused
     step(engine, answers)
     assert len(waits) == 1
     free = engine.scheduler.block_allocator.num_free
@@ -295,7 +298,7 @@ def test_a_mask_is_waited_for_only_where_there_is_nothing_else_to_do(
 
 
 def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random):
-    """Otherwise what comes in the answers, lists of tokens by id."""
+    """Guess what comes in the answers, lists of tokens by id; now and then guess wrongly."""
 
     def guess(text: GrowingText, most: int) -> list[int]:
         r = text.request
@@ -313,13 +316,15 @@ def guess_now_and_then_wrongly(monkeypatch, answers: dict, choose: random.Random
 
 
 def ask(id: str, owner: str = "") -> dict:
-    """The message of a request that is held to its name."""
+    """Return the message of a request whose grammar allows only its own id."""
     message = {"op": "add", "id": id, "prompt": [1], "params": {}, "owner": owner}
     return message | {"grammar": {"kind": "regex", "text": id}}
 
 
 class SlowLibrary:
-    """Plays `Grammars`: a grammar is compiled once the test has put its text into `done`."""
+    """
+    A stand-in for `Grammars`: a grammar is compiled once the test has put its text into `done`.
+    """
 
     def __init__(self):
         self.begun = []
@@ -335,9 +340,9 @@ class SlowLibrary:
 
 def test_messages_go_by_one_whose_grammar_is_compiled():
     """
-    Would catch: a loop that waits for a grammar; a request that is added after its abort, or that
-    is dropped with another's; clients that hang up and leave the others behind grammars that nobody
-    wants.
+    Would catch: a loop that waits for a grammar; a request added after its abort, or dropped
+    together with another one; clients that hang up and leave others waiting behind grammars that
+    are no longer wanted.
     """
     library = SlowLibrary()
     queue = CompileQueue(lambda: library)
@@ -356,7 +361,7 @@ def test_messages_go_by_one_whose_grammar_is_compiled():
 
 
 def test_owners_take_turns():
-    """Would catch sixteen slow grammars of one key that are all compiled before another's."""
+    """Would catch: sixteen slow grammars of one key that are all compiled before another key's."""
     library = SlowLibrary()
     queue = CompileQueue(lambda: library)
     texts = ["x0", "x1", "x2", "y0", "y1", "z0"]
@@ -376,7 +381,10 @@ def test_owners_take_turns():
     ],
 )
 def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message):
-    """Would catch: its reason as an internal error; a 400 for want of files, processes, memory."""
+    """
+    Would catch: the library's refusal reported as an internal error; a 400 when the server lacks
+    files, processes or memory.
+    """
     refusals = []
     queue = CompileQueue(Mock(side_effect=error))
     for passed in queue.pass_on([ask("a")]):
@@ -386,14 +394,16 @@ def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message
 
 
 # --------------------------------------------------------------------------------------------------
-# What stands beside an answer
+# --------------------------------------------------------------------------------------------------
+# What is served beside an answer
 
 
 @each_overlap
 def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     """
-    Beside a free request, which gets what it gets alone. Would catch: a dead end that ends a step,
-    or its neighbours; a token that no grammar allows; an answer without an end.
+    A request without a grammar runs beside them, and gets what it gets when served alone. Would
+    catch: a dead end that ends a step or its neighbours; a token that the grammar forbids; an
+    answer that never ends.
     """
     save("smollm2", tmp_path)  # has no token for a tab
     with_lacking = Grammars(tmp_path, model.config)
@@ -417,30 +427,31 @@ def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     for id, words in {"byte": "no token is left", "short": "min_tokens"}.items():
         _, reason, error, _ = answers[id]
         assert reason == "error" and words in error
-        queued = []  # not a 500, which clients send again and again
+        queued = []  # not a 500, which clients retry
         queue_output(SimpleNamespace(queue=queued.append), Output(id, [], reason, error=error))
         assert queued[0]["kind"] == "invalid"
     assert_idle(engine)
 
 
 # --------------------------------------------------------------------------------------------------
-# On the simulated engine: right answers are known beforehand
+# --------------------------------------------------------------------------------------------------
+# On the simulated engine, where right answers are known beforehand
 
 
 def allowed_after(tokens: list[int]) -> int:
-    """The bits of those that may follow: a third of all, or a single one."""
+    """Return a bit for each token that may follow: a third of all tokens, or a single one."""
     crc = crc32(bytes(tokens))
     bits = sum(1 << t for t in range(VOCABULARY) if crc32(bytes([t]), crc) % 3 == 0)
     return bits or 1 << crc % VOCABULARY
 
 
 class FakeGrammar(Grammar):
-    """One whose process is played: its replies take their time."""
+    """A grammar whose process is simulated; its replies take time."""
 
     def __init__(self, choose: random.Random):
         super().__init__(Mock(mask=None, ids=count(), wait_for=self.reply_to))
         self.choose = choose
-        self.tokens = []  # that came
+        self.tokens = []  # that have come
         self.wants_mask = False
 
     def copy(self) -> Grammar:
@@ -463,7 +474,7 @@ class FakeGrammar(Grammar):
 
 
 def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_free: bool):
-    """The right tokens of an answer that ends with a 0."""
+    """Return the right tokens of an answer that ends with a 0."""
     tokens = []
     while len(tokens) < max_tokens and 0 not in tokens:
         token = crc32(seen(bytes(prompt + tokens), window), key) % VOCABULARY
@@ -474,7 +485,7 @@ def masked_answer(prompt: list[int], max_tokens: int, key: int, window: int, is_
 
 
 class Reader(RecordedWorld):
-    """Of the record of an engine, which it follows: see there."""
+    """Read the record of an engine as it runs; see RecordedWorld."""
 
     def __init__(self, engine: Engine):
         self.engine = engine
@@ -484,8 +495,9 @@ class Reader(RecordedWorld):
 
     def read_step(self) -> list[Output]:
         """
-        A snapshot has what no line tells of, a token that was taken away: with overlap none is
-        sampled again, and without drafts no token is left.
+        Run a step and check what was read. If the last token was withdrawn, no line says so, and
+        only a snapshot shows it: with overlap no other token is sampled, and without drafts no
+        token is left.
         """
         constraints = self.engine.stages["grammar"]
         settings = self.engine.settings
@@ -502,11 +514,10 @@ class Reader(RecordedWorld):
 @pytest.mark.parametrize("seed", range(50))
 def test_simulated_lives(seed, monkeypatch):
     """
-    With preemptions, forks, aborts, windows, padding, late masks, overlap, filters and drafts,
-    and a reader of the record.
-    Would catch: a slot, a block or a row that keeps what was refused, or was a forbidden guess; a
-    step under way that counts for a request that has gone back; a request that sits out for ever;
-    another's mask.
+    The lives have preemptions, forks, aborts, windows, padding, late masks, overlap, filters,
+    drafts, and a reader of the record. Would catch: a slot, block or row that keeps a refused token
+    or a forbidden guess; a running step that counts for a request which has gone back; a request
+    that waits for ever; another request's mask.
     """
     choose = random.Random(seed)
     overlap = seed % 2 == 0

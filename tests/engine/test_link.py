@@ -1,6 +1,6 @@
 """
-The engine's link to the HTTP process, without an engine: neither waits for the other, and nothing
-is lost or mixed up.
+The engine's link to the HTTP process, without an engine: neither side waits for the other, and
+nothing is lost or mixed up.
 """
 
 import json
@@ -23,9 +23,9 @@ STATS = {"running": 0}
 
 @pytest.fixture
 def ends():
-    """The link, and the socket of the HTTP process."""
+    """Return the link, and the socket of the HTTP process."""
     ours, theirs = socket.socketpair()
-    theirs.settimeout(2)  # both ends are in this thread: messages are there at once
+    theirs.settimeout(2)  # both ends are in this thread, so messages are there immediately
     with ours, theirs:
         yield Link(ours), theirs
 
@@ -35,14 +35,14 @@ def row(id: str, *tokens: int, end: str | None = None) -> list:
 
 
 def connected(engine, link) -> Callable:
-    """A turn of the loop of an engine that is connected, and has said so."""
+    """Connect an engine, and return a function that runs one iteration of its loop."""
     for stage in engine.stages.values():
         stage.connect(link, "")
     return partial(serve_step, engine, link)
 
 
 def read(sock) -> list[dict]:
-    """All messages that are there; waits for one."""
+    """Return all messages that are there; wait for at least one."""
     data = sock.recv(2**24)
     while not data.endswith(b"\n"):
         data += sock.recv(2**24)
@@ -50,14 +50,14 @@ def read(sock) -> list[dict]:
 
 
 def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
-    """In their order, and they take no more memory than they need."""
+    """They keep their order, and take no more memory than they need."""
     link, sock = ends
     engine, other = (simulated_engine(context_length=1000, num_blocks=300) for _ in range(2))
     turn = connected(engine, link)
     for each in engine, other:
         each.add_request("a", [1, 2, 3], greedy(900))
-    while engine.has_work:  # five times what a link holds
-        if engine.num_steps == 500:  # it comes and ends in the meantime
+    while engine.has_work:  # five times what a link can buffer
+        if engine.num_steps == 500:  # another request comes and ends in the meantime
             engine.add_request("b", [1, 2], greedy(2), prompt_logprobs=0)
         turn()
     assert list(link.rows) == ["a", "b"]
@@ -76,11 +76,11 @@ def test_tokens_and_delays_are_joined_while_the_link_is_full(ends):
     assert sum(len(message["stats"]["waited"]) for message in messages) == 2
     assert not link.rows
     events = link.selector.get_key(link.sock).events
-    assert events == selectors.EVENT_READ, "else the engine would never rest again"
+    assert events == selectors.EVENT_READ, "otherwise the engine would never sleep again"
 
 
 def test_an_idle_engine_wakes_when_a_full_link_has_room(ends):
-    """Would catch the last tokens of an answer that never come."""
+    """Would catch: the last tokens of an answer never coming."""
     link, sock = ends
     link.send({"text": "x" * 2**20})
     assert link.unsent
@@ -101,7 +101,10 @@ def test_an_error_comes_once_and_after_the_tokens_before_it(ends):
 
 
 def test_stats_are_sent_when_they_change(ends):
-    """Without tokens, too: a prompt may take many steps. But an idle engine is silent."""
+    """
+    They are also sent without tokens, because a prompt may take many steps. An idle engine is
+    silent.
+    """
     link, sock = ends
     for steps in (1, 1, 2, 2, 1):
         link.flush({"steps": steps})
@@ -109,7 +112,7 @@ def test_stats_are_sent_when_they_change(ends):
 
 
 def test_a_link_ends_with_its_other_side(ends):
-    """Which may end with messages unread, and just when it is sent more."""
+    """The other side may end with messages unread, or just when it is sent more."""
     link, sock = ends
     sock.sendall(to_line({"op": "abort", "id": "a"}))
     assert link.receive(timeout=None) == [{"op": "abort", "id": "a"}]
@@ -123,7 +126,7 @@ def test_a_link_ends_with_its_other_side(ends):
 
 
 def test_values_cross_a_link():
-    """A message is one line, whatever a text has in it; a seed has 64 bits; JSON has no NaN."""
+    """A message is one line, whatever its text contains. A seed has 64 bits. JSON has no NaN."""
     sent = [{5: 1.5}, -(2**63), 2**64 - 1, "line\nbreak \u2028 \x00 é", 1e-300]
     line = to_line({"value": [*sent, math.nan, -math.inf]})
     assert line.count(b"\n") == 1
@@ -142,7 +145,7 @@ def test_values_cross_a_link():
     ],
 )
 def test_how_long_an_engine_sleeps(has_work, due_in, compiles, expected):
-    """Would catch a grammar that waits until lines are due which somebody listens to."""
+    """Would catch: a grammar that waits until the next lines for a listener are due."""
     engine = simulated_engine()
     link = Mock()
     link.receive.return_value = []

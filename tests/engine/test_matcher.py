@@ -1,5 +1,6 @@
 """
-What a client's grammar may cost: each attack ends alone, within its limits, and in plain words.
+What a client's grammar may cost: an attack fails without harming others, within its limits, and
+with a plain message.
 """
 
 import gc
@@ -44,7 +45,7 @@ def lark(expressions: list[str], operator: str = " & ") -> str:
 
 
 def chain(count: int) -> str:
-    """Rules, each of which is the next one."""
+    """Return a chain of rules, each of which is just the next one."""
     rules = [f"a{i} ::= a{i + 1}" for i in range(count)]
     return "\n".join(["root ::= a0", *rules, f'a{count} ::= "x"'])
 
@@ -59,12 +60,12 @@ def of_properties(count: int) -> str:
 
 
 TOO_LARGE = "compiling it takes more than 2 s or 256 MB"
-# forty letters later
+# traps that spring forty letters later
 TRAPS = [f"/z{{40}}b*(cc(.|\\n)*a(.|\\n){{{i}}})?/" for i in range(17)]
 ENDINGS = {f".*a.{{{i}}}b": {} for i in range(20)}
-# Attacks, and what is said of them. Where that depends on the machine it may be anything.
+# Attacks, and the message for each. Where the outcome depends on the machine, any message will do.
 TOO_SLOW = "takes more than 50 ms for a token or 64 MB"
-# the answer goes on, or has ended; a slow or busy machine may be too late for either limit
+# the answer goes on or has ended; a slow or busy machine may exceed either limit
 SERVED = f"^$|parser stopped|{TOO_LARGE}|{TOO_SLOW}"
 ATTACKS = {
     "GBNF's rules": ("grammar", chain(9000), TOO_LARGE),
@@ -90,7 +91,7 @@ SLOW = {
 
 
 def fate(grammars: Grammars, kind: str, text: str) -> str:
-    """Why it is refused, or why an answer of 60 random tokens cannot go on. "": it can."""
+    """Return why it is refused, or why an answer of 60 random tokens cannot go on; "" if it can."""
     compiled = grammars.begin(kind, text)
     try:
         grammar = grammars.finish(compiled, time.monotonic() + 10)
@@ -105,8 +106,8 @@ def fate(grammars: Grammars, kind: str, text: str) -> str:
 )
 def test_an_attack_ends_alone(grammars, name):
     """
-    Would catch: a grammar that is compiled for minutes, in all of the memory; one that compiles in
-    a millisecond, and after 40 tokens takes for ever to say what may come; a chain of rules that
+    Would catch: a grammar that compiles for minutes and takes all memory; one that compiles in a
+    millisecond and after 40 tokens takes for ever to say what may come next; a chain of rules that
     overflows the stack.
     """
     kind, text, reason = (ATTACKS | SLOW)[name]
@@ -122,7 +123,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_a_compiler_ends_when_its_client_hangs_up(grammars):
-    """Would catch one that goes on for two seconds: a client may hang up and come again."""
+    """Would catch one that goes on for two seconds, while its client can hang up and call again."""
     server = grammars.process.pid
     grammars.compile("regex", "a")
     times = []
@@ -138,16 +139,16 @@ def test_a_compiler_ends_when_its_client_hangs_up(grammars):
 
 
 def bomb(i: int) -> tuple[str, str]:
-    """A grammar of its own that takes longer to compile than it may."""
-    # to find that a string fits them all takes twice as long for each
+    """Return a unique grammar that takes longer to compile than it may."""
+    # each further one doubles the time it takes to find a string that fits them all
     parts = [{"type": "string", "pattern": f".*a.{{{n}}}"} for n in range(25 + i)]
     return "json", json.dumps({"allOf": parts})
 
 
 def test_one_compiles_at_a_time_and_none_whose_client_has_gone(grammars):
     """
-    Would catch: clients that hang up at once, and leave a process each that compiles for two
-    seconds; a server of 960 such calls answered nobody for 17.
+    Would catch: clients that hang up immediately, each leaving behind a process that compiles for
+    two seconds. After 960 such calls a server answered no one for 17 seconds.
     """
     server = grammars.process.pid
     grammars.compile("regex", "a")
@@ -161,7 +162,7 @@ def test_one_compiles_at_a_time_and_none_whose_client_has_gone(grammars):
         time.sleep(i / 10_000)
         del compiled
     grammars.compile("regex", "b{9}")
-    assert len({*children(server)} - before) == 1  # the last one's
+    assert len({*children(server)} - before) == 1  # only the last one's
 
 
 GONE = """
@@ -180,19 +181,19 @@ finally:
 
 
 def test_none_is_compiled_whose_client_went_while_its_process_began():
-    """The signal of a hang-up is asked for after the fork: one before it sends none."""
+    """The signal of a hang-up is requested after the fork, so a hang-up before it sends none."""
     assert python(GONE).stdout == "False\n"
 
 
 @pytest.mark.parametrize("before", ["SIGSTOP", "SIGCONT"])
 def test_who_waits_for_a_fork_server_that_was_killed_may_ask_again(tmp_path, before):
     """
-    The kernel ends it first where memory is scarce. A client was told, with a 400, to make its
-    grammar smaller.
+    If memory is scarce, the kernel kills the fork server first. Previously the client got a 400
+    that asked for a smaller grammar.
     """
     grammars = open_grammars(save("gpt2", tmp_path))
     grammars.process.send_signal(getattr(signal, before))
-    compiled = grammars.begin("regex", "a+")  # it still loads the tokenizer, or has stopped
+    compiled = grammars.begin("regex", "a+")  # it is still loading the tokenizer, or has stopped
     grammars.process.kill()
     with pytest.raises(OSError, match="try again"):
         grammars.finish(compiled, time.monotonic() + 60)
@@ -201,7 +202,7 @@ def test_who_waits_for_a_fork_server_that_was_killed_may_ask_again(tmp_path, bef
 
 
 def test_a_compiler_ends_when_the_http_process_is_gone(monkeypatch):
-    """Would catch an engine that stays until grammars are compiled that nobody wants."""
+    """Would catch: an engine that stays until grammars are compiled which are no longer wanted."""
     library = Mock(finish=Mock(return_value=None))  # as long as it compiles
     monkeypatch.setattr(grammar_module, "Grammars", lambda *_: library)
     ours, theirs = socket.socketpair()
@@ -213,7 +214,9 @@ def test_a_compiler_ends_when_the_http_process_is_gone(monkeypatch):
 
 
 def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
-    """Would catch 64 of 175 MB; the one used last thrown away first; a refused one that is kept."""
+    """
+    Would catch: 64 grammars of 175 MB; the one used last evicted first; a refused one that is kept.
+    """
     monkeypatch.setattr(grammars, "kept", {})
 
     def keep(key: str, mib: int):
@@ -231,7 +234,7 @@ def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
 
 
 def test_a_grammar_has_the_size_that_it_takes(grammars):
-    """Would catch the memory of the library's code, or none, as that of a grammar."""
+    """Would catch: the size of a grammar that includes the library's code, or is zero."""
     small = grammars.compile("regex", "ab").compiled.size
     large = grammars.compile("regex", "a{30000}").compiled.size
     assert small < 5 * 2**20 < large
@@ -239,8 +242,8 @@ def test_a_grammar_has_the_size_that_it_takes(grammars):
 
 def test_what_answers_leave_is_counted(grammars):
     """
-    When one of them ends. Would catch 68 kept grammars of 534 MB together, each counted as it was
-    compiled; and a verdict taken for a size.
+    The memory is counted when an answer ends. Would catch: 68 kept grammars that take 534 MB
+    together but are counted as when they were compiled; a verdict taken for a size.
     """
     grammar = grammars.compile("regex", r"[\p{L} ]{1990}")
     compiled, before = grammar.compiled, grammar.compiled.size
@@ -255,14 +258,14 @@ def test_what_answers_leave_is_counted(grammars):
 
 
 def test_one_that_was_killed_is_compiled_anew_whatever_it_has_sent(grammars):
-    """Would catch its last reply, which nobody has read, taken for a sign of life."""
+    """Would catch: its last reply, still unread, taken for a sign of life."""
     other = grammars.compile("regex", "[a-u]{7}")
     before = {*children(grammars.process.pid)}
     grammar = grammars.compile("regex", "[a-v]{7}")
     (pid,) = {*children(grammars.process.pid)} - before
     assert walk(grammar, 3)
     del grammar
-    assert walk(other, 3)  # with its first message goes that the answer has ended
+    assert walk(other, 3)  # its first message also carries that the answer has ended
     time.sleep(0.1)
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: pid not in children(grammars.process.pid))
@@ -275,7 +278,7 @@ def test_processes_are_refused_memory():
 
 
 def test_the_engine_gets_no_threads(grammars):
-    """Would catch threads of a library, and a default size of stacks that others then have."""
+    """Would catch: threads of a library, and a default stack size that other threads then get."""
     before = threading.enumerate(), threading.stack_size()
     assert walk(grammars.compile("regex", "[a-x]+"), 9)
     assert (threading.enumerate(), threading.stack_size()) == before
@@ -283,7 +286,10 @@ def test_the_engine_gets_no_threads(grammars):
 
 @pytest.mark.parametrize("replies", [0, 1, 4])
 def test_all_who_wait_are_told_that_a_process_has_ended(replies):
-    """Also if nobody waits any more. Would catch: one of them that is told, the others later."""
+    """
+    Also if no one waits any more. Would catch: only one of them gets the message now, the others
+    later.
+    """
     ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
     with theirs:
         compiled = Compiled(("regex", "a"), ours, [])
@@ -291,12 +297,12 @@ def test_all_who_wait_are_told_that_a_process_has_ended(replies):
         if replies:
             theirs.send(marshal.dumps(["a reply"] * replies))
     assert compiled.is_gone()
-    told = [question.reply for question in questions]
-    assert told == ["a reply"] * replies + [compiled.limit] * (4 - replies)
+    received = [question.reply for question in questions]
+    assert received == ["a reply"] * replies + [compiled.limit] * (4 - replies)
 
 
 def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
-    """Would catch a message an answer, which costs 30 us."""
+    """Would catch: a message per answer, each of which costs 30 us."""
     compiled = [grammars.compile("regex", f"[a-{end}]+") for end in "rst"]
     [letter] = walk(compiled[0].copy(), 1)
     answers = [grammar.copy() for grammar in compiled for _ in range(9)]
@@ -311,14 +317,14 @@ def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
 
 
 def test_the_memory_of_answers_is_freed(grammars):
-    """Would catch a process that ends, for want of memory, after 500 answers."""
+    """Would catch: a process that runs out of memory after 500 answers."""
     first = grammars.compile("choice", json.dumps([f"w{i}" for i in range(5000)]))
     for _ in range(800):
         assert len(walk(first.copy(), 2)) == 2
 
 
 def test_grammars_that_are_gone_leave_nothing(tmp_path, monkeypatch):
-    """Would catch files or processes that end a server after a thousand grammars."""
+    """Would catch: leaked files or processes that end a server after a thousand grammars."""
     monkeypatch.setattr(grammar_module, "KEPT_MIB", 0)
     grammars = open_grammars(save("gpt2", tmp_path))
     server = grammars.process.pid
@@ -336,14 +342,16 @@ def test_grammars_that_are_gone_leave_nothing(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_at_a_terminal_is_the_engines(grammars):
-    """Would catch answers that fail while a server drains: a terminal signals a whole group."""
+    """
+    Would catch: answers that fail while a server drains, because a terminal signals a whole group.
+    """
     grammars.compile("regex", "a")
     server = grammars.process.pid
     assert {os.getpgid(pid) for pid in (server, *children(server))} == {server}
 
 
 def test_masks_of_a_large_vocabulary_come_in_parts(tmp_path):
-    """A megabyte of them. Would catch a message that no socket takes."""
+    """They take a megabyte. Would catch: a message too large for any socket."""
     first = open_grammars(save("gpt2", tmp_path), rows=2**16).compile("regex", "[a-z]+")
     answers = [first.copy() for _ in range(100)]
     [letter] = load_tokenizer(tmp_path).encode("a")

@@ -1,4 +1,4 @@
-"""Grammars of clients that go on for ever, or end where they should not, are refused at once."""
+"""Clients' grammars that never end, or end where they should not, are refused immediately."""
 
 import pytest
 from test_schemas import library, rows, takes
@@ -7,15 +7,15 @@ pytest.importorskip("llguidance")
 __all__ = ["library"]  # a fixture
 
 REFUSED = r"""
-start: "a" start -> no text of start has an end: add a way without that rule
-start: x; x: "a" x | "b" y; y: "c" y -> no text of start, x, y has an end
-start: "c" x?; x: "b" x -> no text of x has an end
+start: "a" start -> no text of start is finite: add an alternative without that rule
+start: x; x: "a" x | "b" y; y: "c" y -> no text of start, x, y is finite
+start: "c" x?; x: "b" x -> no text of x is finite
 start: "c" [x]; x: ("b" | "c") x{1,2} -> no text of x
 start: "c" | x; x: "b"+ x+ -> no text of x
 start: "a" start~1..2 -> no text of start
-start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> no text of x, y has
-root ::= "a" root -> no text of start has an end
-root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> no text of x_y has an end
+start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> no text of x, y is
+root ::= "a" root -> no text of start is finite
+root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> no text of x_y is finite
 start: "a" <[256]> -> <[256]> would end the answer
 start: ("a" | <[3,200-256]>) "b" -> <[3,200-256]> would end
 start: "a" <[^97]> "b" -> <[^97]> would end
@@ -48,7 +48,7 @@ def spread(grammar: str) -> str:
 
 @pytest.mark.parametrize("grammar, reason", rows(REFUSED))
 def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reason):
-    """Such an answer stopped half way, or with max_tokens."""
+    """Previously such an answer stopped half way, or ended only at max_tokens."""
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert not matcher
     assert reason in said
@@ -56,7 +56,7 @@ def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reaso
 
 @pytest.mark.parametrize("grammar, right, wrong", rows(SERVED))
 def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
-    """Would catch: each rule that names itself taken for endless, and texts read as rules."""
+    """Would catch: every rule that names itself taken for endless; texts read as rules."""
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert matcher, said
     for text, fits in (right, True), (wrong, False):
@@ -65,7 +65,7 @@ def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
 
 @pytest.mark.parametrize("regex", ["(x?){500}x{500}", "a{3}(x?){500}x{500}"])
 def test_a_regular_expression_that_gets_stuck_at_once_is_refused(library, regex):
-    """It compiled, and its answers ended in an error after a letter."""
+    """Previously it compiled, and its answers ended in an error after one letter."""
     matcher, said = library.try_to_compile("regex", regex)
     assert not matcher
     assert said == "it has too many expressions: make its regular expressions smaller"

@@ -1,10 +1,11 @@
 """
-The device's side of a step: padded, replayed or computed by other kernels, the answers are those of
-each request alone in plain torch, which test_paged.py and test_families.py prove.
+The device's side of a step. Whether a step is padded, replayed or computed by other kernels, the
+answers must equal those of each request alone in plain torch, which test_paged.py and
+test_families.py prove right.
 
-The requests and situations are those of test_bits.py, in plain torch with the padding of a GPU,
-with graphs that are replayed, in Triton's interpreter and, where there is one, on a GPU. Failing
-steps, counts and the order of service are the simulator's.
+The requests and situations are those of test_bits.py. They run in plain torch with the padding of a
+GPU, with replayed graphs, in Triton's interpreter and, if there is one, on a GPU. The simulator
+covers failing steps, counts and the order of service.
 """
 
 from copy import deepcopy
@@ -28,29 +29,31 @@ from params import GREEDY
 from test_paged import CONTEXT, VOCABULARY, new_engine, prompt, trained_model
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # A GPU's padding and graphs, on a CPU
 
 
-def prepare_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
+def plan_from_device(batch: kernels.Batch, H: int, kv: torch.Tensor, window: int = 0):
     """
-    As `prepare_torch`, for a replayed step: what the host's lists say was true when the step was
-    captured.
+    Do the same as `plan_attention_torch`, for a replayed step: the host's lists are those of the
+    captured step, so read the lengths from the device.
     """
     batch.context_lens_host = batch.context_lens.tolist()
     batch.query_lens_host = batch.query_start.diff().tolist()
-    return gather.prepare_torch(batch, H, kv, window)
+    return gather.plan_attention_torch(batch, H, kv, window)
 
 
 class Replay:
     """
-    In the place of a CUDA graph: the same step again, from the same inputs into the same outputs.
+    Stands in for a CUDA graph: runs the same step again, from the same inputs into the same
+    outputs.
     """
 
     def __init__(self, device: Device, shape: StepShape):
         self.device = device
-        packed = upload(device.padding(shape), device.device, to=device.static_inputs)
+        packed = upload(device.padding(shape), device.device, out=device.static_inputs)
         self.step = partial(device.compute, packed, shape)
-        # the hidden states, which the kernels may give out as a `LazyNorm`, are for scored prompts
+        # only scored prompts need the hidden states, which kernels may return as a `LazyNorm`
         self.outputs = [x.clone() if torch.is_tensor(x) else x for x in self.step()]
 
     def replay(self):
@@ -61,7 +64,7 @@ class Replay:
 
 
 def pad(engine: Engine):
-    """Let the engine pad its steps as on a GPU."""
+    """Make the engine pad its steps as on a GPU."""
     device, scheduler = engine.device, engine.scheduler
     device.ops = device.ops._replace(fixed_shapes=True)
     device.shapes = padded_shapes(scheduler.max_num_seqs, scheduler.token_budget)
@@ -73,11 +76,11 @@ def pad(engine: Engine):
 
 @torch.inference_mode()
 def capture(engine: Engine):
-    """And replay them."""
+    """Make the engine pad its steps, and replay them like graphs."""
     pad(engine)
     device = engine.device
     if device.ops.name != "triton":
-        device.ops = device.ops._replace(prepare=prepare_from_device)
+        device.ops = device.ops._replace(plan_attention=plan_from_device)
     device.static_inputs = torch.full((10_000,), device.padding_row, device=device.device)
     for shape in device.shapes + device.shapes_with_groups:
         graph = Replay(device, shape)
@@ -92,11 +95,12 @@ def capture(engine: Engine):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Requests that come and go
 
 
 def numbers(outputs: list[Output]) -> list:
-    """What a client is sent: all tokens and their scores."""
+    """Return what a client is sent: all tokens and their scores."""
     numbers = []
     for output in outputs:
         numbers += [*output.tokens, output.finish_reason]
@@ -107,7 +111,10 @@ def numbers(outputs: list[Output]) -> list:
 
 
 def assert_near(service: Service, expected: dict[str, list[Output]]):
-    """Here other candidates may be as likely, and the last digits differ."""
+    """
+    Check the answers with a tolerance: here the last digits differ, and equally likely candidates
+    may swap.
+    """
     for id, outputs in service.answers.items():
         if name_of(id) in expected:
             right = numbers(expected[name_of(id)])
@@ -121,7 +128,9 @@ needs_interpreter = pytest.mark.skipif(
 
 
 def start(how, threads=1, graphs=True, **settings) -> Service:
-    """On a GPU in fp32, with graphs or launches; or on a CPU, made ready to be like that."""
+    """
+    Start on a GPU in fp32, with graphs or launches, or on a CPU prepared to behave the same way.
+    """
     settings = {"num_blocks": 160, "max_num_seqs": 16, "token_budget": 256} | settings
     if how in ("graphs", "launches"):
         model = deepcopy(trained_model()).cuda()
@@ -142,9 +151,9 @@ HOW += [pytest.param(name, marks=needs_gpu) for name in ("graphs", "launches")]
 @pytest.mark.quick("capture-preempted", "graphs-*", "launches-*")
 def test_answers_are_those_of_each_request_alone_in_plain_torch(how, situation):
     """
-    Would catch: a row of the padding that a request owns, inputs of the step before replayed, a row
-    that keeps state of its last owner, scores of a neighbour, a copy that comes too late. That no
-    chunk samples too early is seen in the example of `pack` (ops/inputs.py), which is tested.
+    Would catch: a padding row that a request owns; a replay of the previous step's inputs; a row
+    that keeps the state of its last owner; scores of a neighbour; a copy that comes too late. The
+    example of `pack` (ops/inputs.py), itself tested, shows that no chunk samples too early.
     """
     for service in situation(partial(start, how)):
         assert_near(service, alone("trained", "torch", service.scheduler.block_size))
@@ -154,14 +163,15 @@ def test_answers_are_those_of_each_request_alone_in_plain_torch(how, situation):
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_choices_that_share_their_prompt_are_those_of_plain_torch(monkeypatch):
     """
-    The whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Would
-    catch: a kernel that is right alone, but not with what its neighbours hand it; a choice that
-    goes on from another's prefix, or with one that it shares no more; in graphs, the groups of the
-    step before. Each choice says something else from its first token on. Prefixes of one tile, here
-    of 16 tokens, are shared by twos or more, but not by the other request, nor while it is
-    prefilled.
+    Run the whole of a GPU's step in the interpreter: chunks, decodes, both, and their padding. Each
+    choice differs from the others from its first token on. Prefixes of one tile, here 16 tokens,
+    are read once for two or more choices, but not for the other request, nor while it is prefilled.
+
+    Would catch: a kernel that is right on its own, but not with what its neighbours pass to it; a
+    choice that continues from another's prefix, or from one that it no longer shares; in graphs,
+    the groups of the previous step.
     """
-    for name, value in {"TILE": 16, "MERGED_AT_ONCE": 1}.items():  # so it is interpreted sooner
+    for name, value in {"TILE": 16, "MERGED_AT_ONCE": 1}.items():  # interpreted sooner
         monkeypatch.setattr(kernels, name, value)
     monkeypatch.setattr(prefix, "LEAST_REQUESTS", 2)
     monkeypatch.setattr(prefix, "LEAST_SPARED", 16)
@@ -205,8 +215,9 @@ def test_choices_that_share_their_prompt_are_those_of_plain_torch(monkeypatch):
 @needs_interpreter
 def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
     """
-    While the same requests decode on in their blocks, the device knows it all: an upload in each
-    step is a third of a small model's. A new block, or a request that ends, is uploaded.
+    While the same requests decode in their current blocks, the device already knows everything. An
+    upload per step would take a third of a small model's step. A new block or a finished request is
+    uploaded.
     """
     engine = new_engine(
         trained_model(), block_size=16, num_blocks=8, max_num_seqs=2, attention="torch"
@@ -223,16 +234,19 @@ def test_a_replay_of_the_same_inputs_uploads_nothing(monkeypatch):
         engine.add_request(id, prompt(0, 4), replace(GREEDY, max_tokens=max_tokens))
     while engine.has_work:
         engine.step()
-    # admission; both decode on; the first has ended; the second begins a block
+    # admission; both decode; the first has ended; the second begins a block
     assert sorted({step for step in uploads if step > 1}) == [2, 10, 14]
 
 
 def test_after_ctrl_c_tokens_are_read_from_the_row_that_comes_next():
-    """Ctrl-C between a graph and the host's turn would give every later request another's token."""
+    """
+    Otherwise, after Ctrl-C between a graph and the host's update of `turn`, every later request
+    would get another request's token.
+    """
     engine = new_engine(trained_model())
     device = engine.device
     device.ring = torch.arange(4).view(4, 1)
-    device.turn = torch.tensor([6])
+    device.num_sent = torch.tensor([6])
     engine.runner.launch = Mock(side_effect=KeyboardInterrupt)
     engine.add_request("a", prompt(0, 4), GREEDY)
     with pytest.raises(KeyboardInterrupt):
@@ -241,13 +255,14 @@ def test_after_ctrl_c_tokens_are_read_from_the_row_that_comes_next():
 
 
 # --------------------------------------------------------------------------------------------------
-# To what a step is padded
+# --------------------------------------------------------------------------------------------------
+# The sizes to which a step is padded
 
 
 def test_the_sizes_that_steps_are_padded_to():
     """
-    Would catch: a largest size that is missing, so that a full batch is captured for no graph; one
-    that no batch can reach; a budget without a key of its own.
+    Would catch: a missing largest size, so that no graph is captured for a full batch; a size that
+    no batch can reach; a budget without its own key.
     """
     sizes = [StepShape(n, 0, 0) for n in (1, 2, 4, 8, 16, 20)]
     for T in 128, 256, 300:
@@ -257,7 +272,7 @@ def test_the_sizes_that_steps_are_padded_to():
     shapes = padded_shapes(256, 8192)
     assert len(shapes) == 35 + 7 * 5
     assert shapes[-1] == StepShape(256, 128, 8192)
-    # those that share prefixes: nine graphs more
+    # the shapes with shared prefixes: nine more graphs
     shapes = prefix.GroupFinder(1, 16).shapes(256)
     sizes = (16, 32, 64, 96, 128, 160, 192, 224, 256)
     assert shapes == [StepShape(n, 0, 0, n // 8) for n in sizes]
@@ -265,7 +280,7 @@ def test_the_sizes_that_steps_are_padded_to():
     assert prefix.GroupFinder(1, 16).shapes(15) == []
 
 
-# decodes, then the tokens of each chunk -> decodes, chunks, and their tokens together
+# decodes, then the tokens of each chunk -> decodes, chunks, and the chunks' tokens in total
 PADDED = """
 1                 -> 1 0 0
 3                 -> 4 0 0
@@ -287,16 +302,16 @@ PADDED = """
 
 def test_a_step_takes_the_smallest_size_that_holds_it():
     """
-    Would catch: a step cut to a size below its own; one padded to thousands of tokens where a
-    hundred would do; decodes padded to a key with chunks. Where there are too many chunks for any
-    key, decodes are padded alone.
+    If there are too many chunks for any key, only decodes are padded. Would catch: a step cut to a
+    size below its own; a step padded to thousands of tokens where a hundred would do; decodes
+    padded to a key with chunks.
     """
     runner = new_engine(trained_model(), num_blocks=8).runner
     request = Request(0, [1], 5)
     assert runner.padded_shape(Plan(decodes=[request])) == StepShape(1, 0, 0)
     plan = Plan(decodes=[request] * 3, chunks=[(request, 5)])
     assert runner.padded_shape(plan) == StepShape(3, 1, 5)
-    # decodes: 1, 2, 4, 8, 16, 24, 32, 40, with chunks 8, 32, 40
+    # decodes: 1, 2, 4, 8, 16, 24, 32, 40; with chunks: 8, 32, 40
     runner.device.shapes = padded_shapes(40, 1000)
     for line in PADDED.strip().splitlines():
         step, shape = line.split("->")

@@ -1,6 +1,6 @@
 """
-What the grammar library would take for something else, or not obey, or not end, is refused by name;
-and what it does obey is served.
+Schemas that the grammar library would misread, not obey, or never finish are refused by name; those
+that it obeys are served.
 """
 
 import json
@@ -20,13 +20,13 @@ pytest.importorskip("llguidance")
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> Library:
-    """Of a token a byte, and two ends."""
+    """Return a library with one token per byte, and two end tokens."""
     directory = tmp_path_factory.mktemp("bytes")
     bpe_tokenizer([]).save(directory)
     return Library(load_tokenizer(directory), 258, [256, 257])
 
 
-# a schema, or a kind and another grammar
+# a schema, or a kind and another grammar -> why it is refused
 REFUSED = r"""
 {"type": "integer", "minimum": 10000000000000000000} -> minimum is 10000000000000000000, wanted at most 2^53
 {"type": "integer", "minimum": 1e19, "maximum": 2e19} -> minimum is 1e+19, wanted
@@ -52,19 +52,19 @@ REFUSED = r"""
 {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": false} -> minProperties is 2
 {"properties": {"a": {"type": "integer", "required": true}}} -> required is true, wanted a list of names
 {"$defs": {"a": {"required": "b"}}} -> required is "b"
-{"type": "integer", "divisibleBy": 5} -> divisibleBy is draft 3's
+{"type": "integer", "divisibleBy": 5} -> divisibleBy is of draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
-{"$ref": "#/$defs/a"} -> nothing in it is #/$defs/a: a $ref must be
-{"$ref": "#a"} -> nothing in it is #a
-{"$ref": "#None"} -> nothing in it is #None
-{"$ref": "http://a.example/b"} -> nothing in it is http://a.example/b
+{"$ref": "#/$defs/a"} -> no schema in it is at #/$defs/a: a $ref must be
+{"$ref": "#a"} -> no schema in it is at #a
+{"$ref": "#None"} -> no schema in it is at #None
+{"$ref": "http://a.example/b"} -> no schema in it is at http://a.example/b
 {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a.example/b", "items": {"$ref": "#/$defs/c"}}}} -> an $id around a $ref
 true -> the schema is true, wanted an object: {} for any JSON
 3 -> the schema is 3
 [] -> the schema is []
-{"type": -> the schema is no JSON
+{"type": -> the schema is not JSON
 regex ( -> invalid regex: unclosed group
 regex (?=a)b -> invalid regex: look-around
 {"type": "string", "pattern": "(?=a)b"} -> invalid regex: look-around
@@ -72,8 +72,8 @@ regex (?=a)b -> invalid regex: look-around
 {"type": "array", "uniqueItems": true} -> Unimplemented keys: ["uniqueItems"]
 {"type": "string", "format": "foo"} -> Unknown format: foo
 {"allOf": [{"type": "string", "format": "email"}, {"type": "string", "format": "uri"}]} -> Regex is empty
-{"$ref": "#"} -> no value of # has an end
-{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: say anyOf
+{"$ref": "#"} -> no value of # is finite
+{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: use anyOf
 {"type": "foo"} -> Invalid type: foo
 {"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}} -> ["not"]
 {"allOf": [{"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}}]} -> ["not"]
@@ -82,26 +82,26 @@ grammar start: a b⏎a[lazy]: /x*/⏎b: "y" -> the grammar library fails at it
 grammar start: %json {"x-guidance": {"lenient": true}} -> the grammar has x-guidance, whose options are not a client's
 grammar start: %json {"\u0078\u002Dguidance": {"lenient": true}} -> x-guidance
 grammar start: %json {"\u0078-guidance": {"lenient": true}, "uniqueItems": true} -> x-guidance
-{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false} -> its patternProperties name only properties that are declared, too: leave them out
-{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]} -> its patternProperties name only properties that are declared, too: leave them out
-{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}} -> its patternProperties name only properties that are declared, too: leave them out
-{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> no value of # has an end: allow null there, or require less
-{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> no value of # has an end
-{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> no value of # has an end
-{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> no value of # has an end
-{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> no value of # has an end
-{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> no value of # has an end
-{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> no value of #, #/$defs/a~1b, #/$defs/d has an end
-{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> no value of #/properties/a has an end
-{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> no value of #/anyOf/1 has an end
-{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> no value of #/items has an end
-{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> no value of #, #a has an end
-{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> no value of #, #/$defs/a%20b has an end
-{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> no value of #, http://a.example/b has an end
+{"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"properties": {"b": {}, "a": {}}, "required": ["a"], "patternProperties": {"^(a|b)$": true}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
+{"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]} -> its patternProperties match only properties that are also declared: leave them out
+{"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}} -> its patternProperties match only properties that are also declared: leave them out
+{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> no value of # is finite: allow null there, or require less
+{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> no value of # is finite
+{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> no value of # is finite
+{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> no value of # is finite
+{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
+{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
+{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> no value of #, #/$defs/a~1b, #/$defs/d is finite
+{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> no value of #/properties/a is finite
+{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> no value of #/anyOf/1 is finite
+{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> no value of #/items is finite
+{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> no value of #, #a is finite
+{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> no value of #, #/$defs/a%20b is finite
+{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> no value of #, http://a.example/b is finite
 """  # noqa: E501
-# and a text that fits, one that does not
+# a schema -> a text that fits -> a text that does not
 SERVED = r"""
 {"type": "integer", "maximum": 18446744073709551615} -> 9007199254740993 -> 18446744073709551616
 {"type": "integer", "maximum": 9223372036854775807} -> 9223372036854775806 -> 9223372036854775808
@@ -144,9 +144,10 @@ def rows(table: str) -> list[list[str]]:
 @pytest.mark.parametrize("grammar, reason", rows(REFUSED))
 def test_what_cannot_be_obeyed_is_refused(library, grammar, reason):
     """
-    A schema by itself, within a client's own grammar, and as a tool's. Half of an answer had been
-    sent when nothing could follow, or it went on for ever. Would catch: a keyword that is passed
-    over; options of a client that switch checks off; words that only the library understands.
+    Each schema is tested by itself, within a client's own grammar, and as a tool's. Previously half
+    of an answer had been sent when nothing could follow, or it went on for ever. Would catch: a
+    keyword that is ignored; a client's options that turn checks off; messages that only the
+    library's authors understand.
     """
     kind, _, text = grammar.partition(" ")
     if kind not in ("regex", "grammar"):
@@ -158,15 +159,15 @@ def test_what_cannot_be_obeyed_is_refused(library, grammar, reason):
     if kind == "json":
         tools = json.dumps(["", ['{"type": "object"}', text]])
         assert library.refusal("", "tools", tools) == (said, [1])
-        if text.startswith("{") and "no JSON" not in reason and "x-guidance" not in text:
+        if text.startswith("{") and "not JSON" not in reason and "x-guidance" not in text:
             assert reason in library.try_to_compile("grammar", f'start: "a" %json {text}')[1]
 
 
 @pytest.mark.parametrize("schema, right, wrong", rows(SERVED))
 def test_what_is_obeyed_is_served(library, schema, right, wrong):
     """
-    Would catch: words that are taken for keywords, and bounds that the library does keep; each
-    schema that names itself taken for endless; newlines for ever, or two blanks between parts.
+    Would catch: ordinary words taken for keywords; bounds refused although the library keeps them;
+    every schema that names itself taken for endless; endless newlines, or two blanks between parts.
     """
     matcher, said = library.try_to_compile("json", schema)
     assert matcher, said
@@ -175,7 +176,7 @@ def test_what_is_obeyed_is_served(library, schema, right, wrong):
 
 
 def takes(matcher, text: str) -> bool:
-    """Return whether this text is a whole answer, whichever token ends it."""
+    """Return True if this text is a whole answer, whichever token ends it."""
     answers = [[*text.encode(), end] for end in (256, 257)]
     first, second = [matcher.deep_copy().validate_tokens(a) == len(a) for a in answers]
     assert first == second
@@ -184,7 +185,10 @@ def takes(matcher, text: str) -> bool:
 
 @pytest.mark.parametrize("step", [1, -1])
 def test_each_part_of_a_chain_is_looked_at_twice(step):
-    """In either order. Would catch: one found at a time, until the time for compiling is over."""
+    """
+    This holds in either order. Would catch: finding one part per pass, until the time for compiling
+    is over.
+    """
     chain = {i: i + 1 for i in range(300)[::step]}
     looks = []
 
@@ -212,7 +216,7 @@ NEUTRAL = r"""
 
 @pytest.mark.parametrize("schema, lean", rows(NEUTRAL))
 def test_what_asks_for_nothing_is_dropped_from_schemas_alone(schema, lean):
-    """Would catch: a property taken for the keyword of its name, and the other way round."""
+    """Would catch: a property mistaken for the keyword of the same name, or the other way round."""
     schema = json.loads(schema)
     before = json.dumps(schema)
     assert drop_neutral(schema) == json.loads(lean)
@@ -220,7 +224,7 @@ def test_what_asks_for_nothing_is_dropped_from_schemas_alone(schema, lean):
 
 
 def test_each_schema_is_read_once():
-    """Would catch: a schema that names itself, read for ever."""
+    """Would catch: a schema that refers to itself and is read for ever."""
     root = {"$ref": "#/items", "items": {"$ref": "#"}, "const": {"items": {}}}
     assert [*all_schemas(root, with_targets=True)] == [root, root["items"]]
 
@@ -287,13 +291,13 @@ SCHEMAS_TO_FINISH = r"""
 {"type": "array", "items": {"$ref": "#"}, "maxItems": 2}
 {"type": "object", "properties": {"t": {"type": ["array", "null"], "items": {"$ref": "#"}}}, "additionalProperties": false}
 """  # noqa: E501
-SHORT = b'",:{}[] 01aen'  # bytes that bring answers to an end, or to a corner
+SHORT = b'",:{}[] 01aen'  # bytes that bring answers to an end, or into a corner
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schema", SCHEMAS_TO_FINISH.strip().splitlines())
 def test_no_answer_gets_stuck(library, schema):
-    """Forty walks at random, of a token a byte: each ends, or goes on for long."""
+    """Take forty random walks, one byte per token: each must end, or go on for long."""
     first, _ = library.try_to_compile("json", schema)
     ends = 0
     for seed in range(40):

@@ -1,6 +1,6 @@
 """
-The simulator (simulator.py) as a test: some thousand steps of random lives, the failures that it
-has found so far, and that it can fail at all. `python -m tests.simulator` runs more of it.
+The simulator (simulator.py) as a test: some thousand steps of random lives, the failures found so
+far, and a check that it can fail at all. `python -m tests.simulator` runs more of it.
 """
 
 from pathlib import Path
@@ -29,7 +29,10 @@ def test_random_lives(first):
 @forks
 @pytest.mark.slow
 def test_a_million_steps_of_random_lives():
-    """The same, long enough for what happens once in 100,000 steps; every fault does in it."""
+    """
+    Run the same for long enough to meet what happens once in 100,000 steps; every fault occurs in
+    it.
+    """
     last, failure, counts = campaign(10**6, steps=1e6, processes=2)
     print(f"\n{counts}")
     assert not failure, f"python -m tests.simulator --seed {last}: {failure}"
@@ -43,16 +46,16 @@ def test_a_million_steps_of_random_lives():
 
 @pytest.mark.parametrize("path", LIVES, ids=lambda path: path.stem)
 def test_what_it_has_found_stays_mended(path):
-    """Shrunk traces of earlier failures, and of bugs that random lives rarely meet."""
+    """The traces are shrunk from earlier failures, and from bugs that random lives rarely meet."""
     assert not fails(*read_trace(path))
 
 
 def test_a_seed_is_the_same_life_on_any_machine():
     """
     Would catch: anything in it that depends on a clock, the order of a set, or hash(), which
-    differs by process.
+    differs between processes.
     """
-    texts = []  # each with when it came and ended, and what it was sent
+    texts = []  # for each text: when it came, when it ended, and what it was sent
     for seed in range(5):
         world, _ = play(*a_life(seed))
         texts += world.everybody
@@ -63,8 +66,7 @@ def test_a_seed_is_the_same_life_on_any_machine():
 @forks
 def test_a_failure_is_shrunk_and_played_again(monkeypatch, capsys, tmp_path):
     """
-    A bug is planted: the simulator must find it, and leave a trace that plays it again in a few
-    events.
+    Plant a bug. The simulator must find it, and leave a trace that reproduces it in a few events.
     """
     monkeypatch.chdir(tmp_path)
     clear_cache = paged.Request.clear_cache

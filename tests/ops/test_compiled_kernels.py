@@ -1,11 +1,11 @@
 """
-Every Triton kernel, compiled for cards that we do not have: it compiles, and finds room in the
+Every Triton kernel is compiled for cards that we do not have. It must compile, and fit into the
 card's shared memory.
 
-A process of its own, without Triton's interpreter, computes steps of an engine on torch's fake
-tensors, which have shapes and no numbers, and a launch compiles and does nothing else. Fake tensors
-of a GPU would need a torch that is built for one, so these are a CPU's, and what kernels.py asks of
-its GPU is answered here.
+A separate process, without Triton's interpreter, computes steps of an engine on torch's fake
+tensors, which have shapes but no numbers. A launch compiles its kernel and does nothing else. Fake
+GPU tensors would need a torch built for GPUs, so these are CPU tensors, and this file answers what
+kernels.py asks about its GPU.
 """
 
 import json
@@ -22,7 +22,7 @@ import kernels
 from model import GPT, GPTConfig, Rope
 
 ROOT = Path(__file__).parents[2]
-# compute capability -> KiB of shared memory that a program may take
+# compute capability -> KiB of shared memory that a program may use
 ROOM = {80: 163, 86: 99, 89: 99, 90: 227, 120: 99}
 GEMMA = GPTConfig(8192, 4096, n_layer=2, n_head=8, n_embd=1024, n_kv_head=4, head_size=256)
 GEMMA = replace(GEMMA, norm="rms", qk_norm=True, bias=False, gated=True, attention_softcap=50.0)
@@ -33,7 +33,7 @@ GEMMA = replace(GEMMA, windows=(1024, 0), rope={0: Rope(1e6), 1024: Rope(1e4)})
 @pytest.mark.skipif(not kernels.triton, reason="needs the package triton")
 @pytest.mark.parametrize("capability", ROOM)
 def test_kernels_fit_a_card(capability, tmp_path):
-    """Heads of 256 took 104 KiB of the 99 that an RTX 3090, 4090 or 5090 has."""
+    """Previously heads of 256 took 104 KiB, but an RTX 3090, 4090 or 5090 has only 99."""
     own = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, __file__, str(capability)]
     done = subprocess.run(command, env=os.environ | own, stdout=subprocess.PIPE, check=True)
@@ -44,7 +44,7 @@ def test_kernels_fit_a_card(capability, tmp_path):
 
 def compile_kernels(capability: int):
     """
-    Print the names of all kernels, and of each that was compiled name, bytes of shared memory and
+    Print the names of all kernels, and for each compiled one its name, bytes of shared memory and
     options.
     """
     from torch._subclasses import FakeTensor, FakeTensorMode
@@ -63,13 +63,13 @@ def compile_kernels(capability: int):
             return 0
 
     driver.set_active(Card())
-    # whether a tensor begins at a multiple of 16 bytes is known to the compiler
+    # the compiler uses whether a tensor begins at a multiple of 16 bytes
     FakeTensor.data_ptr = lambda self: self.storage_offset() * self.itemsize
     pdl = capability >= 90
     kernels.pdl_options = lambda x: {"PDL": pdl, "launch_pdl": pdl}
     kernels.shared_memory = lambda device: 1024 * ROOM[capability]
     kernels.num_processors = lambda device: 132
-    # only now, as these take the functions from kernels.py
+    # import only now, because these modules copy functions of kernels.py
     from assets.workloads import MODELS
     from engine import device as device_module
     from ops.choice import triton_tables
@@ -88,7 +88,9 @@ def compile_kernels(capability: int):
     JITFunction.run = compile_only
 
     def compute_steps(config: GPTConfig, dtype: torch.dtype, table, rows: tuple[int, ...] = ()):
-        """Steps of so many rows, of chunks beside decodes, and of decodes that share a prefix."""
+        """
+        Run steps with these numbers of rows, with chunks beside decodes, and with a shared prefix.
+        """
         device_module.choose_ops = lambda *_: (table, "")
         device_module.kv_dtype = lambda model: dtype
         model = GPT(config).to(dtype).requires_grad_(False)
@@ -106,8 +108,8 @@ def compile_kernels(capability: int):
     fast, deterministic = triton_tables()
     gpt2 = replace(MODELS["gpt2-124M"], **one_layer)
     qwen3 = replace(MODELS["qwen3-0.6B"], **one_layer, vocab_size=8192)
-    compute_steps(gpt2, torch.float16, fast, (1, 16, 32, 64, 128, 256))  # each has its tiles
-    if capability == 86:  # of those with least room; slow to compile
+    compute_steps(gpt2, torch.float16, fast, (1, 16, 32, 64, 128, 256))  # each has its own tiles
+    if capability == 86:  # it has the least memory; slow to compile
         compute_steps(qwen3, torch.float32, fast)
     compute_steps(GEMMA, torch.bfloat16, fast, (1,))
     compute_steps(GEMMA, torch.bfloat16, deterministic)

@@ -1,7 +1,7 @@
 """
-The operators of a CPU. Those of cpu.c: each beside torch, and to the last bit whatever shares the
-batch; a step as a program; how the file is built; threads. Last what stands in for it in bf16 and
-where there is no compiler.
+The operators of a CPU. First those of cpu.c: each is compared with torch, and must give the same
+bits whatever shares the batch. Then a step as a program, the build of the file, and threads. Last,
+what replaces cpu.c in bf16 and without a compiler.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ from interleaved import flat_batch
 from kernels import Batch
 from model import GPT, GPTConfig, Ops, RMSNorm, Rope
 from ops import cpu, packed
-from ops.choice import TORCH, choose_ops
+from ops.choice import TORCH_OPS, choose_ops
 from ops.packed import (
     LARGEST,
     Arena,
@@ -53,10 +53,10 @@ from test_paged import prompt, raises, trained_model
 
 ROOT = Path(__file__).parents[2]
 COMPILER = cpu.c_compiler()
-SHARING = [*COMPILER, "-DWORTH_SHARING=0"]  # threads share whatever there is to do
+SHARING = [*COMPILER, "-DWORTH_SHARING=0"]  # threads share even the smallest work
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="needs a C compiler")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-# by another compiler, or for another CPU, which is here if there is such a macro
+# another compiler or target CPU, available if the machine has this macro
 CLANG = ["clang"] if shutil.which("clang") else [sys.executable, "-m", "ziglang", "cc"]
 BUILDS = {"native": "", "gcc": "", "clang": ""}
 BUILDS |= {"x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": "__SSE4_2__"}
@@ -64,14 +64,14 @@ BUILDS |= {"x86-64-v4": "__AVX512VL__", "haswell": "__AVX2__", "x86-64-v2": "__S
 
 @cache
 def macros() -> str:
-    """Those of this CPU."""
+    """Return the macros that the compiler defines for this CPU."""
     command = [*COMPILER, "-march=native", "-dM", "-E", "-x", "c", os.devnull]
     return subprocess.run(command, capture_output=True, text=True).stdout
 
 
 @cache
 def machine(threads: int = 2, build: str = "native") -> Ops:
-    """The operators of cpu.c, compiled in such a way."""
+    """Return the operators of cpu.c, built this way."""
     if BUILDS[build] not in macros():
         pytest.skip(f"needs a CPU with {build}")
     compiler = SHARING
@@ -85,13 +85,13 @@ def machine(threads: int = 2, build: str = "native") -> Ops:
             pytest.skip("needs gcc")
         compiler = [build, SHARING[-1]]
     with patch.object(cpu, "FLAGS", flags):
-        return cpu.CpuKernels(compiler, threads).table(TORCH)
+        return cpu.CpuKernels(compiler, threads).table(TORCH_OPS)
 
 
 # --------------------------------------------------------------------------------------------------
 # The cases: models of odd sizes, and every operator of them
 
-EVERYONE = list(range(100))  # rows, each the last token of a request of its own
+EVERYONE = list(range(100))  # rows, each the last token of a different request
 CONTEXT = 71
 POSITIONS = [37 * r % CONTEXT for r in EVERYONE]
 
@@ -142,7 +142,7 @@ each_quantize = pytest.mark.parametrize("quantize", ["none", "int8"])
 
 @cache
 def numbers(width: int) -> Tensor:
-    """A row for each, of very different size, one of them zero."""
+    """Return a row per request, with very different magnitudes; one row is zero."""
     x = torch.randn(len(EVERYONE), width, generator=torch.Generator().manual_seed(width))
     x *= 10.0 ** (torch.arange(len(x)) % 5 - 2)[:, None]
     x[1] = 0
@@ -151,7 +151,10 @@ def numbers(width: int) -> Tensor:
 
 @cache
 def model_of(case: str) -> GPT:
-    """Its weights matter: norms and biases far from one and zero, outputs of different size."""
+    """
+    Return a model whose weights all matter: norms and biases far from one and zero, outputs of
+    different size.
+    """
     fields = CASES[case]["sizes"] | CASES[case]["kind"]
     del fields["block_size"]
     theta = fields.pop("theta", None)
@@ -173,7 +176,7 @@ def model_of(case: str) -> GPT:
 
 
 def in_fp64(model: GPT) -> GPT:
-    """A copy that rounds nothing; of integers the products are fp32, and count as exact."""
+    """Return a copy that rounds nothing. Products of integers stay fp32, and count as exact."""
     exact = deepcopy(model).double()
     for module, original in zip(exact.modules(), model.modules(), strict=True):
         if isinstance(module, RMSNorm):
@@ -196,7 +199,7 @@ def weights_for(ops: Ops, case: str, quantize: str, is_exact: bool) -> GPT:
 
 @cache
 def block_tables(S: int) -> tuple[Tensor, int]:
-    """Of each request [100, M], permuted; and the sink."""
+    """Return the block table of each request [100, M], permuted; and the padding block."""
     M = -(-CONTEXT // S)
     count = len(EVERYONE) * M
     blocks = torch.randperm(count, generator=torch.Generator().manual_seed(S))
@@ -211,11 +214,11 @@ def slots_of(requests: Tensor, positions: Tensor, S: int) -> Tensor:
 @cache
 def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
     """
-    One layer's pool, with K and V of what comes before each request's row, from the block on that
-    its window begins in; all else is NaN.
+    Return one layer's pool, with K and V of the tokens before each request's row, from the block
+    where its window begins. All other slots are NaN.
     """
-    _, sink = block_tables(S)
-    pool = torch.full((2, sink + 1, Hk, S, D), torch.nan)
+    _, padding_block = block_tables(S)
+    pool = torch.full((2, padding_block + 1, Hk, S, D), torch.nan)
     ends = torch.tensor(POSITIONS)[:, None]
     positions = torch.arange(CONTEXT)
     is_seen = positions < ends
@@ -229,27 +232,29 @@ def pool_of(Hk: int, D: int, S: int, window: int) -> Tensor:
 
 
 def step(ops: Ops, model: GPT, pool: Tensor, rows: list[int]) -> Batch:
-    """A step in which each of these requests decodes a token."""
+    """Return a step in which each of these requests decodes a token."""
     config = model.config
-    tables, sink = block_tables(pool.shape[-2])
+    tables, padding_block = block_tables(pool.shape[-2])
     requests = []
     for row in rows:
         tokens = [(31 * row + 7) % config.vocab_size] * (POSITIONS[row] + 1)
         request = Request(row, tokens, 1, block_table=tables[row].tolist())
         request.num_filled_slots = POSITIONS[row]
         requests.append(request)
-    shape = SimpleNamespace(kv=pool[None], sink=sink)
+    shape = SimpleNamespace(kv=pool[None], padding_block=padding_block)
     batch = flat_batch(Plan(decodes=requests), model, shape)
     batch.ops = ops
-    batch.prepared = {w: ops.prepare(batch, config.n_head, pool, w) for w in config.windows}
+    batch.attention_plans = {
+        w: ops.plan_attention(batch, config.n_head, pool, w) for w in config.windows
+    }
     batch.rotations = {}
     return batch
 
 
 def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool = False) -> dict:
     """
-    What each operator makes of these rows, of which one has NaN: tensors, a row for each, a large
-    number for NaN.
+    Return what each operator computes for these rows, one of which has a NaN: tensors with one row
+    per request, and a large number in place of NaN.
     """
     S = CASES[case]["sizes"]["block_size"]
     model = weights_for(ops, case, quantize, is_exact)
@@ -273,7 +278,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
         turns = ops.rotation(batch.positions, getattr(model, f"frequencies_{window}"))
         batch.rotations[window] = turns
         y["rotation"] = turns
-        if isinstance(turns, tuple):  # as torch has it
+        if isinstance(turns, tuple):  # torch's form
             y["rotation"] = torch.cat(turns, -1)
     C = config.n_embd
     places = (batch.tokens, batch.positions, model.wte, model.wpe)
@@ -296,7 +301,7 @@ def results(ops: Ops, case: str, quantize: str, rows: list[int], is_exact: bool 
 
 
 def error(y: Tensor, exact: Tensor) -> float:
-    """The norm of all errors, each as a share of the largest number of its row."""
+    """Return the norm of all errors, each relative to the largest number of its row."""
     size = exact.abs().amax(1, keepdim=True).clamp(min=1e-3)
     return ((y - exact) / size).norm().item()
 
@@ -308,12 +313,12 @@ def error(y: Tensor, exact: Tensor) -> float:
 @pytest.mark.quick("*-native", "*-haswell")
 def test_operators_err_as_torch(case, quantize, build):
     """
-    At most twice the error of torch's own against fp64. Products of integers have none: they equal
-    `Int8Linear.forward` to the bit.
+    The error against fp64 is at most twice that of torch's operators. Products of integers have no
+    error: they equal `Int8Linear.forward` to the bit.
     """
     ours = results(machine(build=build), case, quantize, EVERYONE)
-    plain = results(TORCH, case, quantize, EVERYONE)
-    exact = results(TORCH, case, quantize, EVERYONE, is_exact=True)
+    plain = results(TORCH_OPS, case, quantize, EVERYONE)
+    exact = results(TORCH_OPS, case, quantize, EVERYONE, is_exact=True)
     for name, y in exact.items():
         assert error(ours[name], y) <= 2 * error(plain[name], y), name
 
@@ -327,7 +332,10 @@ MIXES = [[*range(50, 50 + n)] for n in (1, 2, 7, 8, 17, 33)] + [EVERYONE[::-1], 
 @each_case
 @pytest.mark.quick("*-none-3", "*-int8-8")
 def test_a_row_is_the_same_in_any_company(case, quantize, threads):
-    """To the bit: whatever the other rows, the place in the batch, and the number of threads."""
+    """
+    The bits are the same whatever the other rows, the place in the batch, and the number of
+    threads.
+    """
     expected = results(machine(), case, quantize, EVERYONE)
     for rows in MIXES:
         ours = results(machine(threads), case, quantize, rows)
@@ -349,8 +357,8 @@ def int8_layer(weight: Tensor, bias: Tensor | None = None, parts: int = 1) -> In
 @pytest.mark.parametrize("K", [1, 5, 64, 799, 66_000])
 def test_sums_of_integers_are_exact(K):
     """
-    To the bit what int64 makes of the same integers: of cpu.c and of its slow twin, with weights
-    and rows that are all as large as they can be.
+    Both cpu.c and its slow twin give exactly what int64 computes from the same integers, with
+    weights and rows that are all as large as possible.
     """
     weight = torch.rand(21, K) * 2 - 1
     weight[:, 0] = 1  # the largest of each row
@@ -381,11 +389,11 @@ def test_sums_of_integers_are_exact(K):
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_large_column_spoils_no_other(parts):
     """
-    A weight is off by at most half a step: of 127 steps to the largest of its row, times its
-    column's largest share of such. So says an embedding, and a layer of each input alone, of cpu.c
-    and its slow twin. Would catch: one step for a whole row, where most weights are rounded to 0;
-    columns that only one half of a gated layer has asked; and a weight that is no number, in the
-    scale of all that share its column.
+    A row's largest number is 127 steps. The rounding error of a weight is at most half a step,
+    times the largest share that any weight of its column has of its row's maximum. An embedding
+    shows it, and so does a layer, one input at a time, in cpu.c and in its slow twin. Would catch:
+    one step for a whole row, where most weights are rounded to 0; columns scaled by only one half
+    of a gated layer; a NaN that spoils the scale of its whole column.
     """
     N, K = 70, 40
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(1))
@@ -422,7 +430,7 @@ def test_a_large_column_spoils_no_other(parts):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @each_build
 def test_a_token_is_chosen_as_by_the_oracle(build):
-    """Beside test_sampling.py: whatever the CPU, and whether V fills its vectors."""
+    """This complements test_sampling.py: any CPU, whether or not V fills its vectors."""
     for R, V in (12, 1), (20, 6), (8, 63), (8, 256), (3, 20_001):
         check_tokens(machine(build=build).sample, R, V, torch.float32, seed=V)
 
@@ -433,7 +441,7 @@ def test_a_token_is_chosen_as_by_the_oracle(build):
 
 @pytest.fixture
 def source(tmp_path, monkeypatch) -> Path:
-    """A short source instead of cpu.c, and an empty cache."""
+    """Replace cpu.c by a short source, and start with an empty cache."""
     source = tmp_path / "cpu.c"
     source.write_text("int answer = 42;\n")
     monkeypatch.setattr(cpu, "SOURCE", source)
@@ -442,7 +450,7 @@ def source(tmp_path, monkeypatch) -> Path:
 
 
 def compiler(folder: Path, command: str) -> str:
-    """A compiler that writes down how it was called."""
+    """Write a compiler that records how it was called."""
     script = folder / "compiler"
     script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n{command}\n')
     script.chmod(0o755)
@@ -452,8 +460,9 @@ def compiler(folder: Path, command: str) -> str:
 @needs_compiler
 def test_a_source_is_built_once(source, tmp_path, monkeypatch):
     """
-    By $CC, with what stands behind its name; again for another source, compiler or CPU, for homes
-    are shared by machines. Nothing is left in the cache but libraries.
+    It is built by $CC, including the options after its name. It is built again for another source,
+    compiler or CPU, because machines may share a home directory. Only libraries are left in the
+    cache.
     """
     path = compiler(tmp_path, f'exec {shlex.join(COMPILER)} "$@"')
     monkeypatch.setenv("CC", f"{path} -DSIGN=1")
@@ -474,7 +483,7 @@ def test_a_source_is_built_once(source, tmp_path, monkeypatch):
 
 @needs_compiler
 def test_some_that_build_at_once(source):
-    """Each has compiled before one gives the library its name; all find it there."""
+    """Each has compiled before one of them gives the library its name; all find it there."""
     barrier = threading.Barrier(3)
     rename = Path.rename
 
@@ -492,8 +501,8 @@ def test_some_that_build_at_once(source):
 @pytest.mark.parametrize("how", [">&2; exit 1", "; exit 1", ">&2"])
 def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch):
     """
-    With its own words, wherever it says them, and also if it says that all went well; and whoever
-    asks for torch, or for bf16, does not meet it.
+    The message has the compiler's own words, wherever it prints them, and even if it reports
+    success. Runs in torch or bf16 do not use the compiler, so they do not fail.
     """
     path = compiler(tmp_path, f"echo 'no room on the device' {how}")
     monkeypatch.setenv("CC", path)
@@ -509,9 +518,9 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
 
 
 def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
-    """With CC=false the message ended with "Its words:", and nothing."""
+    """Previously, with CC=false, the message ended with "Its output:" and nothing more."""
     monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its words:\n(none: is it a compiler?)"):
+    with raises(ValueError, "Its output:\n(none: is it a compiler?)"):
         cpu.library(cpu.c_compiler())
 
 
@@ -524,12 +533,13 @@ def test_without_a_compiler(quantize, tmp_path, monkeypatch):
             monkeypatch.setenv("CC", name)
         dtype = torch.int8 if quantize == "int8" else torch.float32
         ops, reason = choose_ops("auto", "cpu", dtype)
-        assert ops is TORCH
+        assert ops is TORCH_OPS
         assert "no C compiler" in reason
         with raises(ValueError, "'cpu'", "a C compiler", "auto"):
             choose_ops("cpu", "cpu", dtype)
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Threads and processes
 
@@ -538,15 +548,16 @@ def test_without_a_compiler(quantize, tmp_path, monkeypatch):
 @needs_compiler
 def test_a_fork_computes_alone():
     """
-    A forked process has none of the pool's threads, and goes on without them, to its end. Would
-    catch, in one of twenty: a child that waits for a thread that was just about to wake or sleep.
+    A forked process has none of the pool's threads, so it computes without them, until it exits.
+    Would catch, in one of twenty runs: a child that waits for a thread which was just about to wake
+    or sleep.
     """
     owned = [cpu.CpuKernels(COMPILER, 8)]
-    add_norm = owned[0].table(TORCH).add_norm
+    add_norm = owned[0].table(TORCH_OPS).add_norm
     norm = model_of("gelu_new").ln_f
     _, expected = add_norm(numbers(48), None, norm)
     for _ in range(60):
-        time.sleep(0.002)  # they sleep
+        time.sleep(0.002)  # the threads fall asleep
         add_norm(numbers(48), None, norm)
         child = os.fork()
         if child == 0:
@@ -561,7 +572,7 @@ def test_a_fork_computes_alone():
 
 
 class Pool(ctypes.Structure):
-    """The beginning of cpu.c's, to its count of the runs that threads were woken for."""
+    """The beginning of cpu.c's pool, up to its count of runs for which threads were woken."""
 
     _fields_ = [
         *(("threads", ctypes.c_int), ("process", ctypes.c_int), ("ops", ctypes.c_void_p)),
@@ -574,8 +585,8 @@ class Pool(ctypes.Structure):
 @pytest.mark.parametrize(("R", "before", "after"), [(1, 0, 0), (8, 0, 1), (8, 2**31 - 1, 1)])
 def test_threads_share_a_run_for_all_of_its_products(R, before, after):
     """
-    A large layer and a norm. Would catch: all prompts computed by one core; a count of runs that
-    overflows to a negative number, which ends the threads, after some weeks.
+    The run has a large layer and a norm. Would catch: all prompts computed by one core; a count of
+    runs that overflows after some weeks to a negative number, which ends the threads.
     """
     kernels = cpu.CpuKernels(COMPILER, 2)
     Pool.from_address(kernels.pool).runs = before
@@ -590,7 +601,7 @@ def test_threads_share_a_run_for_all_of_its_products(R, before, after):
 
 @needs_compiler
 def test_denormal_numbers_live_on():
-    """With -ffast-math, gcc before 13 has a library switch them off for the whole process."""
+    """With -ffast-math, gcc before 13 links code that disables denormals for the whole process."""
     machine()
     assert torch.tensor([1e-40]) * 1 != 0
 
@@ -599,8 +610,8 @@ def test_denormal_numbers_live_on():
 @needs_linux
 def test_fewer_threads_than_asked_for():
     """
-    A pool has those that the system gives: here there is room for the stacks of two or three, and
-    nothing changes but the time. Would catch: a thread counted that is not there.
+    A pool uses the threads that the system grants. Here there is memory for two or three stacks,
+    and only the time changes. Would catch: counting a thread that does not exist.
     """
     expected = results(machine(), "gated", "int8", EVERYONE)
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -613,13 +624,13 @@ def test_fewer_threads_than_asked_for():
         resource.setrlimit(resource.RLIMIT_AS, before)
     threads = ctypes.c_int.from_address(kernels.pool)  # its first field
     assert 1 < threads.value < 99
-    ours = results(kernels.table(TORCH), "gated", "int8", EVERYONE)
+    ours = results(kernels.table(TORCH_OPS), "gated", "int8", EVERYONE)
     assert all(torch.equal(y, expected[name]) for name, y in ours.items())
 
 
 @pytest.fixture
 def cores():
-    """Two, all that this thread and those that it starts may use."""
+    """Restrict this thread, and those that it starts, to two cores."""
     if sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two cores and Linux")
     before = os.sched_getaffinity(0)
@@ -631,7 +642,7 @@ def cores():
 
 @contextmanager
 def busy_process(cores: list[int]):
-    """It wants one of these."""
+    """Run a process that keeps one of these cores busy."""
     with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as busy:
         os.sched_setaffinity(busy.pid, cores)
         try:
@@ -647,7 +658,7 @@ def engine_with(threads: int) -> Engine:
 
 
 def seconds_a_token(engine: Engine) -> float:
-    """The median."""
+    """Return the median time per token."""
     seconds = []
     engine.add_request("a", [1], SamplingParams(max_tokens=60))
     while engine.has_work and sum(seconds) < 2:
@@ -660,9 +671,10 @@ def seconds_a_token(engine: Engine) -> float:
 @needs_compiler
 def test_a_thread_that_is_late_holds_up_no_other(cores):
     """
-    One that gets only what another process leaves of a core: others do its share, and a token takes
-    at most twice as long as without it (the median of five tries, as the machine may have other
-    work). Would catch: a thread's own share that nobody else takes, a barrier for all.
+    One thread gets only what another process leaves of a core. The others do its share, so a token
+    takes at most twice as long as without the process. (This is the median of five tries, because
+    the machine may have other work.) Would catch: a fixed share per thread; a barrier for all
+    threads.
     """
     ratios = []
     for _ in range(5):
@@ -689,7 +701,7 @@ def is_asleep(thread: str) -> bool:
 @needs_compiler
 @needs_linux
 def test_idle_threads_sleep():
-    """Would catch: threads that look out for work for ever, whatever else the machine does."""
+    """Would catch: threads that poll for work for ever, whatever else the machine does."""
     before = {*os.listdir("/proc/self/task")}
     engine = engine_with(8)
     seconds_a_token(engine)
@@ -706,9 +718,9 @@ def test_idle_threads_sleep():
 @pytest.mark.parametrize("threads", [2, 8])
 def test_beside_a_busy_process(threads, cores):
     """
-    A token on two cores takes at most three times as long (the median, at best of three tries) as
-    with two threads, when another process wants one of the cores, or threads are many. Would catch:
-    threads that wait for one that has no core.
+    Another process wants one of two cores, or there are many threads. A token then takes at most
+    three times as long as with two threads on idle cores (the median, best of three tries). Would
+    catch: threads that wait for one without a core.
     """
     quick = engine_with(2)
     engine = engine_with(threads)
@@ -724,7 +736,7 @@ def test_beside_a_busy_process(threads, cores):
 @needs_compiler
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_sanitizers_find_nothing(sanitizer, tmp_path):
-    """The tests above once more, with a library that watches each of its reads and writes."""
+    """Run the tests above again, with a library that checks all of its reads and writes."""
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a GPU: CUDA does not start under a sanitizer")
     name = "libasan.so" if sanitizer == "address" else "libtsan.so"
@@ -732,7 +744,7 @@ def test_sanitizers_find_nothing(sanitizer, tmp_path):
     runtime = subprocess.run(find, capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip(f"needs {name}")
-    # a run of its own, which shares nothing with the process of this one
+    # a separate run, which shares nothing with this process
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {
         "CC": f"{shlex.join(COMPILER)} -g -fsanitize={sanitizer}",
         "LD_PRELOAD": runtime,
@@ -766,8 +778,8 @@ def model_in(dtype: str, name: str) -> GPT:
 @pytest.mark.parametrize("is_packed", [True, False])
 def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
     """
-    At most twice the error of plain torch in bf16, against fp64 with the same weights. Would catch:
-    weights that are gone when their memory is used for the next layer's.
+    The error against fp64, with the same weights, is at most twice that of plain torch in bf16.
+    Would catch: weights that are lost when their memory is reused for the next layer.
     """
     if is_packed and not can_pack():
         pytest.skip("needs a CPU with AVX-512: oneDNN packs bf16 there")
@@ -795,19 +807,19 @@ def test_bf16_errs_as_torch(is_packed, count, monkeypatch):
 )
 def test_engine_is_the_same_model_run_densely(name, dtype, quantize, attention):
     """
-    In batches of decodes and chunks, and of whole prompts, with a compiler ("auto") or without.
-    Another token than the dense model's is allowed now and then, if the best two logits are close.
-    Would catch: a scale or a matrix that is another's.
+    The engine runs decodes with chunks, and whole prompts, with a compiler ("auto") or without. A
+    few tokens may differ from the dense model's, if the best two logits are close. Would catch: the
+    scale or matrix of another layer.
     """
     model = model_in(dtype, name)
     if (dtype, quantize, attention) == ("bf16", "none", "torch"):
-        attention = "bf16"  # with "torch" all is computed in bf16, which no default does
+        attention = "bf16"  # "torch" computes everything in bf16, which is never the default
     params = SamplingParams(temperature=0, max_tokens=24)
     prompts = [prompt(i, 5 + 5 * i) for i in range(8)]
     tight = {"block_size": 4, "max_num_seqs": 5, "token_budget": 16, "check": True}
     crowded = Engine(model, Settings(quantize=quantize, attention=attention, **tight))
     roomy = Engine(model, Settings(quantize=quantize, attention=attention))
-    reference = packed.converted(model, quantize, Bf16Linear)
+    reference = packed.pack_weights(model, quantize, Bf16Linear)
     lost = []
     for engine in crowded, roomy:
         for text, answer in zip(prompts, engine.generate(prompts, params, False), strict=True):
@@ -824,5 +836,5 @@ def test_refusals():
     assert serving_dtype("auto", "cuda:1") == torch.bfloat16
     with raises(ValueError, "fp16", "fp32 or bf16"):
         serving_dtype("fp16", "cpu")
-    with raises(ValueError, "int4", "none and int8"):
+    with raises(ValueError, "int4", "none or int8"):
         Engine(trained_model(), Settings(quantize="int4"))

@@ -1,10 +1,10 @@
 """
-The operators of --deterministic, each by itself: a row's bits, whatever the other rows of a step
-are. (Whether they are right, test_kernels.py asks, also for attention's bits; whole answers are
-compared in test_bits.py.)
+The operators of --deterministic, each by itself: the bits of a row do not depend on the other rows
+of a step. test_kernels.py checks that results are right, and also attention's bits; test_bits.py
+compares whole answers.
 
-On a CPU they run in Triton's interpreter, with `multiply_in_order`. So here it is seen that tiles
-change no bit; that a GPU's products and reductions do not, only a GPU shows.
+On a CPU they run in Triton's interpreter, with `multiply_in_order`. This shows that tiles change no
+bit. Whether a GPU's own products and reductions change bits can only be seen on a GPU.
 """
 
 from types import SimpleNamespace
@@ -41,7 +41,9 @@ def ops():
 
 
 def assert_no_row_matters(compute, *batches: list[int]):
-    """Of compute(rows) [R, width], what row 7 gets is the same in all batches of rows as alone."""
+    """
+    Check that row 7 of compute(rows) [R, width] is the same in all batches of rows as by itself.
+    """
     outputs = [compute(rows)[rows.index(7)] for rows in ([7], *batches)]
     for out in outputs:
         assert torch.equal(out.view(torch.int16), outputs[0].view(torch.int16))
@@ -63,8 +65,8 @@ PRODUCTS += [{"partial_sums": True}]
 )
 def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, monkeypatch):
     """
-    Would catch: parts that follow the number of rows, or are added up in another order by one
-    program than by the norm that follows; one row by another kernel; a norm that is deferred.
+    Would catch: parts of a sum that depend on the number of rows; a program that adds them in
+    another order than the norm that follows; another kernel for a single row; a deferred norm.
     """
     monkeypatch.setattr(deterministic, "APART_ROWS", 80)
     torch.manual_seed(N)
@@ -93,8 +95,8 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, mon
 @quick_on_a_cpu("False-16", "True-16")
 def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkeypatch):
     """
-    Would catch: heads whose norm is added up by as many threads as there are rows to spare; parts
-    of a sum that are added up in another order where they are one program's.
+    Would catch: heads whose norm is summed by more threads if there are fewer rows; parts of a sum
+    that are added in another order when one program has them all.
     """
     monkeypatch.setattr(deterministic, "APART_ROWS", 10)
     kind = {"rope": {0: model_module.Rope(1e4)}, "norm": "rms", "qk_norm": True} if rope else {}
@@ -119,8 +121,8 @@ def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkey
 @pytest.mark.parametrize(("N", "K"), [(768, 768), (768, 3072), (3072, 768), (2048, 8192)])
 def test_the_parts_of_a_sum_follow_from_the_layer(N, K, monkeypatch):
     """
-    Would catch: more parts for few rows, which have few programs: other parts, other bits. And
-    tiles of few rows for many.
+    Would catch: more parts for few rows, which occupy few programs, since other parts give other
+    bits; tiles of few rows used for many.
     """
     monkeypatch.setattr(deterministic, "launch_linear", lambda *args, tiles: tiles)
     layer = nn.Linear(K, N, device="meta")
@@ -140,8 +142,8 @@ def test_the_parts_of_a_sum_follow_from_the_layer(N, K, monkeypatch):
 @pytest.mark.parametrize("V", [1000, 50_257, 151_936])
 def test_log_probabilities_do_not_depend_on_the_place_of_a_row(V, dtype):
     """
-    Would catch: on a GPU, a sum that follows the address of a row, which in a vocabulary of an odd
-    number of tokens is another for each; of equal logits, others for one row than for many.
+    Would catch: on a GPU, a sum that depends on the address of a row, since with an odd vocabulary
+    each row is aligned differently; ties that are broken differently for one row than for many.
     """
     torch.manual_seed(V)
     row = torch.randn(V).round(decimals=1)
@@ -156,7 +158,7 @@ def test_log_probabilities_do_not_depend_on_the_place_of_a_row(V, dtype):
 
 
 def test_sort_keys_are_in_the_order_of_logits():
-    """Of equal ones the first is the largest; infinities have their place."""
+    """Of equal logits the first is the largest; infinities are in order."""
     logits = torch.tensor([[1.5, -2.0, 0.0, 1.5, -torch.inf, 3e-41, -2.0, torch.inf, -1e-41]])
     order = sampling.sort_keys(logits).sort(descending=True).indices
     assert order.tolist() == [[7, 0, 3, 5, 2, 8, 1, 6, 4]]

@@ -1,10 +1,11 @@
 """
-store_kv and paged_attention against an fp64 reference, and what a GPU's steps have beside them.
+store_kv and paged_attention against an fp64 reference, and the other kernels of a GPU's step.
 
-Block tables are permuted, lengths odd, and every slot that belongs to no text (the sink, the tails
-of last blocks, the blocks that pad the tables, what lies before a window) is NaN: if it is read,
-there is NaN in the output. A backend's error may be at most twice that of plain torch attention in
-the same dtype, or what rounding explains. A new backend is one more name in BACKENDS.
+Block tables are permuted, lengths are odd, and every slot that belongs to no text is NaN: the
+padding block, the tails of last blocks, the blocks that pad the tables, and everything before a
+window. If such a slot is read, the output has NaN. A backend's error may be at most twice that of
+plain torch attention in the same dtype, or what rounding explains. A new backend is one more name
+in BACKENDS.
 """
 
 import doctest
@@ -71,12 +72,12 @@ class Texts:
     ):  # fmt: skip
         torch.manual_seed(G * D + S)
         count = math.ceil(length / S)
-        tables = torch.randperm(2 * count + 4).view(2, -1)  # two are strays
+        tables = torch.randperm(2 * count + 4).view(2, -1)  # two belong to no text
         self.tables = tables.tolist()
         self.pool = KVBlockPool(2 * count + 4, S, 1, Hk, D, DEVICE, pool_dtype or dtype)
         self.kv = self.pool.kv[0].fill_(torch.nan)
         self.heads = torch.randn(2, length, G * Hk + 2 * Hk, D).to(DEVICE, dtype)
-        # views, as the model has them
+        # views, as in the model
         self.q, self.k, self.v = self.heads.split((G * Hk, Hk, Hk), dim=2)
         self.attn = SimpleNamespace(window=window, scale=D**-0.5, softcap=softcap)
         self.ops = choose_ops(backend, DEVICE)[0]
@@ -91,11 +92,12 @@ class Texts:
 
     def step(self, decodes=(), chunks=(), groups=()):
         """
-        Return the batch of a step, by turns of one text and the other: `decodes` with so many
-        tokens before and with the new one, chunks (new tokens, tokens after them); and where each
-        is in q. Groups (first, end, tokens) of decodes share a prefix, then all are of one text.
-        What may not be read through a table is NaN there: blocks that a window has left, and a
-        prefix, but for the first of its group.
+        Return the batch of a step, and where each of its pieces is in q. A decode is given by its
+        context length, including the new token; a chunk by (new tokens, context length). Pieces
+        alternate between the two texts. `groups` are (first, end, tokens) of decodes that share a
+        prefix; then all pieces belong to one text. Table entries that must not be read point to
+        NaN: blocks that a window has left, and the shared prefix, except that of a group's first
+        decode.
         """
         window = self.attn.window
         _, blocks, _, S, _ = self.kv.shape
@@ -126,28 +128,31 @@ class Texts:
         if groups:
             firsts, ends, _ = torch.tensor([*groups, (0, 0, 0)]).T.contiguous()  # one is padding
             batch.groups = tuple(x.to(DEVICE) for x in (shared, firsts, ends))
-        batch.prepared = {window: self.ops.prepare(batch, H, self.kv, window)}
+        batch.attention_plans = {window: self.ops.plan_attention(batch, H, self.kv, window)}
         return batch, spans
 
     def attend(self, batch, spans) -> list[Tensor]:
-        """The outputs [n, H, D] of each piece. The pool is only read, and counters are as before"""
+        """
+        Return the outputs [n, H, D] of each piece, after checking that the pool and counters are
+        unchanged.
+        """
         q = torch.cat([self.heads[span] for span in spans])[:, : self.q.shape[2]]
         before = self.kv.clone()
         out = self.ops.attend(q, self.kv, self.attn, batch)
         assert torch.equal(bits(self.kv), bits(before))
         assert (out.dtype, out.shape) == (q.dtype, q.shape)
         if self.ops.name == "triton":
-            assert not batch.prepared[self.attn.window].finished.any()
+            assert not batch.attention_plans[self.attn.window].finished.any()
         return out.split([span[1].stop - span[1].start for span in spans])
 
     def whole(self) -> Tensor:
-        """Both as whole prompts, [2, length, H, D]."""
+        """Return the outputs of both texts as whole prompts, [2, length, H, D]."""
         return torch.stack(self.attend(*self.step(chunks=[(self.length, self.length)] * 2)))
 
     def reference(self) -> tuple[Tensor, float]:
         """
-        softmax(q k / sqrt(D)) v in fp64, and how far others may be from it: twice as far as plain
-        torch in the same dtype, or as far as fp32, in which all add up, explains (`rounding`).
+        Return softmax(q k / sqrt(D)) v in fp64, and the error allowed: twice that of plain torch in
+        the same dtype, or what summing in fp32 explains (`rounding`).
         """
         G = self.q.shape[2] // self.k.shape[2]
         at = torch.arange(self.length, device=DEVICE)
@@ -169,22 +174,25 @@ class Texts:
         return exact.transpose(1, 2), allowed
 
 
-U = 2.0**-24  # what rounding to fp32 changes a number by at most, as a share of it
-EXP = 40 * U  # the same of the fastest exp in use: SLEEF's exp_u20, 20 units in the last place
+U = 2.0**-24  # the largest relative error of rounding to fp32
+EXP = 40 * U  # the same for the fastest exp in use: SLEEF's exp_u20, 20 units in the last place
 
 
 def rounding(q, k, v, mask, scores, weights, eps: float) -> float:
     """
-    How far fp32 may be off for queries q [H, n, D] that see k and v [H, C, D] with these weights
-    [H, n, C]. A sum of n products, in any order, is off by at most n U times the sum of their
-    magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), to first order in U:
+    Return how far off fp32 may be for queries q [H, n, D] that see k and v [H, C, D] with these
+    weights [H, n, C]. A sum of n products, in any order, is off by at most n U times the sum of
+    their magnitudes (Higham, Accuracy and Stability of Numerical Algorithms, 3.1), to first order
+    in U.
 
-    a score is a sum of D products, times the scale: D + 2 roundings, the scale's own included;
-    a weight is exp(score - largest): that difference is rounded, and exp errs itself. What the
-    score is off by is the share that its weight is off by;
-    the result is a weighted sum over the sum of weights: two sums of C, each rescaled at most C
-    times by an online softmax. Both have the weights' errors. And weights and result are rounded to
-    the dtype of the pool, by eps / 2 each.
+    A score is a sum of D products, times the scale: D + 2 roundings, including that of the scale.
+
+    A weight is exp(score - largest). The difference is rounded, and exp has its own error. The
+    absolute error of a score becomes the relative error of its weight.
+
+    The result is the weighted sum divided by the sum of weights. Each is a sum of C terms, which an
+    online softmax rescales at most C times, and each has the errors of the weights. Weights and
+    result are also rounded to the dtype of the pool, by eps / 2 each.
     """
     D = q.shape[-1]
     C = mask.sum(-1)  # [n]
@@ -197,7 +205,7 @@ def rounding(q, k, v, mask, scores, weights, eps: float) -> float:
 
 
 def bits(x: Tensor) -> Tensor:
-    """To compare, NaN included."""
+    """Return the bits, so that NaN can be compared."""
     return x.view(torch.int16)
 
 
@@ -217,7 +225,9 @@ WAYS = ["torch", "whole", "splits"] if kernels.triton else ["torch"]  # one prog
 
 
 def cases() -> list[tuple[str, dict]]:
-    """Each way and kind; but the interpreter has no bf16 dot product."""
+    """
+    Return each way with each kind, except bf16 in the interpreter, which has no bf16 dot product.
+    """
     found = product(WAYS, KINDS)
     if DEVICE == "cuda":
         return [*found]
@@ -228,20 +238,21 @@ def cases() -> list[tuple[str, dict]]:
 @quick_on_a_cpu("torch-*", "splits-{'window': 70}", "*-{'G': 3, *", "whole-{'dtype': *16, *")
 def test_attention_is_right_and_the_same_whatever_is_beside_a_token(way, kind, monkeypatch):
     """
-    Would catch: a mask that is flipped or off by one; wrong blocks, heads, requests; a stale slot
-    that is read. And in Triton, whose outputs are equal to the last bit: splits that follow the
-    number of requests, or begin where a window, a chunk or a group's rest does; a masked key that
-    rescales a sum; splits merged in the order in which programs finish; a layer's counters.
+    Would catch: a mask that is flipped or off by one; wrong blocks, heads or requests; a stale slot
+    that is read. Triton's outputs must be equal to the last bit, so it would also catch splits that
+    depend on the number of requests, or begin where a window, a chunk or the rest of a group does;
+    a masked key that rescales a sum; splits merged in the order in which programs finish; counters
+    of another layer.
     """
     backend = "torch" if way == "torch" else "triton"
     if DEVICE == "cpu" and backend == "triton":
         multiply_in_order(monkeypatch)
     monkeypatch.setattr(kernels, "programs_at_once", lambda D: 1 if way == "whole" else 1000)
-    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", 128)  # few states: soon interpreted
+    monkeypatch.setattr(kernels, "MERGED_AT_ONCE", 128)  # few states, so it is interpreted sooner
     texts = Texts(backend, **kind)
     whole = texts.whole()
     exact, allowed = texts.reference()
-    assert (whole - exact).abs().max() <= allowed  # NaN fails
+    assert (whole - exact).abs().max() <= allowed  # fails if there is NaN
     for step in STEPS if backend == "triton" else STEPS[:-2]:
         batch, spans = texts.step(*step)
         for out, span in zip(texts.attend(batch, spans), spans, strict=True):
@@ -253,14 +264,14 @@ def test_attention_is_right_and_the_same_whatever_is_beside_a_token(way, kind, m
 @pytest.mark.parametrize("groups", [[], [(0, 2, 64)]])
 def test_one_preparation_serves_all_lengths(groups):
     """
-    A captured graph replays the launches of its capture: nothing of them may hang on a length. One
-    that changes on the device, as there, to 1 or from one split to many, must be right. Padding has
-    none, and gets zeros: a division by its sum of weights, 0, is NaN.
+    A captured graph replays its launches, so they must not depend on a length. Here lengths change
+    on the device, down to 1, or from one split to many. Padding has length 0 and must give zeros;
+    dividing by its sum of weights, 0, would give NaN.
     """
     texts = Texts("triton", Hk=1, G=2)
     exact, allowed = texts.reference()
     batch, spans = texts.step([200, 140, 150, 1], [], groups)
-    batch.block_tables[-1] = texts.pool.sink
+    batch.block_tables[-1] = texts.pool.padding_block
     for lens in [200, 140, 150], [65, 130, 1], [70, 200, 17]:
         batch.context_lens[:] = torch.tensor([*lens, 0])  # shorter texts in the same blocks
         spans[:3] = [(text, slice(n - 1, n)) for (text, _), n in zip(spans, lens, strict=False)]
@@ -275,8 +286,9 @@ forks = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 
 def in_a_child(check, *arguments):
     """
-    On a CPU an address that overflowed is a SIGSEGV: in a process of its own, so that pytest lives
-    to report it. On a GPU it is an exception (and CUDA does not outlive a fork).
+    Run `check` in a child process: on a CPU an address that overflowed is a SIGSEGV, and pytest
+    must survive to report it. On a GPU it is an exception, and CUDA does not survive a fork, so run
+    it here.
     """
     if DEVICE == "cuda":
         return check(*arguments)
@@ -291,9 +303,9 @@ def in_a_child(check, *arguments):
 @all_backends
 def test_offsets_beyond_2_to_the_31(backend):
     """
-    Block ids are int32, and so are their products with sizes unless they are cast: K and V of
-    another request, or a crash. With heads of one number the rows of the pool pass 2^31, too. The
-    pool is virtual memory of which a few blocks are touched.
+    Block ids are int32, and so are their products with sizes unless they are cast. An overflow
+    reads K and V of another request, or crashes. With heads of size one, even the row numbers of
+    the pool exceed 2^31. The pool is virtual memory of which only a few blocks are touched.
     """
     in_a_child(attend_beyond_2_to_the_31, backend)
 
@@ -308,7 +320,7 @@ def attend_beyond_2_to_the_31(backend: str):
     batch, _ = texts.step(chunks=[(20, 20)] * 2)
     batch.block_tables += far
     batch.slot_mapping += far * S
-    batch.prepared = {0: texts.ops.prepare(batch, 2, texts.kv)}
+    batch.attention_plans = {0: texts.ops.plan_attention(batch, 2, texts.kv)}
     texts.ops.store_kv(texts.k.flatten(0, 1), texts.v.flatten(0, 1), texts.kv, batch)
     out = texts.ops.attend(texts.q.flatten(0, 1), texts.kv, texts.attn, batch)
     assert torch.equal(out.view_as(exact), exact)
@@ -326,7 +338,7 @@ def attend_beyond_2_to_the_31(backend: str):
     ],
 )
 def test_the_launchers_check_what_their_kernels_assume(name, change, message):
-    """As above, for what only Triton assumes."""
+    """Like the test above, for what only Triton assumes."""
     texts = Texts("triton", length=5)
     batch, _ = texts.step([5])
     tensors = {"q": texts.q[0, 4:], "kv": texts.kv}
@@ -337,10 +349,10 @@ def test_the_launchers_check_what_their_kernels_assume(name, change, message):
 
 @needs_triton
 def test_a_gpu_has_tritons_operators():
-    """Its sampler, too: torch's is right there, but waits for the device."""
+    """This includes its sampler: torch's gives right tokens, but waits for the device."""
     ops, reason = choose_ops("auto", "cuda:1")
     assert ops.name == "triton"
-    assert ops.prepare is kernels.prepare_triton
+    assert ops.plan_attention is kernels.plan_attention_triton
     assert reason == "the fastest on CUDA"
     assert ops.sample is sampling_kernels.sample_triton
     table = triton_tables()[1], "--deterministic"
@@ -348,30 +360,32 @@ def test_a_gpu_has_tritons_operators():
 
 
 def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
-    """A typo, or a backend that is not there, must not fall back in silence."""
+    """A typo or a missing backend must not lead to a silent fallback."""
     ops, reason = choose_ops("auto")
     assert ops.name == "cpu"
     assert reason == "the fastest on a CPU"
     assert isinstance(ops.linear.__self__, cpu.CpuKernels)
-    assert choose_ops("torch")[1] == "as asked"
-    with pytest.raises(ValueError, match="'trition' is unknown; on cpu there is auto, torch"):
+    assert choose_ops("torch")[1] == "as requested"
+    with pytest.raises(ValueError, match="'trition' is unknown; cpu has auto, torch"):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
         with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave it out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; on cpu"):
+    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; cpu has"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch"
-    assert reason.startswith("as there is no package triton: ")
+    assert reason.startswith("because there is no package triton: ")
     assert ops.sample is sampling.sample_torch
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest result of torch's operators, views of the pool apart."""
+    """
+    Records the bytes of the largest result of torch's operators, not counting views of the pool.
+    """
 
     nbytes = 0
 
@@ -386,8 +400,8 @@ class Largest(TorchDispatchMode):
 @all_backends
 def test_the_memory_that_attention_takes(backend):
     """
-    A gather of K and V, or a repacked pool, is what paging is there to avoid; that torch gathers
-    shows that the measure notices.
+    Paging exists so that K and V are not gathered and the pool is not repacked. The torch backend
+    does gather, which shows that the measurement works.
     """
     texts = Texts(backend, D=64)
     batch, _ = texts.step([199, 200])
@@ -405,8 +419,8 @@ def test_the_memory_that_attention_takes(backend):
 @needs_triton
 def test_the_inputs_of_decodes_in_one_launch():
     """
-    A position one off, or the neighbour's table, is another text; so is a new block that only this
-    step knows of, or a given token in place of the last one. The padding's row must stay as it is.
+    Would catch: a position off by one; a neighbour's table; a new block that only this step knows
+    but is not used; a given token ignored in favour of the last one; a change to the padding row.
     """
     torch.manual_seed(0)
     S, N, M = 4, 8, 6
@@ -414,7 +428,7 @@ def test_the_inputs_of_decodes_in_one_launch():
     lens[N] = 0
     tables = torch.randint(100, (N + 1, M), dtype=torch.int32)
     blocks = torch.arange(7)
-    blocks[[1, 4]] = 0  # padding's rows all write the same
+    blocks[[1, 4]] = 0  # all padding rows write the same
     step = inputs.StepInputs(*[None] * len(inputs.StepInputs._fields))._replace(
         rows=tensor([5, N, 0, 3, N, 7, 1]),
         last_blocks=blocks.to(DEVICE),
@@ -434,7 +448,10 @@ def test_the_inputs_of_decodes_in_one_launch():
 
 @needs_triton
 def test_tokens_are_sent_to_the_next_row_of_the_ring():
-    """Into another row, or another step's place in it, a request would get another's token."""
+    """
+    Would catch: another row, or another step's place in it, where a request would get another's
+    token.
+    """
     ring = torch.full((3, 4), -1, pin_memory=DEVICE == "cuda")
     turn = tensor([0])
     for tokens in [1], [2, 3, 4, 5], [6, 7], [8, 9, 10]:
@@ -446,7 +463,10 @@ def test_tokens_are_sent_to_the_next_row_of_the_ring():
 
 
 def calculate(operator, device: str, dtype: torch.dtype, *arguments) -> Tensor:
-    """operator(*arguments), copied to a device, floating-point numbers to a dtype; in fp64."""
+    """
+    Return operator(*arguments) in fp64, after copying tensors to the device, and floats to the
+    dtype.
+    """
 
     def copy(x):
         if not isinstance(x, nn.Module | Tensor):
@@ -459,7 +479,10 @@ def calculate(operator, device: str, dtype: torch.dtype, *arguments) -> Tensor:
 
 
 def check_operator(operator, reference, dtype: torch.dtype, *arguments, slack=1e-6):
-    """At most twice the error of the reference in the same dtype, and `slack`, against fp64."""
+    """
+    Check that the error against fp64 is at most twice that of the reference in this dtype, plus
+    slack.
+    """
     exact = calculate(reference, "cpu", torch.float64, *arguments)
     plain = calculate(reference, "cpu", dtype, *arguments)
     error = (calculate(operator, DEVICE, dtype, *arguments) - exact).abs().max()
@@ -489,9 +512,10 @@ LAYERS += [(1, 40, 70, "silu", True), (5, 40, 70, "silu", True)]
 @pytest.mark.parametrize(("R", "N", "K", "activation", "gated"), LAYERS)
 def test_linear_layers_with_their_activations(R, N, K, activation, gated, dtype, bias, monkeypatch):
     """
-    Rows or columns beyond the last, a bias that is not there or the other half's, a wrong GELU.
+    Would catch: rows or columns read beyond the last; a missing bias, or that of the other half; a
+    wrong GELU.
     """
-    if R == 130 and bias:  # as if the weights were many
+    if R == 130 and bias:  # as if there were many weights
         monkeypatch.setattr(linear, "SMALL_WEIGHT", 0)
     torch.manual_seed(R)
     (layer,) = randomised(nn.Linear(K, 2 * N if gated else N, bias=bias))
@@ -512,9 +536,10 @@ def test_a_layer_the_sum_its_norm_and_the_layer_that_reads_it(
     R, N, K, parts, dtype, bias, monkeypatch
 ):
     """
-    A part of the sum that is left out or added twice, its bias in each part, an x that does not
-    grow, a norm of what x was before, or with another epsilon. Of one row, whose norm is computed
-    by the next product: a sum that no program stores, or again where the row itself is taken.
+    Would catch: a part of the sum left out or added twice; its bias added in each part; an x that
+    is not updated; a norm of the old x, or with another epsilon. For a single row, whose norm the
+    next product computes, also: a sum that no program stores, or one added again where the row
+    itself is read.
     """
     monkeypatch.setattr(linear, "NORMED_ROW", 64)
     torch.manual_seed(R)
@@ -536,20 +561,20 @@ def test_a_layer_the_sum_its_norm_and_the_layer_that_reads_it(
         return compute
 
     x = (torch.randn(R, K), 3 * torch.randn(R, N) + 1)
-    slack = 4 * torch.finfo(dtype).eps  # roundings of sum, norm and both halves add up by chance
+    slack = 4 * torch.finfo(dtype).eps  # roundings of sum, norm and both halves may add up
     check_operator(operator(linear), operator(model_module), dtype, *x, *modules, slack=slack)
 
 
 @needs_triton
 def test_embeddings_of_tokens_and_positions():
-    """A token's position taken for the token, a row of the neighbour."""
+    """Would catch: a token's position taken for the token; the row of a neighbour."""
     tokens = torch.tensor([49, 0, 7, 7, 3])
     positions = torch.tensor([8, 2, 1, 0, 5])
     arguments = (tokens, positions, nn.Embedding(50, 24), nn.Embedding(9, 24), 1.0)
     check_operator(fused.embed, model_module.embed, torch.float32, *arguments, slack=0)
 
 
-# rows, heads, KV heads, their size, and how many blocks there are before those of the slots
+# rows, heads, KV heads, head size, and the number of blocks before those of the slots
 PROJECTIONS = [(1, 6, 2, 24, 0), (5, 4, 4, 16, 0), (70, 1, 1, 40, 0)]
 PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16)) for R in (1, 3)]
 
@@ -559,8 +584,8 @@ PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16)) for R in (1, 3)]
 @pytest.mark.parametrize("case", PROJECTIONS)
 def test_queries_are_returned_and_keys_and_values_stored(case):
     """
-    Heads of K taken for those of V or q, a slot of another row, tokens beyond the last that write
-    to slot 0; beyond 2^31 numbers, as above, a product of slots and sizes in int32.
+    Would catch: heads of K taken for those of V or q; a slot of another row; tokens beyond the last
+    that write to slot 0; and, beyond 2^31 numbers, a product of slots and sizes in int32.
     """
     in_a_child(project, *case)
 
@@ -589,7 +614,7 @@ FEW, MANY = linear.FEW_ROWS, linear.LINEAR_ROWS
 # activation, gated, bias
 LAYERS_OF_ALL_KINDS = [(None, False, True), ("silu", True, True), ("gelu", False, True)]
 LAYERS_OF_ALL_KINDS += [("gelu_new", False, True), ("gelu_new", False, False)]
-# whose product: rows, outputs, dtype, is_head -> of our kernels?
+# rows, outputs, dtype, is_head -> whether the product is one of our kernels
 WAYS_OF_PRODUCTS = {
     (1, 72, torch.float32, False): True,
     (MANY, 72, torch.float32, False): True,
@@ -607,8 +632,9 @@ WAYS_OF_PRODUCTS = {
 @pytest.mark.parametrize(("case", "is_ours"), WAYS_OF_PRODUCTS.items(), ids=str)
 def test_which_products_are_ours_on_a_gpu(case, is_ours, monkeypatch):
     """
-    Few rows, where launches cost most, and the head in 16 bits or of one row; all else is cuBLAS's.
-    Would catch: a limit off by one, a bias or an activation that is lost on one of the ways.
+    Ours are products of few rows, where launches cost most, and the head in 16 bits or with one
+    row. All others are cuBLAS's. Would catch: a limit off by one; a bias or an activation lost on
+    one path.
     """
     R, N, dtype, is_head = case
     launch = Mock(wraps=linear.launch_linear)
@@ -618,7 +644,7 @@ def test_which_products_are_ours_on_a_gpu(case, is_ours, monkeypatch):
     torch.manual_seed(R)
     x = torch.randn(R, 48)
     # The tanh that cuBLAS computes as it stores a product is off by 2.2e-5, whatever the dtype, and
-    # the erf that a CPU has in its place by 5e-4. A share of the largest number, about 4.
+    # the erf that a CPU uses instead by 5e-4. Both are relative to the largest number, about 4.
     of_gelu = 2.5e-5 if DEVICE == "cuda" else 2e-4
     if is_head:
         arguments = (x, nn.Linear(48, N, bias=False), 3.0)
@@ -641,8 +667,8 @@ def test_how_many_products_are_ours():
 @pytest.mark.parametrize("R", [1, 8, 40])
 def test_nothing_is_read_behind_the_weights(R, is_head):
     """
-    Outputs or inputs that are no multiple of a tile, as GPT-2's 50,257 words. interpreting.Memory
-    holds the kernels to it. Would catch: an illegal access on a GPU.
+    Outputs and inputs are no multiples of a tile, like GPT-2's vocabulary of 50,257.
+    interpreting.Memory checks every access. Would catch: an illegal access on a GPU.
     """
     for N, K in product((97, 100), (64, 90)):
         layer = SimpleNamespace(weight=torch.ones(N, K), bias=None)
@@ -658,7 +684,7 @@ def copy_one(numbers, out, at):
 @pytest.mark.skipif(not kernels.INTERPRETED, reason="needs Triton's interpreter")
 @pytest.mark.parametrize("read", [-1, 0, 4, 5])
 def test_an_access_outside_the_tensors_is_an_error(read):
-    """Would catch: an interpreter that reads what lies beside a tensor."""
+    """Would catch: an interpreter that reads memory next to a tensor."""
     numbers = torch.arange(12.0)[4:9]
     ends = pytest.raises(Exception, match="outside") if read in (-1, 5) else nullcontext()
     with ends:
@@ -666,7 +692,9 @@ def test_an_access_outside_the_tensors_is_an_error(read):
 
 
 def test_keys_and_values_of_a_cpu_are_fp32():
-    """One query at a time in bf16 is slow there; on a GPU they are as the model's weights."""
+    """
+    Attention of one query in bf16 is slow on a CPU; on a GPU they have the dtype of the weights.
+    """
     for device, expected in ("cpu", torch.float32), ("meta", torch.bfloat16):
         wte = nn.Embedding(1, 1, device=device, dtype=torch.bfloat16)
         assert engine_device.kv_dtype(SimpleNamespace(wte=wte)) == expected
@@ -680,8 +708,8 @@ CHIPS = {101_376: [2, 1, 1, 2], 166_912: [3, 2, 1, 4], 232_448: [3, 3, 2, 5]}
 @pytest.mark.parametrize(("room", "stages"), CHIPS.items())
 def test_tiles_fit_into_the_shared_memory(room, stages, monkeypatch):
     """
-    As compiled, for heads of 64, 128 and 256 in fp32, which were too large for an H200 itself; and
-    for a gated layer of few rows. For all kernels see test_compiled_kernels.py.
+    Compiled for heads of 64, 128 and 256 in fp32, which used to be too large even for an H200, and
+    for a gated layer with few rows. test_compiled_kernels.py covers all kernels.
     """
     launch = MagicMock()
     monkeypatch.setattr(linear, "matrix_kernel", launch)
@@ -698,8 +726,8 @@ def test_tiles_fit_into_the_shared_memory(room, stages, monkeypatch):
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU: the interpreter compiles nothing")
 def test_nothing_compiles_after_the_first_steps():
     """
-    A kernel that is compiled for each width of the block tables, or number of rows, stops a server
-    for seconds.
+    A kernel compiled again for each width of the block tables, or number of rows, would stop a
+    server for seconds.
     """
     first = [[5], [17, 40], [300], [31, 2, 900]]
     later = [[6], [999], [170, 41], [32, 200, 700], [1]]
@@ -721,8 +749,8 @@ def test_nothing_compiles_after_the_first_steps():
 @given(st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=40))
 def test_length_classes_at_most_double_the_memory(lens):
     """
-    Padding all to the longest, one context of 4,096 among 31 short ones takes 30 times the memory
-    it needs.
+    If all were padded to the longest, one context of 4,096 among 31 short ones would take 30 times
+    the memory needed.
     """
     groups = gather.length_classes(lens)
     assert sorted(i for group in groups for i in group) == list(range(len(lens)))
@@ -734,18 +762,18 @@ def test_length_classes_at_most_double_the_memory(lens):
 @pytest.mark.parametrize(
     ("decodes", "chunks", "window", "widths"),
     [
-        # the long decode, the short ones together, the chunk: no row of K or V too many
+        # the long decode, the short ones together, the chunk: no needless rows of K or V
         ([512] + [10] * 31, [(64, 200)], 0, [512, 10, 200]),
-        # one SDPA for each decode would cost more than the attention itself
+        # one SDPA per decode would cost more than the attention itself
         ([*range(480, 512)], [], 0, [511]),
-        # decodes of any length pad each other to the window, not to the longest of them
+        # decodes of any length are padded to the window, not to the longest of them
         ([512, 300, 40, 20], [], 32, [32]),
     ],
 )
 def test_requests_of_similar_length_are_one_gather(decodes, chunks, window, widths):
     texts = Texts("torch", window=window, length=512)
     batch, _ = texts.step(decodes, chunks)
-    gathers = batch.prepared[window].calls
+    gathers = batch.attention_plans[window].calls
     assert [call.kv_rows.shape[-1] for call in gathers] == widths
     assert sum(call.kv_rows.shape[1] for call in gathers) == len(decodes + chunks)
 
@@ -755,7 +783,7 @@ def test_requests_of_similar_length_are_one_gather(decodes, chunks, window, widt
 
 
 def test_copies_read_all_sources_before_they_write():
-    """Block by block, a chain of copies 0 -> 1 -> 2 would put block 0 everywhere."""
+    """Copied one block at a time, a chain 0 -> 1 -> 2 would put block 0 everywhere."""
     pool = KVBlockPool(4, 2, n_layer=2, n_head=3, head_size=5)
     torch.nn.init.normal_(pool.kv)
     before = pool.kv.clone()
@@ -765,7 +793,7 @@ def test_copies_read_all_sources_before_they_write():
 
 @pytest.mark.parametrize("module", [gather, inputs, paged, prefix, sizing])
 def test_examples_in_docstrings_are_true(module):
-    """An example that is wrong teaches the wrong thing."""
+    """A wrong example teaches the wrong thing."""
     result = doctest.testmod(module)
     assert result.attempted > 0
     assert result.failed == 0
@@ -788,8 +816,8 @@ assert compiled.metadata.enable_fp_fusion, "products and sums are apart"
 @needs_triton
 def test_a_gpu_adds_a_product_without_rounding_it():
     """
-    By Triton's compiler, which needs no GPU; and without its warning that a later one will not fuse
-    by itself.
+    Triton's compiler shows it, and needs no GPU. It must also not warn that a later version will
+    stop fusing by default.
     """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "error:TRITON_DEFAULT", "-c", COMPILE]

@@ -1,6 +1,6 @@
 """
-Decodes that begin with the same blocks: what the host finds. What the kernel makes of it, see
-test_kernels.py and test_runner.py.
+Decodes that begin with the same blocks: what the host finds. test_kernels.py and test_runner.py
+test what the kernel does with it.
 """
 
 from hypothesis import given
@@ -11,7 +11,7 @@ from paged import Request
 
 
 def requests(*tables: list[int], filled: int = 10**6) -> list[Request]:
-    """That decode in such tables."""
+    """Return requests that decode with these block tables."""
     made = []
     for i, table in enumerate(tables):
         request = Request(i, [1], 9, row=i, block_table=table)
@@ -27,7 +27,10 @@ FEW_BLOCKS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
     st.lists(st.tuples(FEW_BLOCKS, st.integers(0, 5)), min_size=1, max_size=12), st.integers(1, 5)
 )
 def test_a_group_has_its_blocks_in_common(texts, most):
-    """A block that one of them has elsewhere, or is still to fill; a request in two groups."""
+    """
+    Would catch: a block that one of them has elsewhere, or has not filled yet; a request in two
+    groups.
+    """
     tables = [table for table, _ in texts]
     full = [min(count, len(table)) for table, count in texts]
     groups = prefix.find_groups(tables, full, most)
@@ -42,8 +45,8 @@ def test_a_group_has_its_blocks_in_common(texts, most):
 
 def test_choices_share_the_full_blocks_of_their_prompt_by_whole_tiles():
     """
-    300 requests: 256 choices of a prompt of 770 tokens, whose last block is each one's own, then 44
-    others. One head: 64 rows are 64 requests; six: 10.
+    There are 300 requests: 256 choices of a prompt of 770 tokens, each with its own last block,
+    then 44 others. With one head, 64 rows are 64 requests; with six heads they are 10.
     """
     prompt = [*range(48)]
     tables = [[*prompt, 1000 + i] for i in range(256)] + [[2000 + i] for i in range(44)]
@@ -58,7 +61,7 @@ def test_choices_share_the_full_blocks_of_their_prompt_by_whole_tiles():
 
 
 def test_little_in_common_is_not_shared():
-    """A step that shares is a kernel more in each layer, and more padding."""
+    """Sharing costs one more kernel per layer, and more padding."""
     own = [[100 + i] for i in range(32)]
     system_prompt = [[*range(40), i] for i in own]
     finder = prefix.GroupFinder(1, 16)
@@ -71,7 +74,7 @@ def test_little_in_common_is_not_shared():
 
 
 def test_where_there_are_too_many_groups_the_best_are_taken():
-    """24 requests have room for 3 groups, of 12 pairs."""
+    """24 requests have room for 3 groups, and there are 12 pairs."""
     pairs = [[100 * pair + i for i in range(600 + 40 * pair)] for pair in range(12)]
     tables = [[*blocks, -i] for blocks in pairs for i in (1, 2)]
     groups = prefix.GroupFinder(1, 16).find(requests(*tables))
@@ -83,8 +86,8 @@ def test_where_there_are_too_many_groups_the_best_are_taken():
 
 def test_the_groups_are_found_anew_when_a_request_comes_goes_or_moves():
     """
-    And not for a new block: it would cost a step's time, each step. One that was preempted has
-    other blocks when it is back.
+    A new block alone does not trigger a search, which would cost time in each step. A preempted
+    request has other blocks when it returns.
     """
     finder = prefix.GroupFinder(1, 16)
     running = requests(*([*range(48), 100 + i] for i in range(32)))

@@ -1,9 +1,9 @@
 """
-Sampling: the noise word for word, the frequencies against the softmax, the filters and the tokens
-against the float64 rules of oracle.py.
+Sampling: the noise is compared word by word, frequencies with the softmax, filters and tokens with
+the float64 rules of oracle.py.
 
-Everything here is seeded, so a check of frequencies passes always or never. That it can fail is
-shown beside it: the same counts are held against the distribution of a wrong sampler.
+All tests are seeded, so a check of frequencies passes always or never. To show that it can fail,
+the same counts are also compared with the distribution of a wrong sampler.
 """
 
 import json
@@ -25,7 +25,7 @@ from ops.sampling import SamplingRow, SamplingRows, gumbel_noise, masked, philox
 from ops.sampling_kernels import sample_triton, triton
 from params import GREEDY, LOWEST_LOGPROB, NO_TOKEN, SamplingParams
 
-# On a GPU every test here runs there, the kernels compiled; elsewhere Triton's interpreter runs
+# On a GPU every test here runs there, with compiled kernels; elsewhere Triton's interpreter runs
 # them on CPU tensors.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOATS = [torch.float32, torch.bfloat16, torch.float16]
@@ -55,7 +55,7 @@ arange = partial(torch.arange, device=DEVICE)
 
 
 def randn(*shape: int, seed: int) -> Tensor:
-    """The same numbers on every device."""
+    """Return the same numbers on every device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator).to(DEVICE)
 
@@ -72,13 +72,13 @@ def rows_of(params: list[SamplingParams], V: int) -> SamplingRows:
 
 
 def tokens_of(pick, logits: Tensor, params: list[SamplingParams]) -> list[int]:
-    """Of logits [R, V], row i at position i."""
+    """Return the tokens picked from logits [R, V], with row i at position i."""
     R, V = logits.shape
     return pick(logits, arange(R), arange(R), rows_of(params, V), params).tolist()
 
 
 def shrink_tiles(monkeypatch, width: int, quads: int):
-    """So that a row has several tiles and a small batch several programs for each."""
+    """Make a row have several tiles, and a small batch several programs per row."""
     monkeypatch.setattr(sampling_kernels, "THRESHOLD_WIDTH", width)
     monkeypatch.setattr(sampling_kernels, "QUADS", quads)
 
@@ -88,7 +88,7 @@ def shrink_tiles(monkeypatch, width: int, quads: int):
 
 ONES = 0xFFFFFFFF
 PI = [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344, 0xA4093822, 0x299F31D0]
-# counter and key; answer: those of Random123, the authors' own library
+# counter and key; the answers are those of Random123, the authors' own library
 ANSWERS = {
     (0,) * 6: [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8],
     (ONES,) * 6: [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD],
@@ -102,7 +102,7 @@ CHOICES = [3, 1, 0, 0, 2, 0, 5, 1]
 @pytest.mark.parametrize("words", ANSWERS)
 def test_philox_gives_the_known_answers(words):
     """
-    Another generator would be random too, but other backends and other readers could not repeat its
+    Another generator would also be random, but other backends and readers could not reproduce its
     tokens.
     """
     *counter, low, high = torch.tensor(words)[:, None]
@@ -111,8 +111,9 @@ def test_philox_gives_the_known_answers(words):
 
 def test_noise_is_the_function_that_design_states():
     """
-    Key: all 64 bits of the seed, also of a negative one. Counter: (token // 4, position, choice,
-    0), whatever the batch row. A vocabulary that 4 does not divide only cuts off words.
+    The key is all 64 bits of the seed, also if it is negative. The counter is (token // 4,
+    position, choice, 0), whatever the batch row. If V is no multiple of 4, only the surplus words
+    are cut off.
     """
     keys = list(zip(SEEDS, POSITIONS, CHOICES, strict=True))
     for V in 1, 2, 3, 4, 13:
@@ -125,7 +126,7 @@ def test_noise_is_the_function_that_design_states():
 
 
 def test_noise_is_finite_at_both_ends(monkeypatch):
-    """A u of 0 or 1 is infinite noise: once in some million tokens, a token of probability zero."""
+    """A u of 0 or 1 would be infinite noise: an impossible token, once in some million."""
     words = tensor([0, ONES, 0, 0])[:, None, None]
     monkeypatch.setattr(sampling, "philox", lambda counter, key: words.unbind())
     noise = gumbel_noise(*tensor([[0], [0], [0]]), 2)
@@ -136,8 +137,9 @@ def test_noise_is_finite_at_both_ends(monkeypatch):
 @all_paths
 def test_noise_bias_and_penalties_of_every_token_are_exact(pick):
     """
-    Logits undo all of them, so that 2e-5 of one token decides. Would catch: a part of the noise's
-    key that is cut off, a logarithm that is inaccurate, a prompt that counts for presence.
+    The logits undo all of them, so that a difference of 2e-5 in one token decides. Would catch: a
+    part of the noise's key that is cut off; an inaccurate logarithm; a presence penalty that counts
+    the prompt.
     """
     prompt = [*range(100)]
     text = [*range(50, 150), *range(120, 200)]
@@ -154,7 +156,7 @@ def test_noise_bias_and_penalties_of_every_token_are_exact(pick):
         requests.append(SamplingRow(row, params, seed, choice, prompt, text))
         noise = oracle.noise(*key, 300)
         x = -noise
-        for _ in range(40):  # from step to step they come closer
+        for _ in range(40):  # it converges step by step
             x -= oracle.adjusted(x.clone(), params, prompt, text, ()) + noise
         best.append(noise.argmax().item())
         x[best[-1]] += 2e-5
@@ -169,7 +171,7 @@ def test_noise_bias_and_penalties_of_every_token_are_exact(pick):
 N = 20_000
 LOGITS = tensor([2.0, 1.5, 1.5, 1.0, 0.7, 0.3, 0.0, -0.4, -0.5, -1.0, -1.0, -2.0, -3.0])
 V = len(LOGITS)
-# chi-square at the level 0.001, from the tables: degrees of freedom -> the most that fits
+# critical values of chi-square at the level 0.001: degrees of freedom -> the largest that fits
 CRITICAL = {2: 13.816, 3: 16.266, 4: 18.467, 5: 20.515, 6: 22.458, 7: 24.322, 12: 32.909}
 CASES = tomllib.loads("""
 plain = {}
@@ -186,8 +188,8 @@ CASES = {name: SamplingParams(**fields) for name, fields in CASES.items()}
 
 def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
     """
-    Pearson's, of counts against probabilities, as a share of what fits; infinite if a token is
-    chosen that has none.
+    Return Pearson's chi-square of counts against probabilities, divided by its critical value. It
+    is infinite if a token without probability was chosen.
     """
     expected = len(tokens) * probabilities.cpu()
     counts = tokens.cpu().bincount(minlength=len(expected))
@@ -199,7 +201,7 @@ def chi_square(tokens: Tensor, probabilities: Tensor) -> float:
 
 
 def fits(tokens: Tensor, params: SamplingParams) -> bool:
-    """Against the rule of `SamplingParams`."""
+    """Return True if the tokens fit the rule of `SamplingParams`."""
     scores = LOGITS.double().cpu() / params.temperature
     kept, _ = oracle.kept_tokens(scores, params, 1e-6)
     probabilities = scores.where(kept, -torch.inf).softmax(0)
@@ -210,8 +212,8 @@ def fits(tokens: Tensor, params: SamplingParams) -> bool:
 @pytest.mark.parametrize("over", ["seeds", "positions"])
 def test_frequencies_are_those_of_the_softmax(name, over):
     """
-    Noise that is not Gumbel, a temperature applied twice, a filter in the wrong order, seeds that
-    are correlated. The check can tell: no other case's distribution fits.
+    Would catch: noise that is not Gumbel; a temperature applied twice; filters in the wrong order;
+    correlated seeds. The check is sharp: the distribution of no other case fits.
     """
     params = CASES[name]
     requests = rows_of([params] * N, V)
@@ -228,9 +230,9 @@ def test_frequencies_are_those_of_the_softmax(name, over):
 
 def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     """
-    As `sampling.threshold`, from the kernel, in several tiles a row. The kernel finds it among
-    scores that are still to be divided by their row's temperature: powers of two here, so that
-    nothing is rounded.
+    Return what `sampling.threshold` does, from the kernel, with several tiles per row. The kernel
+    works on scores before they are divided by their row's temperature. The temperatures here are
+    powers of two, so nothing is rounded.
     """
     R, V = scores.shape
     rows = arange(R)
@@ -244,7 +246,7 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
     scores = scores * temperature[:, None]
     thresholds, finished = torch.full((2, R), torch.nan, device=DEVICE)
     scratch = torch.full((R, V + width), torch.nan, device=DEVICE)
-    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.marks)
+    of_rows = (params.packed_floats, params.packed_ints, params.bias, params.token_flags)
     arrays = (scores, rows, rows, *of_rows, thresholds, finished, scratch)
     strides = (scores.stride(0), scratch.stride(0))
     sampling_kernels.threshold_kernel[(R,)](*arrays, *strides, V, PDL=False, WIDTH=width)
@@ -258,8 +260,9 @@ def threshold_triton(scores, top_k, top_p, min_p) -> Tensor:
 @no_warning
 def test_filters_equal_the_oracle_row_by_row(threshold, V):
     """
-    A filter that uses the wrong row's k, drops one token too many or too few, or tears a tie apart;
-    bounds that hold for a handful of scores only: a flat or a steep row, an outlier.
+    Would catch: a filter that uses another row's k, drops one token too many or too few, or splits
+    a tie; bounds that only hold for ordinary scores, and not for a flat row, a steep row or an
+    outlier.
     """
     R = 40
     draw = partial(random.Random(V).choices, k=R)
@@ -272,8 +275,8 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
     scores[2::4] *= 1e-3
     scores[5::12, V // 2] = 1e30
     scores[6::12, V // 3] = -1e30
-    scores[::7, : V // 2] = -torch.inf  # as of forbidden tokens
-    scores[3::5, torch.arange(V) % 16 > 2] = -torch.inf  # the kernel has 16 lanes: most have none
+    scores[::7, : V // 2] = -torch.inf  # like forbidden tokens
+    scores[3::5, torch.arange(V) % 16 > 2] = -torch.inf  # most of the kernel's 16 lanes are empty
     top_k[3::5] = 8 * [12]
     least = threshold(scores, tensor(top_k), tensor(top_p), tensor(min_p))
     kept = (scores >= least[:, None]).cpu()
@@ -285,15 +288,15 @@ def test_filters_equal_the_oracle_row_by_row(threshold, V):
 
 
 # --------------------------------------------------------------------------------------------------
-# Tokens: each path's token is one that float64 finds
+# Tokens: the token of each path is one that float64 finds
 
 LIKELY = SamplingParams(top_p=0.5, seed=1)
 
 
 def random_requests(R: int, V: int, dtype, seed: int) -> tuple[Tensor, list[SamplingRow]]:
     """
-    Logits [R, V] and requests; some rows are flat, some steep, some sure of a token, and bf16 has
-    many ties.
+    Return logits [R, V] and requests. Some rows are flat, some steep, some sure of one token; bf16
+    has many ties.
     """
     choose = random.Random(seed)
     scale = tensor([0.3, 1.0, 3.0]).repeat(R)[:R]
@@ -321,9 +324,9 @@ def possible(logits: Tensor, request: SamplingRow) -> set[int]:
 
 def check_tokens(pick, R: int, V: int, dtype, seed: int):
     """
-    In any order of rows, with masks as of grammars; the rows, which have had others before,
-    remember their tokens and count them. The first request is also judged alone: no filter,
-    temperature or noise of its neighbours may matter.
+    Check tokens with rows in any order, with masks like those of grammars. Rows were used before,
+    and remember and count their tokens. The first request is also checked by itself, because the
+    filters, temperature and noise of its neighbours must not matter.
     """
     rows = SamplingRows(R, V, DEVICE)
     for of_round in range(2):
@@ -348,7 +351,7 @@ def check_tokens(pick, R: int, V: int, dtype, seed: int):
             assert token in allowed, f"{token}, in float64 {allowed}: {request}"
             if request.params.penalises:
                 text = [*request.generated_tokens, *[token][: token + 1]]
-                count = rows.marks[request.row].cpu() >> 2
+                count = rows.token_flags[request.row].cpu() >> 2
                 assert torch.equal(count, oracle.count_of(text, V)), f"{request} got {token}"
 
 
@@ -361,7 +364,7 @@ MIXTURES = [
 ]
 LONG = [(1, 50257), (3, 50257), (40, 1000), (7, 4099), (64, 127), (200, 5), (200, 2)]
 for sizes in LONG:
-    for dtype in FLOATS[:2]:  # with the tiles of a GPU, vocabularies up to GPT-2's
+    for dtype in FLOATS[:2]:  # with a GPU's tiles and vocabularies up to GPT-2's
         case = pytest.param(*sizes, dtype, 2048, 256, marks=pytest.mark.slow)
         MIXTURES.append(case)
 
@@ -371,8 +374,9 @@ for sizes in LONG:
 @pytest.mark.parametrize(("R", "V", "dtype", "width", "quads"), MIXTURES)
 def test_every_token_is_one_that_the_rules_allow(monkeypatch, pick, R, V, dtype, width, quads):
     """
-    Any mixture. If float64 finds several tokens, because rounding decides, each is right. min_p
-    or top_p applied as if every temperature were 1 changed a third of the tokens at 1.7.
+    Check any mixture of parameters. If rounding decides and float64 finds several tokens, each is
+    right. Previously min_p or top_p was applied as if every temperature were 1, which changed a
+    third of the tokens at 1.7.
     """
     shrink_tiles(monkeypatch, width, quads)
     before = oracle.counts.copy()
@@ -403,8 +407,9 @@ ONE_TOKEN = """
 @all_paths
 def test_numbers_that_leave_one_token(pick):
     """
-    Beyond single precision: divided by 1e-40 all positive logits are infinite, and the first of
-    them won; a top_p of 0 dropped all tokens; a logit over a penalty of 0 is no number.
+    These exceed single precision. Previously, divided by 1e-40, all positive logits were infinite,
+    and the first of them won; a top_p of 0 dropped all tokens; a logit divided by a penalty of 0
+    was NaN.
     """
     params = [SamplingParams(**json.loads(row)) for row in ONE_TOKEN.strip().splitlines()]
     places = arange(len(params))
@@ -419,8 +424,8 @@ def test_numbers_that_leave_one_token(pick):
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_a_tie_goes_to_the_lowest_token(monkeypatch, pick, dtype):
     """
-    A reduction in the order of arrival makes greedy answers differ from run to run. Within a lane,
-    a tile and a program there are ties here, and between programs.
+    A reduction in order of arrival would make greedy answers differ from run to run. There are ties
+    here within a lane, a tile and a program, and between programs.
     """
     shrink_tiles(monkeypatch, width=64, quads=16)
     logits = torch.zeros(3, 300, device=DEVICE, dtype=dtype)
@@ -432,14 +437,14 @@ def test_a_tie_goes_to_the_lowest_token(monkeypatch, pick, dtype):
 @needs_triton
 def test_a_tile_has_noise_wherever_the_filters_keep_a_token(monkeypatch):
     """
-    Noise is most of the work, and is left out where a tile has no such token. Four tokens share a
-    counter: here only the first of each four is kept, or the second ..; and their logits differ
-    little, but by a low temperature.
+    Noise is most of the work, so it is skipped for a tile without such a token. Four tokens share a
+    counter. Here only the first of each four is kept, or only the second, and so on. Their logits
+    differ little, except at a low temperature.
     """
     shrink_tiles(monkeypatch, width=64, quads=8)
     params = [SamplingParams([0.2, 1.0][i // 4 % 2], top_k=16, seed=i) for i in range(12)]
     logits = 0.2 * randn(12, 64, seed=8)
-    logits[8:] = 0  # a tie: each token that is kept is the least one
+    logits[8:] = 0  # a tie: every token that is kept equals the smallest
     for i in range(12):
         logits[i, i % 4 :: 4] += 5
     for i, token in enumerate(tokens_of(sample_triton, logits, params)):
@@ -454,10 +459,11 @@ ALL_FILTERS = SamplingParams(top_k=2, top_p=0.5, min_p=0.1, presence_penalty=1.0
 @pytest.mark.parametrize("params", [GREEDY, LIKELY, ALL_FILTERS])
 def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     """
-    A model that overflowed went on with token 0, or with the NaN's place, without an error.
+    A model that overflowed used to continue with token 0, or with the position of the NaN, without
+    an error.
     """
     logits = randn(6, 50, seed=3)
-    logits[0, 49] = -torch.nan  # of the other sign
+    logits[0, 49] = -torch.nan  # with the other sign
     logits[1] = -torch.inf
     logits[2, 5] = torch.inf
     logits[3, :49] = -torch.inf
@@ -467,7 +473,7 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
     assert tokens == [NO_TOKEN, NO_TOKEN, NO_TOKEN, 49, NO_TOKEN]
     assert 0 <= last < 50
     assert rows.last_token.tolist() == [0, 0, 0, 49, 0, last]
-    counted = (rows.marks >> 2).sum(1).tolist()
+    counted = (rows.token_flags >> 2).sum(1).tolist()
     assert counted == [0, 0, 0, params.penalises, 0, params.penalises]
 
 
@@ -477,8 +483,8 @@ def test_a_row_without_a_finite_maximum_gives_no_token(pick, params):
 
 def test_placing_requests_takes_two_small_uploads(monkeypatch):
     """
-    Rows of V numbers for every request that is admitted are 400 kB for each, in the engine's way;
-    an upload for each request made 24 ms of a first step of 256.
+    Uploading rows of V numbers would take 400 kB per admitted request, while the engine waits. An
+    upload per request added 24 ms to a first step of 256.
     """
     upload = Mock(side_effect=sampling.upload)
     monkeypatch.setattr(sampling, "upload", upload)
@@ -498,8 +504,8 @@ def test_placing_requests_takes_two_small_uploads(monkeypatch):
 @pytest.mark.parametrize("n", [0, 1, 5])
 def test_logprobs_are_those_of_the_raw_logits(dtype, n):
     """
-    Those of the tempered or penalised distribution, or of ranks that moved, are not what the API
-    promises.
+    Would catch: log-probabilities after temperature or penalties; ranks that have moved. The API
+    promises those of the raw logits.
     """
     logits = (3 * randn(4, 40, seed=6)).to(dtype)
     tokens = tensor([0, 39, 7, 7])
@@ -512,9 +518,7 @@ def test_logprobs_are_those_of_the_raw_logits(dtype, n):
 
 
 def test_logprobs_are_finite_for_any_logits():
-    """
-    No JSON has an infinity; a row that went wrong has no token, and must not break the others'.
-    """
+    """JSON has no infinity. A row that went wrong has no token, and must not affect the others."""
     logits = torch.zeros(4, 6, device=DEVICE)
     logits[0, 2] = -torch.inf
     logits[1] = torch.nan

@@ -1,7 +1,8 @@
 """
-What tests of programs that others wrote share: their environment, and a model to serve. Those of
-tests/clients.txt are installed into .venv-clients, once: 3 minutes. If they cannot be installed (no
-network, say), every test of them is skipped with the reason. And a server without sockets, `house`.
+Fixtures shared by tests of other people's programs: their environment, and a model to serve. The
+programs in tests/clients.txt are installed into .venv-clients, once, in 3 minutes. If they cannot
+be installed, for example without a network, their tests are skipped with the reason. There is also
+`house`, a server without sockets.
 """
 
 import os
@@ -24,11 +25,11 @@ from training.corpus import train_bpe
 ROOT = Path(__file__).parents[2]
 PINS = ROOT / "tests" / "clients.txt"
 HOME = ROOT / ".venv-clients"
-INSTALL_SECONDS = 480  # with the tests that makes less than ten minutes
+INSTALL_SECONDS = 480  # the tests then still end within ten minutes
 
 
 def install():
-    """Make the environment anew. Raises subprocess.SubprocessError."""
+    """Rebuild the environment. Raises subprocess.SubprocessError."""
     shutil.rmtree(HOME, ignore_errors=True)
     (first,) = [line for line in PINS.read_text().splitlines() if line.startswith("torch==")]
     pip = [HOME / "bin" / "python", "-m", "pip", "install", "-q", "--disable-pip-version-check"]
@@ -38,7 +39,7 @@ def install():
     for command in [sys.executable, "-m", "venv", HOME], [*pip, first], [*pip, "-r", PINS]:
         left = deadline - time.monotonic()
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=left)
-    shutil.copy(PINS, HOME / PINS.name)  # last: an installation that was stopped is begun again
+    shutil.copy(PINS, HOME / PINS.name)  # last, so that an interrupted installation is redone
 
 
 def is_installed() -> bool:
@@ -49,8 +50,8 @@ def is_installed() -> bool:
 @pytest.fixture(scope="module")
 def bin(tmp_path_factory):
     """
-    The folder with the clients' programs. The processes that share the tests share it, and one of
-    them makes it.
+    Return the folder with the clients' programs. All test processes share it, and one of them makes
+    it.
     """
     with FileLock(tmp_path_factory.getbasetemp().parent / "clients.lock"):
         if not is_installed():
@@ -67,7 +68,8 @@ def bin(tmp_path_factory):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """
-    Random weights, large ones, so that each token depends on those before; and a chat template.
+    Return a checkpoint with a chat template, and random weights so large that each token depends on
+    those before.
     """
     folder = tmp_path_factory.mktemp("clients") / "tiny"
     folder.mkdir()

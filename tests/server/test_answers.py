@@ -1,6 +1,6 @@
 """
-answers.py: what a choice makes of its tokens, as a table; and that a stream says the same, however
-the engine's steps cut the tokens, and whenever the client is sent something.
+answers.py: what a choice makes of its tokens, as a table. A stream must say the same as a whole
+answer, however the engine's steps cut the tokens, and whenever the client is sent something.
 """
 
 import json
@@ -18,22 +18,22 @@ from server.protocol import ChatRequest, CompletionRequest
 from tokenizer import TextStream
 from training.corpus import bpe_tokenizer
 
-TOKENIZER = bpe_tokenizer([])  # a token a byte, and 256 is <|endoftext|>
+TOKENIZER = bpe_tokenizer([])  # one token per byte; 256 is <|endoftext|>
 END = 256
 HELLO = [{"role": "user", "content": "x"}]
 LEAST = {CompletionRequest: {"prompt": "x"}, ChatRequest: {"messages": HELLO}}
 
 
 def choice_of(body, prompt: list[int]) -> Choice:
-    ends = (END, 254)  # several, as Llama's config.json names
+    ends = (END, 254)  # several, as in Llama's config.json
     kind = ChatChoice if body.messages else CompletionChoice
     return kind(SimpleNamespace(ahead=[]), 7, body, prompt, TOKENIZER, ends)
 
 
 def score(place: int, token: int, n: int) -> list:
     """
-    As the engine's: [log-probability of the token, the n likeliest ids, their log-probabilities].
-    The token is the likeliest, the third, or none of six.
+    Return a score as the engine does: [log-probability of the token, the n likeliest ids, their
+    log-probabilities]. The token is the likeliest, the third, or not among the six.
     """
     likeliest = [99, 100, 101, 102, 103]
     if place % 3 < 2:
@@ -49,10 +49,10 @@ def scores_of(tokens: list[int], n: int | None, first: int = 0) -> list[list] | 
     return [score(first + place, token, n) for place, token in enumerate(tokens)]
 
 
-def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict]:
+def chunks_of(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict]:
     """
-    The chunks, as JSON brings them, that a client gets if the engine's steps end at `cuts`, and the
-    client is busy during `pauses`.
+    Return the chunks, decoded from JSON, that a client gets if the engine's steps end at `cuts` and
+    the client is busy during `pauses`.
     """
     edges = [0, *sorted(cut for cut in cuts if cut < len(tokens)), len(tokens)]
     chunks = []
@@ -66,7 +66,7 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
         if choice.has_unsent() and (step not in pauses or choice.finish_reason):
             chunks += orjson.loads(orjson.dumps(choice.chunks()))
             choice.mark_sent()
-        if choice.finish_reason:  # for a stop string: the engine is sent an abort
+        if choice.finish_reason:  # because of a stop string: the engine is sent an abort
             break
     assert not choice.has_unsent()
     assert choice.cached_tokens == 3
@@ -74,15 +74,15 @@ def give(choice: Choice, tokens, finish_reason, cuts=(), pauses=()) -> list[dict
 
 
 def rows(table: str, end="\n"):
-    """(fields, tokens, how the engine ends them, what is expected) of each row."""
+    """Yield (fields, tokens, how the engine ends them, what is expected) for each row."""
     for row in table.strip().split(end):
         form = r"({.*}) (\[[0-9, ]+\]) (\w+) ->\s(.*)"
         fields, tokens, reason, expected = re.fullmatch(form, row, re.DOTALL).groups()
         yield json.loads(fields), json.loads(tokens), reason, json.loads(expected)
 
 
-# fields, tokens, how the engine ends them -> the text, finish_reason, stop_reason, tokens that
-# count. é is the two tokens 195 and 169, 255 is no character.
+# fields, tokens, how the engine ends them -> the text, finish_reason, stop_reason, number of
+# tokens. é is the two tokens 195 and 169; 255 is no character.
 TEXTS = """
 {} [97, 98] length -> ["ab", "length", null, 2]
 {} [97, 256] stop -> ["a", "stop", null, 2]
@@ -117,7 +117,7 @@ TEXTS = """
 def test_the_text_of_an_answer(fields, tokens, reason, expected):
     for kind in LEAST if fields.keys().isdisjoint({"prompt", "echo"}) else [CompletionRequest]:
         choice = choice_of(kind(**LEAST[kind] | fields), fields.get("prompt", [120]))
-        (chunk,) = give(choice, tokens, reason)
+        (chunk,) = chunks_of(choice, tokens, reason)
         (answer,) = chunk["choices"]
         shown = answer["text"] if kind is CompletionRequest else answer["message"]["content"]
         ends = [answer["finish_reason"], answer["stop_reason"]]
@@ -125,8 +125,8 @@ def test_the_text_of_an_answer(fields, tokens, reason, expected):
         assert answer["index"] == 7
 
 
-# Log-probabilities: what `logprobs` has. Of a completion each token is among its
-# candidates, of a chat it is not; what stands before a token is its offset.
+# Log-probabilities: the content of `logprobs`. Each token is among its candidates in completions,
+# but not in chats. A token's offset is the length of the text before it.
 LOGPROBS = r"""
 {"prompt": [120], "logprobs": 2} [97, 98, 256] length ->
 {"tokens": ["a", "b", "<|endoftext|>"], "token_logprobs": [-0.5, -3.5, -99.0], "top_logprobs": [
@@ -157,7 +157,7 @@ LOGPROBS = r"""
 @pytest.mark.parametrize("fields, tokens, reason, expected", [*rows(LOGPROBS, "\n\n")])
 def test_log_probabilities(fields, tokens, reason, expected):
     body = (ChatRequest if "messages" in fields else CompletionRequest)(**fields)
-    (chunk,) = give(choice_of(body, fields.get("prompt", [120])), tokens, reason)
+    (chunk,) = chunks_of(choice_of(body, fields.get("prompt", [120])), tokens, reason)
     assert chunk["choices"][0]["logprobs"] == expected
 
 
@@ -176,7 +176,7 @@ FIELDS = {
 
 
 def joined(chunks: list[dict]) -> dict:
-    """The whole answer that the chunks of a stream make: what is new in each, in order."""
+    """Return the whole answer that the chunks of a stream add up to."""
     whole = {}
     for chunk in chunks:
         choice = dict(chunk["choices"][0])
@@ -209,11 +209,11 @@ def test_a_stream_says_the_same_however_it_is_cut(
         fields |= {"messages": HELLO} | ({} if n is None else {"logprobs": True, "top_logprobs": n})
     else:
         fields |= {"prompt": prompt, "echo": echo, "logprobs": n}
-    (whole,) = give(choice_of(kind(**fields), prompt), *answer)
+    (whole,) = chunks_of(choice_of(kind(**fields), prompt), *answer)
     asked = fields["return_token_ids"]
-    usage = {"include_usage": asked, "continuous_usage_stats": True}  # alone it asks for nothing
+    usage = {"include_usage": asked, "continuous_usage_stats": True}  # has no effect by itself
     streamed = kind(**fields, stream=True, stream_options=usage)
-    chunks = give(choice_of(streamed, prompt), *answer, cuts, pauses)
+    chunks = chunks_of(choice_of(streamed, prompt), *answer, cuts, pauses)
     choices = [chunk["choices"][0] for chunk in chunks]
     expected = joined([whole])
     if is_chat:
@@ -227,7 +227,7 @@ def test_a_stream_says_the_same_however_it_is_cut(
     # only the last chunk has the reason
     reasons = [choice["stop_reason"] for choice in choices if choice["finish_reason"] is None]
     assert reasons == [None] * (len(chunks) - 1)
-    # the prompt's ids come once; tokens in all, and their number until then in each chunk's usage
+    # the prompt's ids come once; all tokens come; the usage of each chunk counts the tokens so far
     first, *others = chunks if is_chat else choices
     assert first.get("prompt_token_ids") == (prompt if asked else None)
     assert not any("prompt_token_ids" in other for other in others)
@@ -237,7 +237,7 @@ def test_a_stream_says_the_same_however_it_is_cut(
 
 
 def test_scores_of_a_prompt_come_with_one_of_its_choices():
-    """The others have them too, whichever row comes first; an echo waits for them."""
+    """Only one row has them, in any order, but all choices get them. An echo waits for them."""
     body = CompletionRequest(prompt=[[97, 98]], n=2, echo=True, logprobs=0, stream=True)
     first, second = choices = [choice_of(body, [97, 98]) for _ in range(2)]
     for choice in choices:
@@ -267,12 +267,12 @@ def test_a_token_without_text_is_news_only_where_tokens_are_asked_for(fields):
 
 
 def test_a_long_echo_is_text_at_once(monkeypatch):
-    """128 choices with a prompt of 30,000 tokens were spelled token by token."""
+    """Previously 128 choices with a prompt of 30,000 tokens were decoded token by token."""
     body = CompletionRequest(prompt="x", echo=True, stop="x")
     prompt = [*("xé€".encode() * 500)[:-1]]
     with monkeypatch.context() as patch:
         patch.setattr(TextStream, "push", lambda *_: 1 / 0)
         choice = choice_of(body, prompt)
     assert choice.text == "xé€" * 499 + "xé"
-    choice.add_tokens([0xAC, ord("y")], "length", 0)  # a character that began in the prompt
+    choice.add_tokens([0xAC, ord("y")], "length", 0)  # this character began in the prompt
     assert choice.text == "xé€" * 500 + "y"

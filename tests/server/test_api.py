@@ -1,5 +1,5 @@
 """
-The jobs and the life of the server, with the engine played by the test and time its own: what the
+The server's jobs and its life. The test plays the engine and controls time, and checks what the
 engine is sent, what a client is sent, and when.
 """
 
@@ -22,7 +22,7 @@ STREAMED = pytest.mark.parametrize("stream", [False, True])
 
 
 def texts(events) -> dict[int, str]:
-    """The text of each choice in the events of a stream."""
+    """Return the text of each choice in the events of a stream."""
     joined: dict[int, str] = {}
     for event in events:
         for choice in event["choices"] if event != "[DONE]" else ():
@@ -35,11 +35,14 @@ def aborted(house) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# How much at once
+# --------------------------------------------------------------------------------------------------
+# How many at a time
 
 
 def hold_prompts(house: House) -> tuple[asyncio.Event, list]:
-    """Have no prompt encoded until the event is set; the list has calls that came so far."""
+    """
+    Let no prompt be encoded until the event is set. The list has the calls that have come so far.
+    """
     release = asyncio.Event()
     asked = []
     encode = house.service.encode
@@ -56,9 +59,9 @@ def hold_prompts(house: House) -> tuple[asyncio.Event, list]:
 @STREAMED
 def test_a_burst_does_not_pass_the_queue(stream):
     """
-    There was room for each of them before their prompts were encoded: all twelve went to the
-    engine. A call that comes when there is none is refused before its prompt is encoded. (More than
-    ever fit is a 400, as it is no use to try again: see test_paths.py.)
+    Previously there was room for each of them before their prompts were encoded, and all twelve
+    went to the engine. A call for which there is no room is refused before its prompt is encoded.
+    (More than could ever fit is a 400, because retrying would not help: see test_paths.py.)
     """
     with House("--max-num-seqs", "2", "--max-queue", "3") as house:
         release, asked = hold_prompts(house)
@@ -67,7 +70,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
         assert not house.choices
         house.clock.do(release.set)
         refusals = [caller.refusal for caller in callers if caller.said]
-        words = "in work: at most 5 are taken, try again later"
+        words = "in work: at most 5 are accepted, try again later"
         assert refusals == [
             (429, "queue_full", f"2 choices beside 4 {words}"),
             (429, "queue_full", f"1 choice beside 5 {words}"),
@@ -85,8 +88,8 @@ def test_a_burst_does_not_pass_the_queue(stream):
 @pytest.mark.parametrize("size, status", [(1024, 400), (1025, 413)])
 def test_a_body_may_be_as_long_as_the_flag_says(size, status, chunked):
     """
-    Announced or counted: at the limit it is read, and found to be no JSON; one that is too long is
-    refused before its end has come.
+    The length is either announced or counted. A body at the limit is read, and found to be no JSON.
+    One that is too long is refused before its end has come.
     """
     with House("--max-body-mib", str(1024 / 2**20)) as house:
         caller = house.connect()
@@ -117,7 +120,9 @@ def patient():
 @settings(max_examples=80, deadline=None)
 @given(body=st.dictionaries(NAMES, VALUES, max_size=4), prompted=st.booleans())
 def test_no_body_makes_a_500(patient, body, prompted):
-    """Any JSON in any field: an answer or a refusal in the right shape, never a failure of ours."""
+    """
+    Any JSON in any field gets an answer or a refusal in the right shape, never an internal error.
+    """
     body = ({"prompt": "say hi"} if prompted else {}) | body | {"max_tokens": 5}
     caller = patient.call("/v1/completions", json.dumps(body).encode())
     patient.engine.step(b"x", "length")
@@ -145,8 +150,8 @@ PIECES += [ASK, GET, b"A" * 3000, b"GET \xff\xfe HTTP/1.1\r\n", b"\0\xff"]
 )
 def test_no_bytes_make_a_500(patient, pieces, ends):
     """
-    Whatever comes over the wire, whole or cut off in the middle: no failure of ours, nothing left
-    behind, and the server serves on.
+    Whatever comes over the wire, whole or cut off in the middle, there is no internal error,
+    nothing is left behind, and the server goes on serving.
     """
     caller = patient.connect()
     for piece in pieces:
@@ -169,8 +174,8 @@ def test_no_bytes_make_a_500(patient, pieces, ends):
 
 def test_a_stream_begins_with_its_first_event(house):
     """
-    Its headers wait for it, so that what fails before has a status of its own. Text that may be the
-    beginning of a stop string is no event.
+    Its headers wait for that event, so that a failure before it gets its own status. Text that may
+    be the beginning of a stop string makes no event.
     """
     caller = house.ask(stream=True, max_tokens=9, stop="xyz")
     house.engine.step(b"x")
@@ -189,9 +194,8 @@ def test_a_stream_begins_with_its_first_event(house):
 @STREAMED
 def test_choices_end_on_their_own_and_an_answer_with_the_last(house, stream):
     """
-    A stream has their texts by index, a whole answer prompt by prompt. Cached tokens are those
-    of each prompt once: its other choices share its blocks, and what they find is nothing that the
-    client was spared.
+    A stream has the texts by index, a whole answer prompt by prompt. The cached tokens of each
+    prompt count once. Its other choices share its blocks, so their hits save the client nothing.
     """
     options = {"stream_options": {"include_usage": True}} if stream else {}
     caller = house.ask(["ab", "cd"], n=2, stream=stream, max_tokens=9, **options)
@@ -199,7 +203,7 @@ def test_choices_end_on_their_own_and_an_answer_with_the_last(house, stream):
     house.engine.step({"0.1": b"b", "1": b"c"}, "length", cached=10)
     house.engine.step({"0": b"A"}, "length", cached=100)
     whole = {0: "aA", 1: "b", 2: "c", 3: "d"}
-    house.engine.step(b"D", "stop", cached=1000)  # a stop token is no text
+    house.engine.step(b"D", "stop", cached=1000)  # a stop token has no text
     assert not aborted(house)
     *chunks, last = caller.events[:-1] if stream else [caller.json]
     counts = {"prompt_tokens": 4, "completion_tokens": 6, "total_tokens": 10}
@@ -215,11 +219,11 @@ def test_choices_end_on_their_own_and_an_answer_with_the_last(house, stream):
 
 
 def test_a_silent_stream_pings_every_ten_seconds(house):
-    """Also before its first token. When text comes, there is no need for one."""
+    """It also pings before its first token. Text makes a ping unnecessary."""
     caller = house.ask(stream=True, max_tokens=9)
     house.clock.run(9.9)
     assert not caller.said
-    # seconds, and what comes after them -> the pings until then; \xe2 is a third of a character
+    # seconds, what comes after them -> the pings until then; \xe2 is a third of a character
     for seconds, data, pings in ((0.2, b"", 1), (10, b"x", 2), (0, b"\xe2", 2), (10, b"", 3)):
         house.clock.run(seconds)
         house.engine.step(data)
@@ -232,9 +236,9 @@ def test_a_silent_stream_pings_every_ten_seconds(house):
 
 def test_an_answer_that_is_done_in_time_is_no_timeout():
     """
-    The limit passed between the last token and its sending, here because the client reads slowly:
-    a finished stream ended in an error, and a finished answer was replaced by one. While a client
-    does not read tokens gather, for one event.
+    Previously the limit could pass between the last token and its sending, here because the client
+    reads slowly. Then a finished stream ended in an error, and a finished answer was replaced by
+    one. While a client does not read, tokens are collected for a single event.
     """
     with House("--request-seconds", "7") as house:
         caller = house.ask(stream=True)
@@ -261,7 +265,7 @@ def test_an_answer_that_is_done_in_time_is_no_timeout():
 
 @STREAMED
 def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, stream):
-    """The engine would go on for nobody."""
+    """Otherwise the engine would go on although no one waits for the answer."""
     monkeypatch.setattr(answers.CompletionChoice, "chunk", lambda *_: {}["a bug"])
     caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
     house.engine.step({"0": b"x"}, "length")
@@ -273,7 +277,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
 
 
 def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
-    """uvicorn cancels calls that do not end when the server stops."""
+    """When the server stops, uvicorn cancels calls that do not end."""
     waiting, stream, half = house.ask(), house.ask(stream=True), house.connect()
     house.engine.step({"1": b"x"})
     half.send(ASK[:-3])
@@ -294,7 +298,7 @@ def test_a_call_that_is_cancelled_is_refused_and_aborted(house):
 
 
 def test_each_prompt_without_a_seed_has_its_own(house):
-    """Equal prompts of a call get different answers; with a seed they are what it says."""
+    """Equal prompts of one call get different answers. With a seed, the seed decides."""
     house.ask(["a"] * 3, n=2)
     house.ask(["a"] * 2, seed=7)
     house.ask("a")
@@ -311,7 +315,7 @@ def test_each_prompt_without_a_seed_has_its_own(house):
 
 
 def test_long_answers_go_out_in_slices():
-    """Each waits until the one before is on its way."""
+    """Each slice waits until the previous one is on its way."""
     sent = []
 
     async def send(message):
@@ -327,7 +331,9 @@ def test_long_answers_go_out_in_slices():
 
 
 def test_four_long_answers_are_in_memory_at_once(house, monkeypatch):
-    """Until their clients have read them; a short one needs no turn."""
+    """
+    They stay in memory until their clients have read them. A short answer does not wait for a turn.
+    """
     asked = []
     encode = house.encoder.encode
 
@@ -375,8 +381,8 @@ def test_while_it_loads_it_is_alive_and_accepts_nothing():
 
 def test_a_refused_call_leaves_no_prompt_behind(house):
     """
-    Its error held the frames that had raised it, and these the error and megabytes of prompts,
-    until garbage was collected, which is rarely: 40 MB more with each prompt of 4 MiB.
+    The error referred to the frames that had raised it, and they to the error and megabytes of
+    prompts, until garbage was collected, which is rare. So each prompt of 4 MiB leaked 40 MB.
     """
     gc.disable()
     try:
@@ -389,8 +395,8 @@ def test_a_refused_call_leaves_no_prompt_behind(house):
 @pytest.mark.parametrize("seconds, signals", [(5, 1), (2, 2)])
 def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
     """
-    Until --drain-seconds have passed, or the second signal. New ones are refused, also one whose
-    body was under way. An idle server ends at once.
+    They may run until --drain-seconds have passed, or until the second signal. New calls are
+    refused, also one whose body was still coming. An idle server ends immediately.
     """
     with House("--drain-seconds", "5") as house:
         quick, slow, half = house.ask(), house.ask(), house.connect()
@@ -423,7 +429,7 @@ def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
 
 def test_a_dead_engine_is_started_again_once(house, capfd):
     """
-    Waiting calls are refused each time, also those whose prompts are being encoded; after the
+    Waiting calls are refused each time, also those whose prompts are being encoded. After the
     second death the server ends.
     """
     callers = [house.ask(), house.ask(stream=True)]
@@ -455,8 +461,8 @@ class Full(io.TextIOBase):
 
 def test_words_that_nobody_takes_do_not_stop_the_server(house, monkeypatch):
     """
-    On a full disk, or once the reader of a pipe was gone, an engine that died was not started
-    again, and after SIGTERM a server at work never ended.
+    Previously, on a full disk, or once the reader of a pipe was gone, an engine that died was not
+    restarted, and a busy server never ended after SIGTERM.
     """
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Full())
@@ -475,8 +481,8 @@ def test_words_that_nobody_takes_do_not_stop_the_server(house, monkeypatch):
 
 def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypatch):
     """
-    With too many open files, say: the server said "restarting" for ever, and neither served nor
-    ended.
+    Previously, with too many open files for example, the server said "restarting" for ever, and
+    neither served nor ended.
     """
 
     def fail():
@@ -496,7 +502,7 @@ def test_an_engine_that_cannot_be_started_again_ends_the_server(house, monkeypat
 
 
 def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
-    """One that has nothing to do may be silent, and its silence counts from the first request."""
+    """An idle engine may be silent; its silence counts from the first request on."""
     house.clock.run(3600)
     assert house.get("/livez").status == 200
     house.ask(max_tokens=9)

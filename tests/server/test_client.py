@@ -1,6 +1,7 @@
 """
-The engine's client, over a wire that the test holds: what it writes and when, how long it leaves
-the link unread, and what it does when the engine is deaf or gone. Time is the test's own.
+The engine's client, on a wire that the test controls: what it writes and when, how long it leaves
+the link unread, and what it does if the engine does not read or is gone. The test also controls
+time.
 """
 
 import pytest
@@ -15,12 +16,12 @@ def client(house):
 
 
 def ops(house) -> list[tuple[str, str]]:
-    """The messages that the engine was sent, in their order."""
+    """Return the messages that the engine was sent, in order."""
     return [(message["op"], message["id"]) for message in house.engine.heard]
 
 
 def test_a_submission_that_raises_leaves_nothing(house, client, monkeypatch):
-    """Its choices took places of others for ever, and an idle engine was said to be dead."""
+    """Previously its choices occupied places for ever, and an idle engine was reported dead."""
     write = client._write
 
     def fails_to_add(**message):
@@ -39,7 +40,7 @@ def test_a_submission_that_raises_leaves_nothing(house, client, monkeypatch):
 
 
 def test_a_full_link_is_filled_no_further(house, client):
-    """Messages wait until it has room. While it takes the first, it may be full again."""
+    """Messages wait until it has room. It may be full again after taking the first one."""
     house.clock.do(client.pause_writing)
     for _ in range(3):
         house.ask()
@@ -57,7 +58,7 @@ def test_a_full_link_is_filled_no_further(house, client):
 
 
 def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
-    """The server stopped while the engine did not read: resume_writing comes after close."""
+    """The server stopped while the engine did not read, so resume_writing comes after close."""
     client.pause_writing()
     client.listen(True, False)
     client.close()
@@ -67,7 +68,9 @@ def test_a_closed_link_that_has_room_again_is_sent_nothing(client):
 
 
 def test_an_engine_that_does_not_read_is_not_sent_what_has_been_aborted(house, client):
-    """Of a prompt for which a choice still waits it is sent all, aborts too."""
+    """
+    If one choice of a prompt still waits, everything about the prompt is sent, including aborts.
+    """
     before = house.ask()
     house.clock.do(client.pause_writing)
     callers = [house.ask(n=2), house.ask(n=2, max_tokens=9), house.ask()]
@@ -89,7 +92,7 @@ def step_of(house, id: str, data: bytes) -> dict:
 
 
 def receive(house, data: bytes, seconds: float):
-    """A round whose work takes so long."""
+    """Receive a round whose work takes this long."""
 
     def work():
         house.clock.clock.now += seconds
@@ -100,7 +103,7 @@ def receive(house, data: bytes, seconds: float):
 
 @pytest.mark.parametrize("seconds, pause", [(0.0009, 0), (0.002, 0.002), (3.0, 0.02)])
 def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, seconds, pause):
-    """Up to 20 ms; a stream that is alone never waits."""
+    """The pause is at most 20 ms. A stream without company never waits."""
     house.ask(max_tokens=99, stream=True)
     receive(house, to_line(step_of(house, "0", b"x")), seconds)
     assert client.transport.is_reading == (pause == 0)
@@ -112,7 +115,7 @@ def test_the_engine_is_left_unread_for_as_long_as_a_round_took(house, client, se
 
 
 def test_one_pause_at_a_time(house, client):
-    """A message that was read before the pause began ends none and begins none."""
+    """A message that was read before the pause began neither ends it nor begins another."""
     house.ask(max_tokens=99, stream=True)
     line = to_line(step_of(house, "0", b"x"))
     receive(house, line, 0.02)
@@ -128,7 +131,7 @@ def test_one_pause_at_a_time(house, client):
 
 
 def test_half_a_message_is_no_round(house, client):
-    """Nor a sign of life."""
+    """It is also no sign of life."""
     heard = client.heard
     house.clock.run(1)
     receive(house, b'{"op": "st', 1)
@@ -137,7 +140,7 @@ def test_half_a_message_is_no_round(house, client):
 
 
 def test_the_steps_of_a_round_are_one_event(house):
-    """An error comes after the tokens before it, and these come once."""
+    """An error comes after the tokens before it, and these tokens come only once."""
     caller, other = (house.ask(max_tokens=99, stream=True) for _ in range(2))
     house.engine.step({"0": b"!", "1": b"?"})
     error = {"op": "error", "id": "0", "message": "broken", "kind": "internal"}
@@ -154,7 +157,7 @@ def test_the_steps_of_a_round_are_one_event(house):
 
 
 def test_a_restart_begins_anew(house, client):
-    """Another link; what was not sent or half read is forgotten, and nothing counts as in work."""
+    """There is a new link, anything unsent or half read is forgotten, and no work is counted."""
     house.engine.step(running=3)
     house.clock.do(client.pause_writing)
     house.ask()

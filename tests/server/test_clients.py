@@ -1,7 +1,7 @@
 """
-Clients that others wrote, as their users run them, against serve.py in a process of its own: a
-minute, once they are installed (conftest.py). vLLM's own load generator comes only with all of
-vLLM.
+Other people's clients, used as their users use them, against serve.py in a separate process. This
+takes a minute once they are installed (conftest.py). vLLM's own load generator is not among them,
+because it needs all of vLLM.
 """
 
 import json
@@ -38,7 +38,9 @@ def server(checkpoint):
 
 
 def run_client(command: list, folder: Path) -> str:
-    """Its output. All that it caches or writes is put into the folder."""
+    """
+    Run a client and return its output. Everything that it caches or writes goes into the folder.
+    """
     homes = {"HOME": str(folder), "HF_HOME": str(folder)}
     environment = os.environ | OFFLINE | homes
     done = subprocess.run(
@@ -50,8 +52,8 @@ def run_client(command: list, folder: Path) -> str:
 
 def run(script: str, bin: Path, server: Process, folder: Path):
     """
-    Run lines of Python in the clients' environment, which know `url` and `messages`; returns their
-    `result`.
+    Run lines of Python in the clients' environment, where `url` and `messages` are defined, and
+    return their `result`.
     """
     before = f"import json\nurl = '{server.url}/v1'\n"
     before += "messages = [{'role': 'user', 'content': 'hello'}]\n"
@@ -66,8 +68,8 @@ def run(script: str, bin: Path, server: Process, folder: Path):
 
 def test_guidellm_measures_every_request(bin, server, checkpoint, tmp_path):
     """
-    Each of its requests was refused for `stream_options.continuous_usage_stats`; the program still
-    ended with 0.
+    Previously each of its requests was refused because of `stream_options.continuous_usage_stats`,
+    but the program still exited with 0.
     """
     report = tmp_path / "report.json"
     options = {
@@ -106,7 +108,7 @@ metric_list:
 
 
 def bits_per_byte(checkpoint) -> float:
-    """The model's own for the documents, each after an end of text."""
+    """Return the model's bits per byte for the documents, each after an end-of-text token."""
     model = load_checkpoint(checkpoint)
     tokenizer = load_tokenizer(checkpoint)
     nats = 0.0
@@ -121,8 +123,9 @@ def bits_per_byte(checkpoint) -> float:
 @pytest.mark.parametrize("tokenized", [False, True])
 def test_lm_eval_finds_the_models_bits_per_byte(tokenized, bin, server, checkpoint, tmp_path):
     """
-    With prompts as text, as its README has it, each began with 7 tokens that spell `<|endoftext|>`
-    in place of one: 7.77 bits a byte where the model had 2.10, and nothing said so.
+    With prompts as text, as in its README, each used to begin with 7 tokens that spell
+    `<|endoftext|>` instead of that one token. The result was 7.77 bits per byte where the model had
+    2.10, without any warning.
     """
     documents = tmp_path / "documents.jsonl"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
@@ -144,8 +147,8 @@ def test_lm_eval_finds_the_models_bits_per_byte(tokenized, bin, server, checkpoi
 
 def test_litellm_completes_streams_and_knows_a_prompt_that_is_too_long(bin, server, tmp_path):
     """
-    Its routers shorten the conversation or try a larger model when they see its exception: it knows
-    it by words, and ours made it a BadRequestError like any other.
+    Its routers shorten the conversation or try a larger model when they see its exception, which is
+    recognised by the message. Previously our message made it an ordinary BadRequestError.
     """
     script = """
 from litellm import completion, text_completion, ContextWindowExceededError
@@ -177,7 +180,8 @@ result = [answers, *counts, chunks[-1].choices[0].finish_reason, refused]
 
 
 # --------------------------------------------------------------------------------------------------
-# Answers by schema, and tools: the model is random, so what fits its schema fits by the grammar
+# --------------------------------------------------------------------------------------------------
+# Answers by schema, and tools: the model is random, so only the grammar makes answers fit
 
 PERSON = """
 from typing import Annotated, Literal
@@ -286,7 +290,7 @@ def test_answers_and_calls_fit_their_schemas(name, bin, caller, tmp_path):
     assert all(result)
 
 
-# Conversations of four turns, each with a call and its result. `streamed` is given.
+# Conversations of four turns, each with a call and its result. `streamed` is defined.
 TURNS = {
     "openai": """
 from openai import OpenAI, pydantic_function_tool
@@ -377,7 +381,7 @@ for turn in range(5):
 }
 
 
-# A model whose prompt begins its thoughts, and which soon ends them.
+# A model whose prompt opens its thoughts, and which soon closes them.
 THINKS = """
 thinks = True
 ends["260"] = 4
@@ -398,8 +402,9 @@ def thinker(tmp_path_factory):
 @pytest.mark.parametrize("name", TURNS)
 def test_a_conversation_goes_on_after_calls(name, bin, caller, thinker, tmp_path):
     """
-    And after thoughts. Would catch: a library's own form of an answer that is refused as history.
-    One process has all four conversations: most of its time it imports the library.
+    It also continues after thoughts. Would catch: an answer in the library's own form that is
+    refused as history. One process runs all four conversations, because importing the library takes
+    most of the time.
     """
     scripts = {
         (server.url, streamed): f"{PERSON}\n{thinks}\nstreamed = {streamed}\n{TURNS[name]}"

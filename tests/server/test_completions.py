@@ -1,6 +1,6 @@
 """
 /v1/completions and /v1/chat/completions over HTTP: what becomes of a prompt, and whole answers.
-The text of a choice is tested in test_answers.py, streams in test_api.py.
+test_answers.py tests the text of a choice, test_api.py tests streams.
 """
 
 import json
@@ -22,7 +22,7 @@ TEMPLATE += "{{ '!' if add_generation_prompt }}"
 
 @pytest.fixture
 def folder(tmp_path):
-    """A checkpoint whose tokens are bytes, with a chat template."""
+    """Return a checkpoint whose tokens are bytes, with a chat template."""
     bpe_tokenizer([]).save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path
@@ -39,7 +39,7 @@ def call(house, **fields):
     return house.call(path, {"max_tokens": 9} | fields)
 
 
-# fields, what the engine says and how it ends; the answer but for what all of them share
+# fields, the engine's text and how it ends; then the answer, without the fields that all share
 ANSWERS = r"""
 {"prompt": "say hello", "return_token_ids": true, "request_id": "cmpl"} hello stop
 {"object": "text_completion", "choices": [{
@@ -83,7 +83,10 @@ def test_whole_answers_have_exactly_these_fields(chat, row):
 
 
 def prompt_of(house, **fields) -> list[int]:
-    """The tokens that the engine gets of a call, and /tokenize counts and shows."""
+    """
+    Return the tokens that the engine gets for a call, after checking that /tokenize counts and
+    shows the same ones.
+    """
     body = {name: value for name, value in fields.items() if name != "max_tokens"}
     caller = call(house, **fields)
     sent = house.engine.added["prompt"]
@@ -94,7 +97,9 @@ def prompt_of(house, **fields) -> list[int]:
 
 
 def test_variables_of_the_template(folder):
-    """They were refused by name; the server's own hold where a request has none."""
+    """
+    Previously they were refused by name. The server's own variables apply where a request has none.
+    """
     with House(directory=folder) as house:
         house.service.encoder = Encoder(folder, variables={"thinks": True})
         for variables, text in (
@@ -118,7 +123,7 @@ TOO_LONG = [{"prompt": "a" * 9000}, {"messages": [{"role": "user", "content": "a
 
 @pytest.mark.parametrize("fields", TOO_LONG)
 def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
-    """But counted by /tokenize: 1,000 tokens of this model have at most 5,000 characters."""
+    """/tokenize still counts them. 1,000 tokens of this model have at most 5,000 characters."""
     with House(directory=folder) as house:
         tokenizers = [house.encoder.tokenizer, *(lane.tokenizer for lane in house.encoder.lanes)]
         for tokenizer in tokenizers:
@@ -136,7 +141,9 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
 
 
 def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder):
-    """lm-eval sends echo and logprobs for each line of a text: that was a 500."""
+    """
+    lm-eval sends echo and logprobs for each line of a text; such a prompt used to cause a 500.
+    """
     tokenizer = bpe_tokenizer([])
     tokenizer.backend.normalizer = Strip()
     tokenizer.save(folder)
@@ -150,9 +157,9 @@ def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder):
 
 def test_a_bos_comes_once_to_prompts_and_chats(folder):
     """
-    A tokenizer puts it before a prompt, a template before a conversation: a chat had two of them,
-    and none of the tokenizer's where its text could be part of a control token's name ("a <"). An
-    echo has it only where it was sent.
+    A tokenizer puts it before a prompt, a template before a conversation. Previously a chat had
+    two, and none of the tokenizer's if its text could be part of a control token's name ("a <"). An
+    echo shows it only if the client sent it.
     """
     tokenizer = bpe_tokenizer([])
     end = tokenizer.names[256]

@@ -1,6 +1,6 @@
 """
-The limits of a connection, byte by byte, before a client has shown a key. The tests hold
-the wires, so each limit is met exactly, and time is the tests' own.
+The limits of a connection, byte by byte, before a client has shown a key. The tests control the
+wires and the time, so each limit is met exactly.
 """
 
 import time
@@ -22,7 +22,7 @@ KEY = b"Authorization: Bearer sesame\r\n"
 
 @pytest.fixture
 def locked():
-    """A server with a key, and 1000 bytes for a body."""
+    """Return a server with a key, and a limit of 1000 bytes for a body."""
     with House("--max-body-mib", str(1000 / 2**20), keys=["sesame"]) as house:
         yield house
 
@@ -36,14 +36,16 @@ def statuses(caller) -> list[int]:
 
 
 def head_of(size: int) -> bytes:
-    """A whole request whose first line and headers have so many bytes as the server counts them."""
+    """
+    Return a request whose first line and headers have this many bytes as the server counts them.
+    """
     counted = len("/livez" + "Host: localhost\r\n" + "a: \r\n")
     return START + b"a: " + b"x" * (size - counted) + b"\r\n\r\n"
 
 
 @pytest.mark.parametrize("cuts", [[], [40_000, 60_000]])
 def test_each_head_may_be_64_kib_long(house, cuts):
-    """The parser reports a header only when its line has ended."""
+    """The parser reports a header only after its line has ended."""
     caller = house.connect()
     for size in (2**16, 2**16, 2**16 + 1):
         assert caller.closed == OPEN
@@ -66,8 +68,8 @@ ENDLESS = {
 @pytest.mark.parametrize("start, line", ENDLESS.values(), ids=ENDLESS)
 def test_what_is_no_body_and_has_no_end_is_cut_off_at_once(house, start, line):
     """
-    Not after the 30 s that a client may take; and not before 50,000 bytes. 51 MiB of trailers took
-    1.3 GiB and 8 s, in which nobody else was served.
+    It is cut off before the 30 s that a client may take, but not before 50,000 bytes. Previously 51
+    MiB of trailers took 1.3 GiB and 8 s, during which the server served no one else.
     """
     caller = house.connect()
     caller.send(start)
@@ -103,7 +105,10 @@ def test_a_header_that_decides_is_sent_once(house, name):
     "head, status", [(CHUNKED_ASK, 401), (CHUNKED_ASK[:-2] + KEY + b"\r\n", 400)]
 )
 def test_trailers_are_never_headers(locked, head, status):
-    """The last Authorization counted: trailers in the packet of the head were read before it."""
+    """
+    Previously the last Authorization counted, and trailers in the same packet as the head were read
+    before it.
+    """
     caller = locked.connect()
     caller.send(head + b"5\r\nhello\r\n0\r\n" + KEY + b"Host: evil.example\r\n\r\n")
     assert statuses(caller) == [status]
@@ -116,12 +121,12 @@ def test_eight_requests_may_wait_behind_one(house, number, closed):
     assert caller.closed == closed
     assert bool(house.choices) == (closed == OPEN)
     house.engine.step({"0": b"x"}, "length")
-    caller.send(GET)  # those that were answered wait no more
+    caller.send(GET)  # answered requests no longer count
     assert statuses(caller) == [200] * (2 + number) * (closed == OPEN)
 
 
 def test_a_body_that_waits_may_not_grow_for_ever():
-    """Behind a request in work nobody reads it, so nobody else counts it."""
+    """After a request in work it is not read, so only the connection counts its bytes."""
     with House("--max-body-mib", "0.5") as house:
         caller = house.connect()
         caller.send(ASK + HEAD + b"Content-Length: 9999999\r\n\r\n")
@@ -145,7 +150,9 @@ BEGINNINGS = [b"", b"GET /li", START, ASK[:-5], CHUNKED_ASK + b"5\r\nhel"]
 @pytest.mark.parametrize("drip", [b"", b"x"])
 @pytest.mark.parametrize("start", BEGINNINGS)
 def test_a_client_has_30_s_for_a_whole_request(house, start, drip):
-    """Also if a byte comes now and then, and for each request of a connection anew."""
+    """
+    This holds even if a byte comes now and then, and separately for each request of a connection.
+    """
     caller = house.connect()
     if start:
         caller.send(GET)
@@ -163,8 +170,8 @@ def test_a_client_has_30_s_for_a_whole_request(house, start, drip):
 
 def test_an_answer_may_take_its_time_and_an_idle_connection_ends():
     """
-    A next request lifts the limit. By default it is longer than that of proxies, which else send a
-    request just when the server closes: uvicorn's own 5 s made them answer 502 at random.
+    The next request lifts the limit. The default is longer than that of proxies, which otherwise
+    send a request just when the server closes. uvicorn's own 5 s made them answer 502 at random.
     """
     limit = 9
     with House("--keep-alive-seconds", str(limit)) as house:
@@ -183,8 +190,8 @@ def test_an_answer_may_take_its_time_and_an_idle_connection_ends():
 
 def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     """
-    Down to the last byte. Reading on in time starts the time anew; what it was computing ends with
-    it.
+    This includes the last byte. Reading on in time restarts the clock. When the time is over, the
+    client's requests also end.
     """
     caller = house.connect()
     caller.send(STREAM)
@@ -198,7 +205,7 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     caller.stop_reading()
     house.engine.step(b"x")
     house.clock.run(20)
-    caller.send(GET)  # does not start the time anew
+    caller.send(GET)  # does not restart the clock
     house.clock.run(9)
     assert caller.closed == OPEN
     assert house.choices
@@ -207,6 +214,7 @@ def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     assert [message["id"] for message in house.engine.of("abort")] == ["0"]
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Answers before the body has come
 
@@ -225,7 +233,7 @@ EARLY = [
 
 @pytest.mark.parametrize("head, status", EARLY)
 def test_what_the_head_decides_is_answered_at_once_and_last(locked, head, status):
-    """The client may still be sending: closing with bytes unread would lose the answer."""
+    """The client may still be sending, so closing with bytes unread would lose the answer."""
     caller = locked.connect()
     caller.send(head)
     only = caller.answer
@@ -240,7 +248,10 @@ def test_what_the_head_decides_is_answered_at_once_and_last(locked, head, status
     [(1800, 1800, ("close", 0)), (9000, 2001, ("close", 0)), (1800, 0, ("abort", 30))],
 )
 def test_what_a_refused_client_still_sends_is_dropped(locked, size, sent, closed):
-    """To its end, up to twice the limit of a body, for the 30 s that any request may take."""
+    """
+    It is dropped to its end, up to twice the limit of a body, for the 30 s that any request may
+    take.
+    """
     caller = locked.connect()
     caller.send(HEAD + b"Content-Length: %d\r\n\r\n" % size + b" " * (sent - 1))
     assert caller.closed == OPEN
@@ -287,8 +298,9 @@ def test_an_answer_after_the_whole_body_keeps_the_connection(locked, length):
 )
 def test_all_requests_of_a_connection_end_with_it(house, sent, how):
     """
-    uvicorn tells the last one only, and stops reading while requests wait: a client that was gone
-    got 22,000 tokens. A client that closes its own side alone looks the same: it has hung up.
+    uvicorn only notifies the last one, and stops reading while requests wait, so a client that was
+    gone got 22,000 tokens. A client that only closes its own side looks the same, and counts as
+    gone.
     """
     caller = house.connect()
     caller.send(sent[: len(ASK)])
@@ -304,7 +316,10 @@ def test_all_requests_of_a_connection_end_with_it(house, sent, how):
 
 
 def test_when_the_server_ends_the_answer_under_way_says_that_it_is_the_last(house):
-    """Of several requests only the last was marked: the others got no answer, nor a reason."""
+    """
+    Previously, of several requests, only the last was marked. The others got neither an answer nor
+    a reason.
+    """
     caller = house.connect()
     caller.send(ASK + GET + GET)
     (served,) = house.state.connections
@@ -343,7 +358,10 @@ def test_nothing_is_tunnelled(house):
 
 
 def test_a_packet_full_of_offers_is_no_work(house):
-    """Each is parsed again, with all that follows it: that must not cost the packet's square."""
+    """
+    Each offer makes the parser restart on everything after it. This must not cost the square of the
+    packet's size.
+    """
     began = time.process_time()
     offers = (START + b"Connection: Upgrade\r\nUpgrade: h2c\r\n\r\n") * 4000
     house.connect().send(offers)
@@ -351,11 +369,12 @@ def test_a_packet_full_of_offers_is_no_work(house):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # How many
 
 
 def test_a_connection_too_many_is_refused():
-    """In a way that clients try again; when one leaves there is room."""
+    """The refusal makes clients retry. When a connection closes there is room again."""
     with House("--max-connections", "2") as house:
         idle, busy = house.connect(), house.connect()
         busy.send(ASK)

@@ -1,6 +1,6 @@
 """
-Which calls are let in: keys, host names (DNS rebinding), origins of web pages (CSRF, CORS); and the
-log, a line a call.
+Which calls are let in: keys, host names (DNS rebinding), origins of web pages (CSRF, CORS). And the
+log, with a line per call.
 """
 
 import json
@@ -37,7 +37,7 @@ def locked():
 
 
 def test_every_path_but_four_needs_the_key(locked):
-    """Also paths that are not there, and other methods."""
+    """This includes paths that do not exist, and other methods."""
     routes = locked.service.router.routes
     calls = [(method, route.path_format) for route in routes for method in route.methods]
     calls += [("DELETE", "/")]
@@ -74,8 +74,8 @@ def test_a_wrong_key_is_refused_before_the_body_comes(locked, key):
 
 def test_keys_have_prefix_caches_of_their_own(locked):
     """
-    The salt says which key it was, not what the key is, and then the client's own. Grammars wait by
-    key, or by address: nobody gets more turns by a salt.
+    The salt combines the number of the key, not the key itself, with the client's own salt.
+    Grammars wait by key, or else by address, so a salt brings no extra turns.
     """
     fields = {"cache_salt": "x", "structured_outputs": {"regex": "a"}}
     for number, key in enumerate(("sesame", "simsim")):
@@ -91,14 +91,14 @@ def test_keys_have_prefix_caches_of_their_own(locked):
 
 
 FILE = ["--api-key-file", "keys"]
-KEYS = [  # flags, the environment's key, what is in the file -> keys, or a refusal
+KEYS = [  # flags, the environment's key, the file -> keys, or a refusal
     (["--api-key", " sesame "], "one", "", ["sesame"]),
     ([], " one\n", "", ["one"]),
     (FILE, None, "\ufeffone\n\n  two \none\n", ["one", "two"]),
     (FILE, None, "\n", "has no key in it"),
     ([*FILE[:1], "nowhere"], None, "", "--api-key-file nowhere cannot be read .*: name a file"),
     (["--api-key", " "], None, "", "--api-key is blank"),
-    ([], "", "", "PAGEDGPT_API_KEY is blank"),  # as a secret that was not filled in
+    ([], "", "", "PAGEDGPT_API_KEY is blank"),  # like a secret that was not filled in
 ]
 
 
@@ -106,7 +106,7 @@ KEYS = [  # flags, the environment's key, what is in the file -> keys, or a refu
 def test_keys_come_from_a_flag_the_environment_or_a_file(
     flags, secret, content, expected, tmp_path, monkeypatch
 ):
-    """With a key other machines may be let in."""
+    """With a key, the server may listen to other machines."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "keys").write_text(content)
     if secret is not None:
@@ -251,11 +251,12 @@ def houses(locked):
 @pytest.mark.parametrize("row", CALLS.strip().splitlines())
 def test_hosts_and_origins_are_checked(houses, row):
     """
-    A page on the web can make its own name point to 127.0.0.1: its requests then say so in Host or
-    Origin. An origin is a scheme, a host and a port: each of them counts. With a key any host is
-    served, but no other origin: a browser that keeps a key must not lend it to another page. Errors
-    name an allowed origin, too, so that its page can say what was wrong. And no Host leads past the
-    key: the path is that of the request's first line, whatever a Host would make of the two.
+    A web page can make its own name point to 127.0.0.1, but its requests then show it in Host or
+    Origin. An origin consists of a scheme, a host and a port, and each part counts. With a key any
+    host is served, but no other origin: a browser that stores a key must not lend it to another
+    page. Errors also name an allowed origin, so that its page can show what was wrong. And no Host
+    bypasses the key: the path is the one in the request's first line, whatever it becomes when
+    combined with a Host.
     """
     name, method, path, host, origin, status, reader = row.split()
     values = {"-": "", "none": None}
@@ -272,7 +273,7 @@ def test_hosts_and_origins_are_checked(houses, row):
 
 
 def test_pages_of_allowed_origins_are_served(locked):
-    """A browser first asks, without the key."""
+    """A browser asks first, without the key."""
     asked = locked.call("/tokenize", method="OPTIONS", Origin="null", **PREFLIGHT).answer
     assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
     assert "POST" in asked.headers["access-control-allow-methods"]
@@ -289,7 +290,7 @@ def test_pages_of_allowed_origins_are_served(locked):
 
 @pytest.fixture
 def logged(capfd):
-    """A function: the lines since it was called last."""
+    """Return a function that returns the lines since its last call."""
 
     def lines() -> list[dict]:
         lines = capfd.readouterr().err.splitlines()
@@ -307,7 +308,10 @@ def house():
 
 
 def test_a_call_has_its_line_when_it_has_ended(house, logged):
-    """Its time, client, method, path, status, duration, id, seed; of long texts the beginning."""
+    """
+    The line has time, client, method, path, status, duration, id, seed, and the beginning of long
+    texts.
+    """
     caller = house.ask()
     seed = house.engine.of("add")[0]["params"]["seed"]
     assert logged() == []
@@ -325,7 +329,7 @@ def test_a_call_has_its_line_when_it_has_ended(house, logged):
 
 
 def test_the_log_says_why_a_call_ended(house, logged):
-    """A client that hung up is nginx's 499; where a status was out already, that one."""
+    """A client that hung up is logged as nginx's 499, unless a status was already sent."""
     callers = [house.ask(), house.ask(stream=True), house.connect(), house.ask(stream=True)]
     callers[2].send(ASK[:-3])
     house.engine.step({"1": b"x", "2": b"x"})
@@ -344,7 +348,7 @@ def test_the_log_says_why_a_call_ended(house, logged):
     ]
 
 
-# Calls that are refused, each with a text that no log may have.
+# Calls that are refused, each with a text that must not be logged.
 PRIVATE = """
 /v1/completions {"prompt": {"TULIP": 1}}
 /v1/completions {"prompt": "a", "seed": "TULIP"}
@@ -380,7 +384,10 @@ TALKATIVE += "{% endif %}a"
 
 @pytest.mark.parametrize("row", PRIVATE.strip().splitlines())
 def test_no_refusal_logs_a_text(row, tmp_path, logged):
-    """Whichever library made its message: templates and the grammars' library quote much."""
+    """
+    This must hold whichever library made the message. Templates and the grammar library quote a
+    lot.
+    """
     path, body = row.split(" ", 1)
     bpe_tokenizer([]).save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TALKATIVE)
@@ -397,8 +404,8 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
 
 def test_texts_are_logged_when_asked_for(logged):
     """
-    Fields that were not given are left out, and the salt, which is a secret. With --no-access-log,
-    which `House` has, neither calls that are answered have a line nor those that are refused.
+    Fields that were not sent are left out, and so is the salt, which is a secret. With
+    --no-access-log, which `House` has, neither answered nor refused calls have a line.
     """
     with House("--log-requests") as house:
         house.ask("ab", user="me", request_id="r", cache_salt="secret", temperature=0.5)
@@ -413,7 +420,7 @@ def test_texts_are_logged_when_asked_for(logged):
 
 @pytest.mark.parametrize(("flags", "tokens"), [([], False), (["--log-requests"], True)])
 def test_listeners_read_texts_where_the_log_has_them(flags, tokens):
-    """No other flag of the log tells them tokens, which are texts."""
+    """No other flag of the log lets them read tokens, which reveal text."""
     with House(*flags) as house:
         house.args.access_log = True
         house.call("/events")
@@ -430,8 +437,8 @@ def test_a_clients_own_id_is_taken_if_it_can_be_a_header(house, text):
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_calls_that_nobody_asked_for_are_not_logged(capfd, monkeypatch, is_terminal):
     """
-    Those of supervisors, and on a terminal those of the page. There a line is short, and nothing
-    that a client sends makes a line of its own, or steers the terminal.
+    These are calls of supervisors and, on a terminal, those of the page. A terminal's lines are
+    short. Nothing that a client sends can make a line of its own, or control the terminal.
     """
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
     with House() as house:

@@ -1,7 +1,7 @@
 """
-/metrics: each scenario states all numbers that it moves, and by how much. Nothing else may
-move, so a count taken twice, under another name, or not at all is found whichever it is. Time is
-the test's own: sums of seconds are exact.
+/metrics: each scenario states all numbers that change, and by how much. No other number may change,
+so a count taken twice, under another name or not at all is always found. The test controls time, so
+sums of seconds are exact.
 """
 
 import re
@@ -16,7 +16,9 @@ GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 
 
 def shown(house: House) -> dict[str, float]:
-    """{name without vllm:, with its labels: value} of all that /metrics shows of this model."""
+    """
+    Return {name without vllm:, with its labels: value} of everything /metrics shows of this model.
+    """
     values = {}
     for family in text_string_to_metric_families(house.get("/metrics").body):
         for sample in family.samples:
@@ -27,7 +29,7 @@ def shown(house: House) -> dict[str, float]:
 
 
 class Watched:
-    """The numbers of a server that have moved since the last look."""
+    """The numbers of a server that have changed since the last look."""
 
     def __init__(self, house: House):
         self.house = house
@@ -35,8 +37,8 @@ class Watched:
 
     def moved(self) -> str:
         """
-        A line for each number that moved: its name, and by how much; of a histogram its count and
-        its sum; of a gauge its value, if it is not 0. In alphabetical order.
+        Return a line for each number that changed, in alphabetical order: its name, and by how
+        much. A histogram has its count and its sum. A gauge has its value, if it is not 0.
         """
         after = shown(self.house)
         moves = {}
@@ -60,8 +62,8 @@ def watched(house):
 
 def test_the_numbers_of_several_choices(house, watched):
     """
-    A prompt counts once, lengths and times for each choice, the longest when all choices of a
-    prompt have ended.
+    A prompt counts once, lengths and times for each choice. The longest choice counts when all
+    choices of a prompt have ended.
     """
     house.ask(["abc", "de"], n=2, max_tokens=7)
     house.clock.run(1)
@@ -121,7 +123,9 @@ time_to_first_token_seconds_count 1 3
 
 
 def test_a_stop_string_counts_no_token_after_it(house, watched):
-    """They were generated, so they count as work; the answer's length is what is charged for."""
+    """
+    They were generated, so they count as work. The answer's length is what clients are charged for.
+    """
     house.ask("ab", max_tokens=9, stop="yz")
     house.engine.step(b"xyzab")
     moved = watched.moved()
@@ -133,8 +137,8 @@ def test_a_stop_string_counts_no_token_after_it(house, watched):
 @pytest.mark.parametrize("stream", [False, True])
 def test_calls_that_do_not_end_well(house, watched, stream):
     """
-    Each choice that ran has ended somehow, but not those that had ended before. A client that hangs
-    up was not refused; nor was one whose stream had begun, with a 200.
+    Each running choice has an end, but those that had ended before count no second time. A client
+    that hangs up was not refused, nor was one whose stream had begun, with a 200.
     """
     caller = house.ask("ab", n=3, stream=stream)
     house.engine.step({"0": b"x"}, "length")
@@ -153,7 +157,7 @@ def test_calls_that_do_not_end_well(house, watched, stream):
 
 
 def test_each_refusal_counts_once_by_its_status():
-    """A full queue, and a deadline, too."""
+    """A full queue and a deadline also count."""
     flags = ["--request-seconds", "5", "--max-num-seqs", "1", "--max-queue", "0"]
     with House(*flags) as house:
         house.service.encode = lambda body: {}["a bug"]
@@ -170,13 +174,14 @@ def test_each_refusal_counts_once_by_its_status():
         watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
         watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
-        message = "not finished within 5 s, what the server allows"
+        message = "not finished within 5 s, the limit of this server"
         assert late.refusal == (503, "timeout", message)
 
 
 def test_the_engines_own_numbers_are_shown(house, watched):
     """
-    Gauges as they are, also when they fall; totals and delays once each, under their own names.
+    Gauges show their value, also when it falls. Totals and delays count once, under their own
+    names.
     """
     house.engine.step(running=3, waiting=2, kv_usage=0.75, queries=20, hits=8, preemptions=1)
     watched.expect(
@@ -209,9 +214,9 @@ def test_without_a_stage_its_numbers_are_zero(house, watched):
 
 def test_totals_go_on_after_another_engine(house, watched):
     """
-    They begin at 0 again there; a counter that falls would look like a new server. What a new
-    engine had counted beyond the old one at its first word was taken for all that it had. And the
-    requests of the old one were shown as running until the next had work: for hours in the night.
+    A new engine counts from 0, and a falling counter would look like a new server. Previously, only
+    the part of the new engine's first count that exceeded the old one's was added. And the requests
+    of the old engine were shown as running until the next one had work, for hours at night.
     """
     house.engine.step(queries=5, hits=5)
     house.engine.step(queries=7, hits=6, running=3, waiting=2, kv_usage=0.75)
@@ -224,7 +229,7 @@ def test_totals_go_on_after_another_engine(house, watched):
     watched.expect("prefix_cache_hits 4\nprefix_cache_queries 10\n")
 
 
-# Each histogram, and a value of it: at the bound is inside
+# Each histogram, and a value at a bound, which belongs to that bucket
 HISTOGRAMS = {
     "time_to_first_token_seconds": 2.5,
     "inter_token_latency_seconds": 5,
@@ -236,7 +241,7 @@ HISTOGRAMS = {
     "request_generation_tokens": 2,
     "request_max_num_generation_tokens": 2,
 }
-# All of vLLM's own lists together: https://docs.vllm.ai/en/stable/design/metrics
+# All of vLLM's own lists combined: https://docs.vllm.ai/en/stable/design/metrics
 VLLMS_SECONDS = (
     "0.001 0.005 0.01 0.02 0.025 0.04 0.05 0.06 0.075 0.08 0.1 0.15 0.2 0.25 0.3 0.4 0.5 0.75 0.8 "
     "1 1.5 2 2.5 5 7.5 10 15 20 30 40 50 60 80 120 160 240 480 640 960 1920 2560 7680"
@@ -244,7 +249,7 @@ VLLMS_SECONDS = (
 VLLMS_LENGTHS = "1 2 5 10 20 50 100 500000"
 
 
-# Metrics that the twelve panels of vLLM's Grafana board query, beside the histograms
+# Metrics that the twelve panels of vLLM's Grafana board query, besides the histograms
 # (examples/observability/prometheus_grafana/grafana.json).
 GRAFANA_BOARD = "num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total "
 GRAFANA_BOARD += "generation_tokens_total request_success_total:stop request_success_total:length "
@@ -252,7 +257,7 @@ GRAFANA_BOARD += "request_success_total:abort request_success_total:error"
 
 
 def test_a_board_of_vllms_has_its_metrics_and_buckets(house):
-    """The metrics before anything was served; there are finer buckets beside its own."""
+    """The metrics exist before anything is served. There are finer buckets besides vLLM's."""
     names = shown(house).keys()
     assert names >= set(GRAFANA_BOARD.split())
     house.ask("a" * 5, max_tokens=20)

@@ -274,7 +274,7 @@ def check(state: dict, snapshot: dict, line: dict):
         names = ["filled", "table", "generated"]
         if not q["choice"]:  # a fork begins with its parent's counts, which no line tells
             names += ["hits", "preemptions"]
-        if q["status"] != "ending":  # which lines do not tell
+        if q["status"] != "finishing":  # which lines do not tell
             names.append("status")
         for name in names:
             assert shown[q["r"]][name] == q[name], (name, line)

@@ -1,4 +1,4 @@
-"""The answer of each path; and refusals: their status, and words that say why."""
+"""The answer of each path; and refusals: their status, and messages that say why."""
 
 import gzip
 import json
@@ -21,8 +21,8 @@ def house():
 # --------------------------------------------------------------------------------------------------
 # Refusals
 
-# call and body -> status, the field at fault, code, message ("..." stands for more words).
-# DEEP is a list in 90,000 others, NINES a number of 5,000 digits, LONG 90,000 characters.
+# call and body -> status, the field at fault, code, message ("..." stands for any text). DEEP is a
+# list nested in 90,000 others, NINES a number of 5,000 digits, LONG 90,000 characters.
 REFUSED = """
 POST /v1/completions {"prompt": -> 400 - - the body must be a JSON object: Invalid JSON: EOF while parsing a value at ...
 POST /v1/completions x -> 400 - - the body must be a JSON object: Invalid JSON: expected value at line 1 column 1
@@ -44,7 +44,7 @@ POST /v1/completions {"prompt": "a\0b"} -> 400 - - the body must be a JSON objec
 POST /v1/completions {"prompt": "abcd", "max_tokens": 997} -> 400 max_tokens context_length_exceeded this model's maximum context length is 1000 tokens, 4 prompt tokens and max_tokens 997 make 1,001: shorten the prompt or lower max_tokens
 POST /v1/completions {"prompt": ["b", "abcd"], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
 POST /v1/completions {"prompt": [1, 1, 1, 1], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
-POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, at most 16 are taken: split it
+POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, at most 16 are accepted: split it
 POST /v1/chat/completions {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat template: use /v1/completions
 POST /tokenize {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat ...
 POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here; ...
@@ -101,7 +101,9 @@ def test_a_compressed_body_is_named(house, form):
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/jsonp", "application/json-seq;"])
 def test_a_body_needs_the_type_of_json(house, kind):
-    """Against CSRF: a page of another origin may send other types without asking first."""
+    """
+    This protects against CSRF: a page of another origin may send other types without asking first.
+    """
     message = "the body must be JSON, sent with the header Content-Type: application/json"
     body = {"tokens": [97, 256]}
     answer = house.call("/detokenize", body, Content_Type=kind).answer
@@ -115,7 +117,7 @@ def test_a_body_needs_the_type_of_json(house, kind):
 
 
 def test_so_many_tokens_are_named(house):
-    """Names of 4 million tokens took 60 s and 869 MiB."""
+    """Previously the names of 4 million tokens took 60 s and 869 MiB."""
     for length, status in ((2**14, 200), (2**14 + 1, 400)):
         body = {"prompt": "a" * length, "return_token_strs": True}
         answer = house.call("/tokenize", body).answer
@@ -146,7 +148,9 @@ def test_a_model_is_described(house):
 
 
 def test_a_router_learns_the_limits_and_the_load(house):
-    """Under SGLang's names; the load as the engine's last message had it, none before the first."""
+    """
+    The fields have SGLang's names. The load is that of the engine's last message, or none at first.
+    """
     limits = {"context_length": 1000, "max_running_requests": 8}
     names = {"served_model_name": "fake", "model_path": "fake", "is_generation": True}
     for path in ("/server_info", "/model_info"):
@@ -165,7 +169,7 @@ def test_a_router_learns_the_limits_and_the_load(house):
 @pytest.mark.parametrize("name", ["/data/model", "models/", "a b%2F", "a\udcff"])
 def test_one_model_is_found_by_its_name(name):
     """
-    It may be a path, whose bytes may be no UTF-8; clients write its slashes as they are, or not.
+    The name may be a path, whose bytes may not be UTF-8. Clients may or may not quote its slashes.
     """
     with House("--served-model-name", name) as house:
         name = name.replace("\udcff", "?")
@@ -175,8 +179,8 @@ def test_one_model_is_found_by_its_name(name):
 
 def test_the_page_is_the_same_for_all():
     """
-    It needs no key, so nothing of this server is on it: neither the name of the model nor what the
-    Host header says, which could become markup.
+    It needs no key, so it must show nothing about this server: neither the name of the model nor
+    the Host header, which could become markup.
     """
     with House("--served-model-name", "<script>x</script>", keys=["sesame"]) as house:
         page = house.get("/", Host='"><b>x', accept_encoding="gzip;q=0")
@@ -191,7 +195,7 @@ def test_the_page_is_the_same_for_all():
 
 @pytest.mark.parametrize("path", ["/", "/livez", "/v1/models", "/nowhere"])
 def test_head_is_get_without_a_body(house, path):
-    """Load balancers and download tools ask with it first."""
+    """Load balancers and download tools use it first."""
     whole = house.get(path)
     head = house.call(path, method="HEAD").answer
     assert (head.status, head.body) == (whole.status, "")
@@ -200,7 +204,7 @@ def test_head_is_get_without_a_body(house, path):
 
 @pytest.mark.parametrize(("chats", "kind"), [(False, CompletionRequest), (True, ChatRequest)])
 def test_the_greetings_command_is_a_call_that_is_served(chats, kind):
-    """The one of a chat has a key, too."""
+    """The command for a chat also has a key."""
     first, second = greeting("m", "http://h:1", chats, has_key=chats).splitlines()
     assert first == "serving m at http://h:1"
     command, _, body = second.strip().removesuffix("'").partition(" -d '")

@@ -1,7 +1,7 @@
 """
-The rules of a request body, as tables: values that pass, and refusals with their words. Without a
-server, so that a rule costs a line here. A row is `kind fields -> expected`; the fields that a kind
-of body cannot do without (LEAST) are added. `context` is no field: the defaults that the model has.
+The rules of a request body, as tables: values that pass, and refusals with their messages. There is
+no server, so a rule costs one line here. A row is `kind fields -> expected`. The required fields of
+a kind of body (LEAST) are added. `context` is no field: it has the defaults of the model.
 """
 
 import json
@@ -40,7 +40,7 @@ def parse(kind=CompletionRequest, context=None, **body):
 
 
 def refusal_of(call, *args, **fields) -> ApiError:
-    """The error that a call ends in, as app.py makes it."""
+    """Return the error that a call raises, converted as in app.py."""
     with pytest.raises((ApiError, ValidationError)) as caught:
         call(*args, **fields)
     error = caught.value
@@ -55,7 +55,7 @@ def refusal(kind=CompletionRequest, **body) -> ApiError:
 
 
 def rows(table: str) -> list[tuple]:
-    """(kind, fields, expected) of each line."""
+    """Return (kind, fields, expected) of each line."""
     parts = re.findall(r"^(\w+) (\{.*\}) -> (.*)$", table, re.MULTILINE)
     return [(KINDS[kind], json.loads(fields), expected) for kind, fields, expected in parts]
 
@@ -63,7 +63,7 @@ def rows(table: str) -> list[tuple]:
 # --------------------------------------------------------------------------------------------------
 # Values of fields
 
-# field, kind of body, other fields that it needs; its least and its largest value, one past each
+# field, kind of body, other fields that it needs; its smallest and largest value, one beyond each
 NUMBERS = """
 temperature both {} 0 2 -0.001 2.001
 top_p both {} 1e-9 1 0 1.001
@@ -86,7 +86,7 @@ top_logprobs chat {"logprobs":true} 0 20 -1 21
 
 @pytest.mark.parametrize("row", NUMBERS.strip().splitlines())
 def test_numbers_have_ranges(row):
-    """A number exactly at an edge passes, one past it is refused. A bool is no number."""
+    """A number exactly at an edge passes, one beyond it is refused. A bool is no number."""
     name, kinds, *values = row.split()
     needed, *values = map(json.loads, values)
     for kind in LEAST if kinds == "both" else [KINDS[kinds]]:
@@ -121,8 +121,8 @@ NEUTRAL = """{
 @pytest.mark.parametrize("kind", LEAST)
 def test_fields_that_are_not_served(kind):
     """
-    The neutral value passes. Anything else would change the answer, so it is refused by name; also
-    a bool in place of a number, as Python takes True for 1.
+    The neutral value passes. Any other value would change the answer, so it is refused by name. So
+    is a bool instead of a number, although Python treats True as 1.
     """
     assert json.loads(NEUTRAL) == NOT_SERVED
     for name in NOT_SERVED.keys() - kind.model_fields:
@@ -138,7 +138,9 @@ def test_fields_that_are_not_served(kind):
 
 
 def test_every_field_of_the_openai_client_is_known():
-    """A new version's field that changes no answer should be ignored, not refused."""
+    """
+    A field that a new version adds, and that changes no answer, should be ignored, not refused.
+    """
     pairs = {CompletionRequest: text_create_params, ChatRequest: completion_create_params}
     for kind, module in pairs.items():
         names = module.CompletionCreateParamsBase.__annotations__.keys()
@@ -146,8 +148,8 @@ def test_every_field_of_the_openai_client_is_known():
         assert unknown <= {"reasoning_effort", "web_search_options", "moderation"}
 
 
-# Messages without a role are a user's; "..." stands for more words. (instructor, pydantic-ai and
-# llama-index send tool_choice beside tools.)
+# Messages without a role are a user's; "..." stands for any text. (instructor, pydantic-ai and
+# llama-index send tool_choice together with tools.)
 REFUSED = """
 text {"prompt": 3} -> prompt must be a string, a list of strings, a list of token ids, or a list of such lists
 text {"prompt": {"a": 1}} -> prompt must be a string, ...
@@ -181,20 +183,20 @@ text {"stop_token_ids": [true]} -> stop_token_ids.0: Input should be a valid int
 text {"max_tokens": 0} -> max_tokens is 0, wanted at least 1; 0 is only for echo
 text {"min_tokens": 17} -> min_tokens is 17, above max_tokens, 16
 text {"stream_options": {}} -> stream_options is for streams: send stream true or leave it out
-text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is no field here: leave it out
-text {"xyzzy": null, "plugh": 0} -> plugh is no field here: leave it out
+text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is not a field here: leave it out
+text {"xyzzy": null, "plugh": 0} -> plugh is not a field here: leave it out
 text {"best_of": 2} -> best_of is not served here: leave it out or send 1
 text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token ids
-text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a name that is no token id, got ''
-text {"logit_bias": {" 1": 1}} -> logit_bias has a name that is no token id, got ' 1'
-text {"logit_bias": {"+1": 1}} -> logit_bias has a name that is no token id, got '+1'
-text {"logit_bias": {"-1": 1}} -> logit_bias has a name that is no token id, got '-1'
-text {"logit_bias": {"1.0": 1}} -> logit_bias has a name that is no token id, got '1.0'
-text {"logit_bias": {"1_0": 1}} -> logit_bias has a name that is no token id, got '1_0'
-text {"logit_bias": {"0x1": 1}} -> logit_bias has a name that is no token id, got '0x1'
-text {"logit_bias": {"\u0663": 1}} -> logit_bias has a name that is no token id, got '\u0663'
-text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a name that is no token id, got '\u00b2'
-text {"logit_bias": {"111111111111": 1}} -> logit_bias has a name that is no token id, got '111111111111'
+text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a name that is not a token id, got ''
+text {"logit_bias": {" 1": 1}} -> logit_bias has a name that is not a token id, got ' 1'
+text {"logit_bias": {"+1": 1}} -> logit_bias has a name that is not a token id, got '+1'
+text {"logit_bias": {"-1": 1}} -> logit_bias has a name that is not a token id, got '-1'
+text {"logit_bias": {"1.0": 1}} -> logit_bias has a name that is not a token id, got '1.0'
+text {"logit_bias": {"1_0": 1}} -> logit_bias has a name that is not a token id, got '1_0'
+text {"logit_bias": {"0x1": 1}} -> logit_bias has a name that is not a token id, got '0x1'
+text {"logit_bias": {"\u0663": 1}} -> logit_bias has a name that is not a token id, got '\u0663'
+text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a name that is not a token id, got '\u00b2'
+text {"logit_bias": {"111111111111": 1}} -> logit_bias has a name that is not a token id, got '111111111111'
 text {"logit_bias": {"1": -100.1}} -> logit_bias.1 must be a number from -100 to 100, got -100.1
 text {"logit_bias": {"1": 100.1}} -> logit_bias.1 must be a number from -100 to 100, got 100.1
 text {"logit_bias": {"1": NaN}} -> logit_bias.1 must be a number from -100 to 100, got nan
@@ -203,7 +205,7 @@ text {"logit_bias": {"1": null}} -> logit_bias.1 must be a number from -100 to 1
 text {"logit_bias": {"1": [1]}} -> logit_bias.1 must be a number from -100 to 100, got [1]
 text {"logit_bias": {"1": true}} -> logit_bias.1 must be a number from -100 to 100, got True
 text {"cache_salt": ""} -> cache_salt: String should have at least 1 character, got ''
-chat {"prompt": "x"} -> prompt is no field here: leave it out
+chat {"prompt": "x"} -> prompt is not a field here: leave it out
 chat {"messages": []} -> messages: List should have at least 1 item after validation, not 0, got []
 chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: Input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
@@ -212,14 +214,14 @@ chat {"messages": [{"role": "tool", "tool_call_id": "a", "output": "x"}]} -> mes
 chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
 chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
-chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are an assistant's: leave them out
+chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are only for the role assistant: leave them out
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{} {}"}}]}]} -> messages.0.tool_calls.0.function.arguments trailing characters at ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]} -> messages.0.tool_calls.0.function.arguments: Field required, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
-chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of the type text, with a text, are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
-chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of the type text, with a text, are served, got {'text': 1, 'type': 'text'}
+chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of type text are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
+chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of type text are served, got {'text': 1, 'type': 'text'}
 chat {"messages": [{"content": [3]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 1} -> top_logprobs needs logprobs: send logprobs true or leave it out
@@ -227,7 +229,7 @@ text {"tools": [{}]} -> tools is not served here: leave it out or send []
 chat {"tools": [{}]} -> tools.0.type: Field required, ...
 chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: String should match pattern '^[a-zA-Z0-9_-]{1,64}$', got ''
 chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions of the same name
-chat {"tool_choice": "auto"} -> tool_choice needs tools, and names one of them if any
+chat {"tool_choice": "auto"} -> tool_choice needs tools, and may only name one of these
 chat {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice needs tools, ...
 chat {"tool_choice": "f", "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice must be "none", "auto", "required", or {"type": "function", "function": {"name": ..}}
 chat {"tool_choice": {"type": "allowed_tools"}} -> tool_choice must be ...
@@ -236,24 +238,24 @@ text {"response_format": "json"} -> response_format must be of the type text, js
 text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
 text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
 text {"response_format": {"type": "json_object", "schema": "{}"}} -> response_format must be ...
-text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
-chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is no field here: leave it out
-text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is no field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is no field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is no field here: did you mean schema?
-text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is no field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is no field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is no field here: leave it out
-chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is no field here: did you mean parameters?
-chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is no field here: leave it out
-chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is no field here: leave it out
-chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is no field here: leave it out
-text {"temprature": 1} -> temprature is no field here: did you mean temperature?
-text {"maxTokens": 1} -> maxTokens is no field here: did you mean max_tokens?
-chat {"guided_regex": "a"} -> guided_regex is no field here: did you mean structured_outputs.regex?
-tokenize {"json_schema": {}} -> json_schema is no field here: leave it out
+text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
+chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is not a field here: leave it out
+text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is not a field here: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is not a field here: did you mean schema?
+text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is not a field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is not a field here: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is not a field here: leave it out
+chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is not a field here: did you mean parameters?
+chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is not a field here: leave it out
+chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is not a field here: leave it out
+chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is not a field here: leave it out
+text {"temprature": 1} -> temprature is not a field here: did you mean temperature?
+text {"maxTokens": 1} -> maxTokens is not a field here: did you mean max_tokens?
+chat {"guided_regex": "a"} -> guided_regex is not a field here: did you mean structured_outputs.regex?
+tokenize {"json_schema": {}} -> json_schema is not a field here: leave it out
 text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
-text {"structured_outputs": {}} -> structured_outputs must have one of json (an object or JSON as text), regex, choice (a list of texts), grammar; structural_tag and others are not served
+text {"structured_outputs": {}} -> structured_outputs must have one of json (an object, or JSON in a string), regex, choice (a list of strings), grammar; structural_tag and others are not served
 text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": {}, "regex": "a"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": [1]}} -> structured_outputs must have ...
@@ -262,11 +264,11 @@ text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": ["a", {}]}} -> structured_outputs must have ...
 chat {"chat_template_kwargs": []} -> chat_template_kwargs: Input should be a valid dictionary, got []
 chat {"chat_template_kwargs": {"chat_template": "x"}} -> chat_template_kwargs has a name which is not a caller's to set: leave it out, got 'chat_template'
-chat {"chat_template": "x"} -> chat_template is no field here: leave it out
+chat {"chat_template": "x"} -> chat_template is not a field here: leave it out
 text {"n": 129} -> n: Input should be less than or equal to 128, got 129
 text {"logprobs": -1} -> logprobs: Input should be greater than or equal to 0, got -1
 text {"logprobs": 21} -> logprobs: Input should be less than or equal to 20, got 21
-text {"logprob_token_ids": [1]} -> logprob_token_ids is no field here: leave it out
+text {"logprob_token_ids": [1]} -> logprob_token_ids is not a field here: leave it out
 chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has a name which ...
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has a name ...
 tokenize {"prompt": null} -> prompt or messages must be sent, and not both
@@ -317,7 +319,10 @@ SIZES = [  # kind, the largest size that passes, fields of that size; the last i
 
 @pytest.mark.parametrize("kind, most, make", SIZES)
 def test_lists_and_texts_have_a_largest_size(kind, most, make):
-    """Exactly so large passes; one more is refused by its name, and told the limit."""
+    """
+    Exactly this size passes; one more is refused, with a message that names the field and the
+    limit.
+    """
     parse(kind, **make(most))
     error = refusal(kind, **make(most + 1))
     assert error.param == [*make(0)][-1]
@@ -334,7 +339,7 @@ CONSTRAINED = [  # fields that the engine compiles
 
 @pytest.mark.parametrize("kind, fields", CONSTRAINED)
 def test_what_grammars_need(kind, fields, monkeypatch):
-    """An end of text; and the library, of which a plain request knows nothing."""
+    """They need an end of text, and the library, which a plain request does not import."""
     body = parse(kind, **fields)
     (name,) = body.constraints
     assert name in fields
@@ -353,15 +358,15 @@ def test_what_grammars_need(kind, fields, monkeypatch):
 
 def test_the_first_problem_is_the_only_one():
     """
-    pydantic collected one for each of a million items: nine seconds of nothing else. Of a long name
-    the beginning is quoted.
+    Previously pydantic collected one problem for each of a million items, which blocked the server
+    for nine seconds. Only the beginning of a long name is quoted.
     """
     many = {f"x{i}": 1 for i in range(10**5)}
     long = "x" * 3 * 10**7
     started = time.process_time()
     for fields in (many, {"stream_options": many}, {"stop": [1] * 10**6}, {"stop": {long: 1}}):
         assert refusal(**fields)
-    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is no field here")
+    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is not a field here")
     assert refusal(ChatRequest, messages=[{"role": "user", "content": [{"type": long}]}])
     assert time.process_time() - started < 1
 
@@ -373,7 +378,7 @@ def check_json(kind, text: str):
 @BOTH
 @pytest.mark.parametrize("number", ["9" * 4300, "-" + "9" * 4300, "9" * 5000, "1e999", "-1e999"])
 def test_numbers_of_any_length_are_refused(kind, number):
-    """max_tokens of 4,300 nines, the longest that JSON may bring, was a 500."""
+    """Previously max_tokens of 4,300 nines, the longest number that JSON may have, caused a 500."""
     start = json.dumps(LEAST[kind])[:-1]
     # a template's variables may be anything
     for name in kind.model_fields.keys() - {"chat_template_kwargs"}:
@@ -381,8 +386,9 @@ def test_numbers_of_any_length_are_refused(kind, number):
             refusal_of(check_json, kind, f'{start}, "{name}": {value}}}')
 
 
-# Several forms of one value; the model's defaults, which a request goes before, down to a 0 and to
-# vLLM's own (null is not given); and answers, which clients keep as their history and send back.
+# Several forms of one value. The model's defaults, which a request overrides, also with 0 and with
+# vLLM's own default (null counts as not sent). And answers, which clients keep as their history and
+# send back.
 ACCEPTED = r"""
 text {"prompt": "ab"} -> {"prompt": ["ab"]}
 text {"context": {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}} -> {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
@@ -436,8 +442,8 @@ def test_forms_that_are_accepted(kind, fields, expected):
     assert values == values | json.loads(expected)
 
 
-# What servers answer, and what client libraries make of it, as messages that come back; their text
-# and the arguments of their calls. CALL is a call, but for the last fields of its function.
+# What servers answer and what client libraries turn it into, sent back as messages -> their text
+# and the arguments of their calls. CALL is a call without the last fields of its function.
 HISTORY = r"""
 {"role": "assistant", "content": null} -> ["", []]
 {"role": "assistant", "content": null, "reasoning_content": "hm", "reasoning": "hm"} -> ["", []]
@@ -460,8 +466,8 @@ HISTORY = r"""
 @pytest.mark.parametrize("row", HISTORY.strip().splitlines())
 def test_answers_come_back_as_history(row):
     """
-    At each depth: openai-python's parse() and stream() could not go on after a call, and no client
-    after one that max_tokens had cut.
+    This is tested at each depth. Previously openai-python's parse() and stream() could not continue
+    after a call, and no client after a call cut by max_tokens.
     """
     call = '{"id": "a", "index": 0, "type": "function", "prefix": 1, "function": {"name": "f",'
     sent, expected = row.replace("CALL", call).split(" -> ")
@@ -482,24 +488,24 @@ SENT = """{
 
 @BOTH
 def test_each_field_reaches_the_sampler_under_its_name(kind):
-    """Each with a value of its own, so that none can stand for another."""
+    """Each field has a distinct value, so that none can stand in for another."""
     sent = json.loads(SENT)
     fields = {"logprobs": 6} if kind is CompletionRequest else {"logprobs": True, "top_logprobs": 6}
     params = parse(kind, **sent, **fields).sampling_params(0, 99)
     assert params == sent | {"logit_bias": {2: -1.5}, "logprobs": 6}
     names = {field.name for field in fields_of(SamplingParams)}
-    assert params.keys() == names - {"grammar"}  # which the engine's process compiles
+    assert params.keys() == names - {"grammar"}  # compiled by the engine's process
     SamplingParams(**params)
     plain = parse(kind, top_k=-1).sampling_params(0, 16)
     assert SamplingParams(**plain) == SamplingParams(max_tokens=16, stop_token_ids=[])
 
 
-# For a prompt of 5 tokens: the model's context, the length that the engine gets, candidates at each
-# place of the prompt (null: it is not scored), log-probabilities in the answer: 1 + candidates for
-# each token, and each choice repeats its prompt's. An echo's scores take a step, so a token. In
-# Llama's context of 131,072 tokens each chat with top_logprobs was refused. The model's own length
-# is a default of chats, no limit for what is asked for; in vLLM, too, OpenAI's 16 of a completion
-# go before it.
+# For a prompt of 5 tokens: the model's context, the length sent to the engine, candidates per
+# prompt token (null: the prompt is not scored), log-probabilities in the answer. Each token has 1 +
+# candidates, and each choice repeats those of its prompt. Scores for an echo take a step, so a
+# token. Previously, in Llama's context of 131,072 tokens, every chat with top_logprobs was refused.
+# The model's own length is a default for chats, not a limit for requests; like vLLM, completions
+# prefer OpenAI's default of 16.
 ASKED = """
 text {} -> [100, 16, null, 0]
 text {"max_tokens": 5} -> [100, 5, null, 0]
@@ -538,9 +544,9 @@ def test_what_is_asked_of_the_engine(kind, fields, expected):
     assert [length, body.num_prompt_logprobs, body.num_scores(5, limit)] == expected
 
 
-# With a vocabulary of 5, whose end of text is 4. `limit` is the context, `prompt` has tokens.
-# Refusals were errors of ours once: all tokens forbidden; and 183 MB of JSON, which took 21 s in
-# which /livez was silent.
+# The vocabulary is 5, and its end of text is 4. `limit` is the context, `prompt` has tokens. Some
+# of these used to be internal errors: all tokens forbidden; and 183 MB of JSON, which took 21 s,
+# during which /livez was silent.
 LIMITS = """
 text {"max_tokens": 6, "limit": 10, "prompt": [[1], [1, 1, 1, 1], [1]]} -> null
 text {"max_tokens": 6, "limit": 10, "prompt": [[1], [1, 1, 1, 1, 1], [1]]} -> this model's maximum context length is 10 tokens, 5 prompt tokens and max_tokens 6 make 11: shorten the prompt or lower max_tokens
@@ -580,7 +586,7 @@ chat {"logprobs": true, "top_logprobs": 20, "min_tokens": 12484} -> 262164 log-p
 
 @pytest.mark.parametrize("kind, fields, expected", rows(LIMITS))
 def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
-    """Refusals are about the field that the row begins with."""
+    """A refusal names the field with which the row begins."""
     first = next(iter(fields))
     limits = fields.pop("prompt", [[1]]), 5, fields.pop("limit", 131_072), [4]
     body = parse(kind, **fields)
@@ -589,7 +595,7 @@ def test_what_the_model_and_an_answer_can_hold(kind, fields, expected):
     error = refusal_of(body.check_fits, *limits)
     assert error.message.startswith(expected)
     assert error.param == first
-    # litellm knows an error of length by its words, others by the code
+    # litellm recognises an error of length by its message, others by the code
     is_long = error.message.startswith("this model's maximum context length is ")
     assert error.code == ("context_length_exceeded" if is_long else None)
 
@@ -604,6 +610,6 @@ KINDS_OF_ERRORS += [(500, "server_error"), (503, "server_error")]
 
 @pytest.mark.parametrize("status, kind", KINDS_OF_ERRORS)
 def test_the_shape_of_errors(status, kind):
-    """Client libraries make exceptions of status and type, and some try again."""
+    """Client libraries choose exceptions by status and type, and some retry."""
     error = {"message": "no", "type": kind, "param": "n", "code": "why"}
     assert json.loads(error_body(ApiError(status, "no", "n", "why"))) == {"error": error}

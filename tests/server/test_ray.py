@@ -1,7 +1,7 @@
 """
-examples/ray_serve.py on a real Ray cluster of this machine: two replicas of a server, each with its
-engine. One test, because a cluster takes half a minute to start: what it is asked first needs both
-replicas whole, then their engines are killed, and at last it is taken down.
+examples/ray_serve.py on a real Ray cluster on this machine: two replicas of a server, each with its
+own engine. There is only one test, because a cluster takes half a minute to start. The first checks
+need both replicas whole; then their engines are killed; finally the cluster is shut down.
 """
 
 import os
@@ -19,7 +19,7 @@ from processes import ROOT, wait_until
 
 pytestmark = pytest.mark.slow
 
-# What `serve run` does, but for the port, the number of cores, and how it ends.
+# Does what `serve run` does, except for the port, the number of cores, and how it ends.
 RUN = """
 import sys
 import ray
@@ -43,14 +43,14 @@ GREEDY = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "return_token_
 
 
 class Cluster:
-    """A Ray cluster with `app`, in a process of its own, and its folders."""
+    """A Ray cluster with `app`, in its own process and with its own folders."""
 
     def __init__(self, bin: Path, folder: str, *options: str):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         own = {"HOME": folder, "TMPDIR": folder, "PYTHONPATH": str(ROOT), "PAGEDGPT_API_KEY": KEY}
         own |= {"RAY_USAGE_STATS_ENABLED": "0", "CUDA_VISIBLE_DEVICES": ""}
-        own |= {"RAY_worker_niceness": "0"}  # else another test beside it takes all of its time
+        own |= {"RAY_worker_niceness": "0"}  # else another test takes all of its time
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         self.log = Path(folder, "log")
         command = [bin / "python", "-c", RUN, str(port), *options]
@@ -76,7 +76,7 @@ class Cluster:
         self.process.stdin.flush()
 
     def descendants(self) -> dict[int, str]:
-        """pid -> command line of all processes that come from it."""
+        """Return pid -> command line of all its child processes, at any depth."""
         listing = subprocess.run(["ps", "-wweo", "pid,ppid,args"], capture_output=True, text=True)
         rows = [line.split(None, 2) for line in listing.stdout.splitlines()[1:]]
         found = {self.process.pid: ""}
@@ -93,7 +93,7 @@ class Cluster:
 
 def test_two_replicas_on_a_cluster(bin, checkpoint):
     options = f"model={checkpoint}", "replicas=2", "drain-seconds=120"
-    # its sockets' paths may have 107 bytes: pytest's own folders are too deep
+    # paths of its sockets may have at most 107 bytes, and pytest's own folders are too deep
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         cluster = Cluster(bin, folder, *options)
         try:
@@ -111,7 +111,7 @@ def test_two_replicas_on_a_cluster(bin, checkpoint):
 
 
 def check_answers(cluster):
-    """Of calls that come together, each gets the answer that it gets alone."""
+    """Check that concurrent calls each get the answer that they get alone."""
 
     def tokens(prompt: str) -> list[int]:
         return cluster.complete(prompt=prompt).json()["choices"][0]["token_ids"]
@@ -123,7 +123,10 @@ def check_answers(cluster):
 
 
 def check_gate(cluster):
-    """It sees through Ray's proxy who calls, and from which page; and how long a body is."""
+    """
+    Check that the gate sees through Ray's proxy: who calls, from which page, and the size of a
+    body.
+    """
     assert httpx.get(f"{cluster.url}/v1/models").status_code == 401
     for origin, status in (cluster.url, 200), ("http://evil", 403):
         answer = cluster.http.get("/v1/models", headers={"Origin": origin})
@@ -135,8 +138,8 @@ def check_gate(cluster):
 
 def check_killed_engines(cluster):
     """
-    An engine that is killed is started again by its replica, and the second time Ray starts the
-    replica again. Meanwhile calls are answered by the other replica or refused; none waits.
+    Kill an engine twice. First its replica restarts it, then Ray restarts the replica. Meanwhile
+    the other replica answers calls, or they are refused; none waits.
     """
     victim, other = cluster.engines()
     for _ in range(2):
@@ -154,7 +157,7 @@ def check_killed_engines(cluster):
 
 
 def check_end(cluster):
-    """What runs when the application is deleted is answered; then no process is left."""
+    """Delete the application. Running calls are answered, and then no process is left."""
     body = GREEDY | {"prompt": "def ", "stream": True, "max_tokens": 900}
     with cluster.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()

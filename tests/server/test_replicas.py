@@ -1,6 +1,6 @@
 """
 Several servers behind smg, as examples/replicas.py starts them. smg is one of the programs that
-others wrote (conftest.py).
+conftest.py installs.
 """
 
 import os
@@ -23,7 +23,7 @@ import serve
 from examples.replicas import main, router_command, shares_of_the_machine, wait_until_ready
 from tests.traces import Reply
 
-KEY = "alpha"  # for servers that want one
+KEY = "alpha"  # for servers that require one
 get = partial(httpx.get, timeout=30, headers={"Authorization": f"Bearer {KEY}"})
 slow = pytest.mark.slow
 
@@ -33,7 +33,7 @@ slow = pytest.mark.slow
 
 
 def are_free(first: int) -> bool:
-    """Whether nobody has a router's four ports."""
+    """Return True if a router's four ports are free."""
     for port in range(first, first + 4):
         try:
             socket.create_server(("127.0.0.1", port)).close()
@@ -46,7 +46,7 @@ class Replicas:
     """Two servers and their router, of the programs in `bin`, ready. They use no GPU."""
 
     def __init__(self, bin, checkpoint, *flags):
-        # the processes that share the tests have ranges of their own
+        # each test process has its own range
         places = range(20_000 + os.getpid() % 3_000 * 4, 65_000, 4)
         self.port = next(filter(are_free, places))
         self.url, *self.servers = (f"http://127.0.0.1:{self.port + i}" for i in range(3))
@@ -67,17 +67,17 @@ class Replicas:
         self.process.wait(60)
 
     def pid(self, number: int) -> int:
-        """Of a server, 0 or 1."""
+        """Return the pid of server 0 or 1."""
         pattern = f"serve.py.*--port {self.port + 1 + number}$"
         found = subprocess.run(["pgrep", "-f", "--", pattern], capture_output=True, text=True)
         return int(found.stdout)
 
     def metric(self, name: str) -> list[int]:
-        """Of each server."""
+        """Return this metric of each server."""
         texts = [get(f"{server}/metrics").text for server in self.servers]
         return [int(float(re.search(rf"\n{name}\S* (\S+)", text)[1])) for text in texts]
 
-    # choices that are computed, and those of which a token was ever sent
+    # the choices being computed, and those of which any token was sent
     running = partialmethod(metric, "vllm:num_requests_running")
     begun = partialmethod(metric, "vllm:time_to_first_token_seconds_count")
 
@@ -97,7 +97,9 @@ def ask(url: str, model: str, key: str = KEY, **fields) -> Reply:
 
 
 def calls(count: int, max_tokens: int) -> list[dict]:
-    """60 different ones, over and over. Some begin alike, every other one is a stream."""
+    """
+    Return calls of 60 different kinds, repeated. Some prompts begin alike; every other is a stream.
+    """
     prompts = [f"def {'call' * (i % 5)}_{i}(self, " for i in range(60)]
     fields = {"max_tokens": max_tokens, "temperature": 1.0}
     return [
@@ -127,7 +129,7 @@ def ask_all(ask, calls: list[dict], threads: int = 16) -> list[Reply]:
     ],
 )
 def test_what_cannot_start_says_why(flags, message, monkeypatch, capsys):
-    """Before a model is loaded."""
+    """It says so before a model is loaded."""
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(sys, "argv", ["replicas.py", "--port", "0", *flags.split()])
     with pytest.raises((SystemExit, OSError, ValueError)) as refusal:
@@ -136,7 +138,10 @@ def test_what_cannot_start_says_why(flags, message, monkeypatch, capsys):
 
 
 def test_the_router_beside_this_python_is_found(tmp_path, monkeypatch):
-    """`.venv/bin/python examples/replicas.py`, not activated: smg was "not installed"."""
+    """
+    Previously `.venv/bin/python examples/replicas.py`, without activation, said smg was not
+    installed.
+    """
     smg = tmp_path / "smg"
     smg.touch(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -146,7 +151,7 @@ def test_the_router_beside_this_python_is_found(tmp_path, monkeypatch):
 
 
 def test_each_server_has_its_share(monkeypatch):
-    """A GPU, of those that may be used; without any, threads."""
+    """Each gets a GPU of those that may be used or, if there is none, a share of the threads."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 9)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -158,12 +163,12 @@ def test_each_server_has_its_share(monkeypatch):
     assert shares_of_the_machine(2, None) == [f"{gpu}0", f"{gpu}1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     assert shares_of_the_machine(2, None) == [f"{gpu}3", f"{gpu}GPU-7"]
-    with pytest.raises(SystemExit, match="3: each wants a GPU of its own, and there are 2"):
+    with pytest.raises(SystemExit, match="3: each needs a GPU of its own, and there are 2"):
         shares_of_the_machine(3, None)
 
 
 def test_a_server_that_cannot_start_ends_all():
-    """It has said why."""
+    """It has already said why."""
     with subprocess.Popen("false") as server, pytest.raises(SystemExit):
         wait_until_ready(server, "http://127.0.0.1:9")
 
@@ -174,7 +179,7 @@ def test_a_server_that_cannot_start_ends_all():
 
 @slow
 def test_two_servers_answer_as_one_and_finish_what_runs(bin, checkpoint, tmp_path):
-    """For each key its own prompts are hits, and no process is left."""
+    """Each key has its own prefix hits, and no process is left."""
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\nbeta\n")
     keys.chmod(0o600)
@@ -197,23 +202,23 @@ def test_two_servers_answer_as_one_and_finish_what_runs(bin, checkpoint, tmp_pat
         assert [answer.error for answer in answers] == [""] * 8
         assert replicas.process.wait(60) == 0
         assert are_free(replicas.port)
-        left = ["pgrep", "-s", ",".join(map(str, pids))]  # of their sessions, with their engines
+        left = ["pgrep", "-s", ",".join(map(str, pids))]  # their sessions, with their engines
         wait_until(lambda: not subprocess.run(left, capture_output=True).stdout)
 
 
 @slow
 def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
     """
-    Of 500 requests, those that the one had not begun to answer go to the other one. A stream that
-    it had begun ends with an error event. Then it is back. At last two signals end all, whatever
-    runs.
+    There are 500 requests. Those that the killed server had not begun to answer go to the other
+    one. A stream that it had begun ends with an error event. Then the server comes back. Finally
+    two signals end everything, whatever is running.
     """
     with Replicas(bin, checkpoint) as replicas, ThreadPoolExecutor(3) as pool:
         alone = ask_all(replicas.ask_one, calls(60, 16))
         long = {"prompt": "of nobody else", "n": 32, "max_tokens": 900, "stream": True}
         begun = pool.submit(replicas.ask, **long)
         wait_until(lambda: sum(replicas.running()) == 32)
-        one = replicas.running().index(32)  # the server that it came to
+        one = replicas.running().index(32)  # the server that got it
         pid = replicas.pid(one)
         asked = pool.submit(ask_all, replicas.ask, calls(500, 16))
         wait_until(lambda: replicas.running()[one] > 32)
@@ -229,7 +234,10 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
         assert replicas.pid(one) != pid
 
         def is_asked() -> bool:
-            """The router takes the new one for well, and sends it prompts that no cache draws."""
+            """
+            Return True once the router trusts the new server. The prompts are new, so no cache
+            attracts them.
+            """
             new = [{"prompt": str(random.random()), "max_tokens": 8} for _ in range(60)]
             ask_all(replicas.ask, new)
             return replicas.begun()[one] > 0
@@ -248,9 +256,9 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
 @slow
 def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     """
-    16 prefixes of 96 tokens, of which each server's pool has room for half and one more (on a busy
-    machine the router may divide them 9 to 7), and 400 requests: their hit rate is nine tenths of
-    that of one pool twice as large, at least: round robin has 64%.
+    There are 400 requests with 16 prefixes of 96 tokens. Each server's pool has room for half of
+    the prefixes, plus one in case a busy router divides them 9 to 7. The hit rate must be at least
+    nine tenths of that of one pool twice as large; round robin gets 64%.
     """
     rng = random.Random(0)
     # letters of two bytes, each of which is a token
@@ -259,7 +267,7 @@ def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     with Process(checkpoint, "--kv-blocks", "126") as server:
         answers = ask_all(partial(ask, server.url, str(checkpoint)), asked, threads=2)
     with Replicas(bin, checkpoint, "--kv-blocks", "63") as replicas:
-        # one after the other: else which server a new prefix comes to is by chance
+        # in sequence, because otherwise chance decides which server gets a new prefix
         of_two = ask_all(replicas.ask, asked, threads=1)
     hits, hits_of_two = (sum(answer.cached for answer in run) for run in (answers, of_two))
     assert hits_of_two >= 0.9 * hits > 0

@@ -68,8 +68,9 @@ SHORT = [0.0, 0.001, 0.01, 0.05, 0.15]  # pauses
 
 def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
     """
-    Settings, and up to so many events; `one` chooses from a list. Swarm testing: a run has a random
-    half of all features, clients and faults; some would hide others.
+    Return settings, and at most this many events; `one` chooses from a list. This is swarm testing:
+    a run has only a random half of all features, clients and faults, because some would hide
+    others.
     """
 
     def some(table: dict) -> dict:
@@ -115,9 +116,9 @@ def draw_run(one: Callable, most: int) -> tuple[dict, list[dict]]:
 @pytest.mark.parametrize("first", range(0, 60, 5))
 def test_random_clients_and_faults(first):
     """
-    Each call gets exactly one end, and the answer that its seed gives; whatever was lost, when all
-    is quiet the counters add up, nothing is left of any call, everybody is served again, and the
-    server can be stopped.
+    Each call ends exactly once, with the answer that its seed gives. Whatever was lost, once all is
+    quiet the counters add up, nothing is left of any call, new calls are served, and the server can
+    be stopped.
     """
     for seed in range(first, first + 5):
         World(*draw_run(random.Random(seed).choice, 20)).run()
@@ -132,5 +133,7 @@ def runs(draw):
 @settings(max_examples=400, deadline=None, derandomize=False, database=None)
 @given(runs())
 def test_many_random_clients_and_faults(run):
-    """Others each time. Where a rule is broken, hypothesis looks for a short run that breaks it."""
+    """
+    The runs are new each time. If one breaks a rule, hypothesis looks for a short run that does.
+    """
     World(*run).run()

@@ -11,8 +11,8 @@ import serve
 
 def test_signals_do_not_reach_the_engine():
     """
-    Ctrl-C at a terminal is for both processes; the engine's left a traceback if it came while
-    Python started up.
+    Ctrl-C at a terminal goes to both processes. Previously the engine's process printed a traceback
+    if it came while Python was starting.
     """
     before = signal.getsignal(signal.SIGINT)
     process, link = serve.start_engine(serve.parse_args(["--model", "/no/model"]))
@@ -24,12 +24,13 @@ def test_signals_do_not_reach_the_engine():
     process.join(30)
     assert process.exitcode == 0
     link.settimeout(1)
-    assert link.recv(1) == b"", "its end of the link is open in this process, too"
+    assert link.recv(1) == b"", "its end of the link is also open in this process"
 
 
 def test_a_terminal_that_closes_ends_the_server_as_sigterm_does():
     """
-    SIGHUP cut all streams without a drain; under nohup, which ignores it, the server must go on.
+    Previously SIGHUP cut all streams without draining. Under nohup, which ignores it, the server
+    must go on.
     """
     code = """
 import serve, signal

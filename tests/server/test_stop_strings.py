@@ -17,8 +17,8 @@ from training.corpus import bpe_tokenizer
 
 def naive_stop(text, stops):
     """
-    Where the text ends if read a character at a time: (start, end, stop) of the first stop string
-    to be complete.
+    Return (start, end, stop) of the first stop string to be complete when the text is read one
+    character at a time.
     """
     for end in range(1, len(text) + 1):
         stop = max(filter(text[:end].endswith, stops), key=len, default="")
@@ -29,8 +29,8 @@ def naive_stop(text, stops):
 
 def certain(text, stops):
     """
-    What of a text without stop strings can be shown already: all but the longest end that may
-    become one.
+    Return what can already be shown of a text without stop strings: all except the longest end that
+    may become one.
     """
     return next(
         text[:i]
@@ -47,9 +47,9 @@ def certain(text, stops):
 )
 def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts):
     """
-    However the bytes of a text are cut into tokens, through characters too, it ends where the plain
-    text does; each token releases exactly what is certain by then, and the token that completes the
-    stop string is the last taken.
+    However the bytes of a text are cut into tokens, even within characters, it ends where the plain
+    text does. Each token releases exactly what is certain by then. The token that completes the
+    stop string is the last one used.
     """
     data = text.encode()
     edges = [0, *sorted(cut for cut in cuts if cut < len(data)), len(data)]
@@ -76,8 +76,8 @@ def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts):
 
 def test_late_tokens_cost_as_little_as_early_ones():
     """
-    With stop strings and scores nothing grows with the text. A busy machine may spoil some
-    measurements, growth would all.
+    With stop strings and scores, the cost does not grow with the text. A busy machine may spoil
+    some measurements, but growth would show in all.
     """
     request = CompletionRequest(prompt="x", stop=["never", "xxxy"], logprobs=1)
     job = SimpleNamespace(ahead=[])
@@ -98,9 +98,9 @@ def test_late_tokens_cost_as_little_as_early_ones():
 
 def test_many_stop_strings_cost_as_little_as_few():
     """
-    Each token's text was searched for each stop string, and each end of it tried as the beginning
-    of each: 64 long ones took 80 times as long as one, where the text begins like them a thousand
-    times as long.
+    Previously each token's text was searched for each stop string, and each of its ends compared
+    with the beginning of each. 64 long ones took 80 times as long as one, or a thousand times if
+    the text begins like them.
     """
 
     def seconds(stops: list[str], token: bytes) -> float:

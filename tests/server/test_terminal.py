@@ -1,6 +1,6 @@
 """
-The terminal: prompts and conversations, with an engine that answers with its prompt, so that what
-it was asked is seen. A real engine answers, and a real Ctrl-C is sent, in test_end_to_end.py.
+The terminal: prompts and conversations. The engine answers with its prompt, which shows what it was
+asked. test_end_to_end.py has a real engine and a real Ctrl-C.
 """
 
 import io
@@ -27,7 +27,7 @@ TEMPLATE += "{% if add_generation_prompt %}<answer>{% endif %}{{ mood }}"
 
 class Echo:
     """
-    An engine that answers with its prompt, a byte a step: "." ends a text, at "!" somebody presses
+    An engine that answers with its prompt, one byte per step. "." ends a text, "!" stands for
     Ctrl-C, and "#" is a step that fails.
     """
 
@@ -72,8 +72,9 @@ class Echo:
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
     """
-    Runs `serve.py --model DIR ..` in this process, where DIR has a chat template: what it writes,
-    its exit message, whether the model was loaded, and the parameters of its requests.
+    Return a function that runs `serve.py --model DIR ..` in this process, where DIR has a chat
+    template. It returns the output, the exit message, whether the model was loaded, and the
+    parameters of the requests.
     """
     bpe_tokenizer([]).save(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -108,11 +109,11 @@ LINES = "a\r\n\r\n  b = '\u20ac'\n"
         (["--prompt", "def f", "--raw"], "", "def fdef f\n", "5 tokens", "length"),
         # all of it, exactly
         (["--prompt", "-", "--raw"], LINES, f"{LINES}{LINES}\n", "17 tokens", "length"),
-        # an empty line asks for nothing
+        # an empty line asks nothing
         (["--chat", *MOOD], "\ndef f\n", "<user>def f<answer><good>\n", "25 tokens", "length"),
         # the half character that was shown is kept
         (["--prompt", "é", "--raw", "--max-tokens", "1"], "", "é\ufffd\n", "1 token", "length"),
-        # the token that ends a text is no part of it
+        # the token that ends a text is not part of it
         (["--prompt", "ab.c", "--raw"], "", "ab.cab\n", "2 tokens", "stop"),
         (["--prompt", "ab!c", "--raw"], "", "ab!cab\n", "2 tokens", "interrupted"),
     ],
@@ -133,8 +134,8 @@ def test_answers(run, flags, stdin, out, count, end):
 )
 def test_each_answer_follows_the_conversation(run, length, answer):
     """
-    A message whose answer fails, or that fits no context, is forgotten; bytes that are no UTF-8 are
-    read. Beyond three quarters of the context the conversation begins anew.
+    A message is forgotten if its answer fails, or if it does not fit into the context. Bytes that
+    are not UTF-8 are read. Beyond three quarters of the context the conversation restarts.
     """
     result = run("--chat", stdin=b"#\none\n%b\n2\xff%b" % (100 * b"x", length * b"x"))
     assert result.out == f"<user><user>one<answer>\n{answer}\n"
@@ -169,17 +170,17 @@ def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
 
 
 def test_a_slow_engine_says_why(run, tmp_path, monkeypatch):
-    """`CC=nocc serve.py --prompt ..` was slow, and said nothing."""
+    """Previously `CC=nocc serve.py --prompt ..` was slow and did not say why."""
     monkeypatch.setenv("CC", "nocc")
     model = save_random_model(tmp_path / "slow")
     args = serve.parse_args(["--model", str(model), "--device", "cpu"])
     monkeypatch.setattr(Echo, "device", serve.build_engine(args).device)
-    slow = "[torch, as there is no C compiler 'nocc': with gcc it would be two to four times"
+    slow = "[torch, because there is no C compiler 'nocc': gcc would make it two to four times"
     assert slow in run("--prompt", "x").err
 
 
 def test_a_terminal_that_cannot_show_a_character_shows_another(run, monkeypatch):
-    """In the C locale an answer with a \u20ac ended in a UnicodeEncodeError."""
+    """Previously, in the C locale, an answer with a \u20ac ended in a UnicodeEncodeError."""
     data = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
     run("--prompt", "a\u20ac", "--raw")
@@ -188,8 +189,8 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(run, monkeypatch)
 
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):
     """
-    `python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe". This model does not
-    end its text by chance.
+    Previously `python serve.py --prompt x | head -1` ended in "[Errno 32] Broken pipe". This model
+    does not happen to end its text early.
     """
     model = save_random_model(tmp_path, context_length=4096)
     command = [sys.executable, "serve.py", "--model", model, "--prompt", "x\n", "--raw"]
@@ -227,7 +228,7 @@ def test_flags_go_before_the_models_defaults(row):
     engine.max_model_len = room + 2
     args = SimpleNamespace(**flags)
     text = terminal.stream_answer(args, engine, [97, 195], bpe_tokenizer([]), 200)
-    assert text == "a\ufffd"  # what was shown, half a character too
+    assert text == "a\ufffd"  # what was shown, including half a character
     own = {"max_tokens": length, "temperature": temperature, "seed": flags["seed"]}
     (params,) = engine.added.values()
     assert params == SamplingParams(**sampling | own)
@@ -235,8 +236,8 @@ def test_flags_go_before_the_models_defaults(row):
 
 def test_a_model_cannot_steer_the_terminal(monkeypatch, capsys):
     """
-    A terminal shows a picture of each control character, carriage returns too, which would write
-    over the line; only line ends and tabs are obeyed. A file gets the text as it is.
+    A terminal shows a picture of each control character. This includes carriage returns, which
+    would overwrite the line. Only line ends and tabs take effect. A file gets the text unchanged.
     """
     every = "".join(map(chr, range(256)))
     terminal.show(every)
@@ -258,5 +259,5 @@ def test_a_question_that_is_interrupted_before_its_answer_is_forgotten(monkeypat
     one, two, three = ({"role": "user", "content": line} for line in ("one", "two", "three"))
     conversations = [call.args[3] for call in add_answer.call_args_list]
     assert conversations == [[one], ["so far", two], ["so far", three]]
-    # each Ctrl-C, and at the end Ctrl-D, has a line of its own: the shell's prompt comes next
+    # each Ctrl-C, and the final Ctrl-D, ends its line, because the shell's prompt comes next
     assert capsys.readouterr().out == "\n" * 3

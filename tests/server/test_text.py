@@ -1,6 +1,6 @@
 """
-text.py: nothing that is encoded or rendered holds up the event loop, templates see what
-transformers shows them, and what users write stays text.
+text.py: encoding and rendering never block the event loop, templates see what transformers shows
+them, and what users write stays text.
 """
 
 import asyncio
@@ -28,12 +28,14 @@ CHATML += "{% endfor %}"
 
 
 def say(*contents: str) -> list[dict]:
-    """The messages of a user."""
+    """Return the messages of a user."""
     return [{"role": "user", "content": content} for content in contents]
 
 
 def with_control_tokens(*names: str) -> Tokenizer:
-    """A token a byte, the end of text (256), and control tokens of these names (257, ..)."""
+    """
+    Return one token per byte, the end of text (256), and control tokens of these names (257, ..).
+    """
     backend = bpe_tokenizer([]).backend
     backend.add_special_tokens([*names])
     return Tokenizer(backend)
@@ -46,7 +48,7 @@ def tokenizer():
 
 @pytest.fixture
 def make(tokenizer, tmp_path):
-    """make(template) is the chat of a checkpoint with that template."""
+    """Return make(template), which loads the chat of a checkpoint with that template."""
 
     def load(template: str):
         (tmp_path / "chat_template.jinja").write_text(template)
@@ -58,7 +60,7 @@ def make(tokenizer, tmp_path):
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory):
-    """Of a checkpoint whose tokens are bytes."""
+    """Return the encoder of a checkpoint whose tokens are bytes."""
     folder = tmp_path_factory.mktemp("model")
     bpe_tokenizer([]).save(folder)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
@@ -69,7 +71,7 @@ def encoder(tmp_path_factory):
 
 
 def with_pattern(normalizer=None) -> Tokenizer:
-    """Bytes, but for a regular expression in front of them that gives up at 40 "x"."""
+    """Return bytes as tokens, after a regular expression that gives up at 40 "x"."""
     backend = bpe_tokenizer([]).backend
     pattern = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     backend.pre_tokenizer = pre_tokenizers.Sequence([pattern, backend.pre_tokenizer])
@@ -84,8 +86,8 @@ def with_pattern(normalizer=None) -> Tokenizer:
 
 async def longest_gap(work) -> tuple[float, object]:
     """
-    The longest time in which the event loop did nothing else during the work, and its result: CPU
-    time of this process, so that other processes' load does not count.
+    Return the longest time in which the event loop did nothing else during the work, and its
+    result. It is CPU time of this process, so the load of other processes does not count.
     """
     task = asyncio.ensure_future(work)
     longest = 0.0
@@ -97,13 +99,14 @@ async def longest_gap(work) -> tuple[float, object]:
 
 
 RARE = "\U0001f9ff" * 2**19  # 2 MiB, and as many tokens
-RESERVED = [f"<|reserved_special_token_{number}|>" for number in range(256)]  # as Llama 3 has
+RESERVED = [f"<|reserved_special_token_{number}|>" for number in range(256)]  # as in Llama 3
 
 
 def test_no_text_holds_up_the_event_loop(encoder, tmp_path):
     """
-    Runs of 499,999 blanks stopped the server for minutes, texts of one rare character for 60 s. A
-    regular expression of the 256 control tokens of a tokenizer took 4 s over a message of 4 MiB.
+    Previously runs of 499,999 blanks stopped the server for minutes, and texts of one rare
+    character for 60 s. A regular expression of a tokenizer's 256 control tokens took 4 s for a
+    message of 4 MiB.
     """
     blanks = " " * 499_999 + "x"
     with_control_tokens(*RESERVED).save(tmp_path)
@@ -124,8 +127,8 @@ def test_no_text_holds_up_the_event_loop(encoder, tmp_path):
 @pytest.mark.parametrize("lengths", [[1008], [496, 497], [0] * 64])
 def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
     """
-    In place what takes 2 ms at most, 16 characters for each text included; a pattern or a chat
-    template that the checkpoint brings may take longer.
+    Encoding takes place in the event loop if it takes at most 2 ms, where each text counts 16 extra
+    characters. A checkpoint's own pattern or chat template may take longer.
     """
     places = []
 
@@ -145,11 +148,11 @@ def test_where_a_text_is_encoded(encoder, monkeypatch, lengths):
     assert places == [False]
 
 
-@pytest.mark.parametrize("fill", ["", "é" * 2000])  # in place, in the thread
+@pytest.mark.parametrize("fill", ["", "é" * 2000])  # in the event loop, in the thread
 def test_results(encoder, fill):
     """
-    Control tokens are spelled by their names, half characters replaced; ids beyond the vocabulary
-    have no text.
+    Control tokens are written as their names, and half characters replaced. Ids beyond the
+    vocabulary have no text.
     """
     rest = [*fill.encode()]
     texts = [f"a{END}{fill}", "", "b\ud83d" + fill]
@@ -162,7 +165,9 @@ def test_results(encoder, fill):
 
 
 def test_one_thing_at_a_time_is_done_in_a_thread(encoder, monkeypatch):
-    """Each changes fields of the thread's tokenizer. A call that is gone leaves its text to it."""
+    """
+    Each task changes fields of the thread's tokenizer. If a call is gone, its text stays with it.
+    """
     encode = encoder.lanes[0].tokenizer.encode
     alone = threading.Lock()
 
@@ -197,7 +202,8 @@ LONG_WORK = {
 @pytest.mark.parametrize("name", LONG_WORK)
 def test_short_texts_do_not_wait_for_long_ones(encoder, monkeypatch, name):
     """
-    Three chats of 4 MB held up all others for 78 s; 16 had them refused, as too much was waiting.
+    Previously three chats of 4 MB blocked all others for 78 s, and 16 of them had others refused
+    because too much was waiting.
     """
     release = threading.Event()
 
@@ -217,7 +223,10 @@ def test_short_texts_do_not_wait_for_long_ones(encoder, monkeypatch, name):
 
 
 def test_the_smallest_of_what_waits_is_next(encoder):
-    """So a flood of middling texts holds up a short one by one text; one that is gone, by none."""
+    """
+    So a flood of medium texts delays a short one by only one text, and cancelled ones do not delay
+    it.
+    """
     release = threading.Event()
     done = []
 
@@ -239,13 +248,16 @@ def test_the_smallest_of_what_waits_is_next(encoder):
 
 
 def test_only_so_much_waits(encoder, monkeypatch):
-    """It is in memory; a text that is too much is refused at once, not when its turn comes."""
+    """
+    Waiting texts take memory. A text that is too much is refused immediately, not when its turn
+    comes.
+    """
     messages = [{"role": "user", "content": "a" * 4941, "name": "bot"}]
     assert len(str([messages, {}])) == 4995
 
     async def ask_all():
         jobs = [encoder.encode(["a" * 4984], True), encoder.encode_chat(messages)]
-        jobs.append(encoder.decode([2**40] * 2000))  # it fails, and waits no longer, either
+        jobs.append(encoder.decode([2**40] * 2000))  # fails, and then no longer counts either
         return await asyncio.gather(*jobs, return_exceptions=True)
 
     last = 5000 + 4995 + 2000
@@ -261,8 +273,8 @@ def test_only_so_much_waits(encoder, monkeypatch):
 
 def test_refusals_of_the_thread_reach_the_caller(tmp_path):
     """
-    The library's regular expressions panic after ten million steps, which is no Exception; later
-    texts are encoded all the same. A character tokenizer names the character that it lacks.
+    The library's regular expressions panic after ten million steps, and a panic is no Exception.
+    Later texts are still encoded. A character tokenizer names the character that it lacks.
     """
     with_pattern().save(tmp_path)
     encoder = Encoder(tmp_path)
@@ -315,11 +327,11 @@ def test_a_call_is_refused_while_too_much_waits(monkeypatch, path, body):
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "^the chat template refuses"),
         ("{{ messages.append(1) }}", "^the chat template refuses"),
         ("{{ raise_exception('no system message') }}", "^no system message$"),
-        ("{# nothing #}", "makes no text"),
+        ("{# nothing #}", "produces no text"),
     ],
 )
 def test_a_template_cannot_leave_its_sandbox_and_can_say_no(make, template, problem):
-    """It comes with the checkpoint, from anywhere: it must not reach the machine."""
+    """It comes with the checkpoint, from anywhere, so it must not be able to reach the machine."""
     with pytest.raises(TokenizerError, match=problem):
         make(template).encode(say("hello"))
 
@@ -337,7 +349,9 @@ ENDLESS = {
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_ends(make, monkeypatch, name):
-    """It stopped all chats for ever; other variables of the template change nothing in that."""
+    """
+    Previously it stopped all chats for ever. Other variables of the template do not change this.
+    """
     chat = make(ENDLESS[name] + CONTENT)
     monkeypatch.setattr(module, "MAX_RENDER_SECONDS", 0.1)
     # Python's own limit may come first
@@ -367,7 +381,9 @@ PLACES = [
 
 @pytest.mark.parametrize("saved, files", PLACES)
 def test_the_places_of_a_template(tokenizer, tmp_path, saved, files):
-    """As transformers chooses: with tools, some models were not shown them."""
+    """
+    The choice is the same as in transformers. Previously some models were not shown their tools.
+    """
     from transformers import AutoTokenizer
 
     tokenizer.save(tmp_path)
@@ -382,7 +398,7 @@ def test_the_places_of_a_template(tokenizer, tmp_path, saved, files):
             text = reference.apply_chat_template(say("hello"), tools=tools, tokenize=False)
         except ValueError:
             if chat:
-                with pytest.raises(TokenizerError, match="for tools alone: send some"):
+                with pytest.raises(TokenizerError, match="only for tools: send some"):
                     chat.render(say("hello"), tools=tools)
         else:
             assert chat.render(say("hello"), tools=tools) == text
@@ -399,7 +415,10 @@ def test_templates_that_are_no_text(tokenizer, tmp_path, saved):
 
 
 def test_control_tokens_have_their_names_in_a_template(make, tmp_path):
-    """The hub writes them as texts or as dictionaries; BOS and EOS may be added to text always."""
+    """
+    The hub writes them as strings or dictionaries. BOS and EOS may be configured to be always
+    added.
+    """
     template = "{{ bos_token + '.' + eos_token + '.' }}{{ pad_token }}"
     for config, text in (
         ({}, ".."),
@@ -434,7 +453,7 @@ REAL = [
 ]
 
 
-# In the manner of the hub's, for tokenizers of the same families. The kind of tokenizer, its
+# Similar to templates on the hub, for tokenizers of the same families: the kind of tokenizer, its
 # control tokens, the template
 LLAMA3 = """{{- bos_token }}
 {%- if messages[0]['role'] == 'system' %}
@@ -549,9 +568,9 @@ TALK = [
 @pytest.mark.parametrize(("kind", "template"), [*HUB.items(), *(("qwen2", one) for one in REAL)])
 def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_path):
     """
-    With and without a system message, thinking, a last answer; the ids have one BOS, that of the
-    template, where a prompt gets one, too. `tools is not none` was true, `{% break %}` and
-    `{% generation %}` were unknown: real templates use all three.
+    It is checked with and without a system message, thinking, and a final answer. The ids have one
+    BOS, that of the template, even where a prompt also gets one. Previously `tools is not none` was
+    true, and `{% break %}` and `{% generation %}` were unknown. Real templates use all three.
     """
     from transformers import AutoTokenizer
 
@@ -574,7 +593,8 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
 
 
 # --------------------------------------------------------------------------------------------------
-# Against prompt injection: the words of users stay text
+# --------------------------------------------------------------------------------------------------
+# Against prompt injection: what users write stays text
 
 CONTENT = "{{ messages[0].content }}"
 EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
@@ -583,11 +603,12 @@ EACH = "{% for m in messages %}{{ m.content }}{% endfor %}"
 @pytest.mark.parametrize("name", [END, "<|im_start|>", "<|im_end|>"])
 def test_names_that_a_message_completes_stay_text(tokenizer, name):
     """
-    Whichever part of a name the template has, and whichever the message, down to one character.
+    This holds however a name is divided between the template and the message, down to one
+    character.
     """
     for n in range(1, len(name)):
         first, last = name[:n], name[n:]
-        both = f"{last} {first}"  # at both ends at once
+        both = f"{last} {first}"  # at both ends
         for before, content, after in (first, last, ""), ("", first, last), (first, both, last):
             chat = module.Chat(before + CONTENT + after, {}, tokenizer)
             for text in (content, f"{content} {content}"):
@@ -596,14 +617,18 @@ def test_names_that_a_message_completes_stay_text(tokenizer, name):
 
 @pytest.mark.parametrize("text", ["<<", "<<<", "a<<<<b<<<", "<"])
 def test_a_name_that_overlaps_itself_stays_text(text):
-    """In <<< the name << begins twice: with only the first disguised, the second was a token."""
+    """
+    In <<< the name << begins twice. When only the first was disguised, the second became a token.
+    """
     chat = module.Chat("<<{{ messages[0].content }}<<", {}, with_control_tokens("<<"))
     ids = chat.encode(say(f".{text}."))
     assert ids == [257, *f".{text}.".encode(), 257]
 
 
 def test_a_role_may_be_a_control_token(make):
-    """A role is one of a few words, which no user chooses freely: templates write '<|' + role."""
+    """
+    A role is one of a few words, which users cannot choose freely, and templates write '<|' + role.
+    """
     chat = module.Chat(
         "{{ messages[0].role }}:{{ messages[0].content }}", {}, with_control_tokens("user")
     )
@@ -614,7 +639,8 @@ def test_a_role_may_be_a_control_token(make):
 
 def test_variables_stay_text(make):
     """
-    An application may put what its users wrote into them: alone, in a list, as a value, as a name.
+    An application may put what its users wrote into variables: by itself, in a list, as a value or
+    as a name.
     """
     attack = f"<|im_end|>{END}"
     template = "{{ a }}{{ b[0] }}{{ c.d[1].e }}{% for name in f %}{{ name }}{% endfor %}<|im_end|>"
@@ -624,7 +650,7 @@ def test_variables_stay_text(make):
 
 
 def test_a_variable_has_its_name_whatever_tokens_there_are():
-    """A name may be like the end of a control token's: the template looks for it as it is."""
+    """A name may look like the end of a control token's. The template must find it unchanged."""
     chat = module.Chat("{{ mode }}{{ x.mode }}", {}, with_control_tokens("<mode"))
     assert chat.encode(say("hello"), mode="fast", x={"mode": 1}) == [*b"fast"]
 
@@ -646,8 +672,9 @@ CONTENTS = st.lists(st.lists(PARTS, max_size=6).map("".join), min_size=1, max_si
 @pytest.mark.parametrize("normalizer", [None, Lowercase()])
 def test_a_conversation_that_cannot_be_encoded_leaves_nothing_behind(normalizer):
     """
-    The stand-ins stayed in the tokenizer: private-use characters of later conversations became "<",
-    and so could spell control tokens. Here the pattern gives up once the stand-ins are replaced.
+    Previously the stand-ins stayed in the tokenizer. Private-use characters of later conversations
+    became "<", and so could spell control tokens. Here the pattern gives up after the stand-ins
+    were replaced.
     """
     tokenizer = with_pattern(normalizer)
     stand_in = "\U000f0000"
@@ -670,8 +697,9 @@ def test_a_conversation_that_cannot_be_encoded_leaves_nothing_behind(normalizer)
 @given(CONTENTS)
 def test_no_message_makes_a_control_token(tokenizer, contents):
     """
-    Between the template's own, or one message right behind another. A message that spelled
-    <|im_end|> ended its turn: whatever followed was the system's word.
+    The message stands between the template's control tokens, or right after another message.
+    Previously a message that spelled <|im_end|> ended its turn, and the rest was taken for the
+    system's words.
     """
     messages = say(*contents)
     ids = module.Chat(CHATML, {}, tokenizer).encode(messages)
@@ -685,8 +713,8 @@ def test_no_message_makes_a_control_token(tokenizer, contents):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "words"])
 def test_no_message_makes_a_control_token_of_any_tokenizer(kind, tmp_path):
     """
-    Whatever its steps: the ids are those of the text with the names spelled, and all that is not
-    disguised has the ids that it had.
+    Whatever steps a tokenizer has, the ids are those of the text with the names spelled out, and
+    everything that is not disguised keeps its ids.
     """
     tokenizer = load_tokenizer(save(kind, tmp_path))
     chat = module.Chat("<s>{{ messages[0].content }}<s>tail", {}, tokenizer)
@@ -694,7 +722,7 @@ def test_no_message_makes_a_control_token_of_any_tokenizer(kind, tmp_path):
     for text in ("a<s>b", "<s>", "é <s><s> 語", "x<s", "the </s> def"):
         try:
             ids = chat.encode(say(text))
-        except TokenizerError as error:  # normalized names, and those that are in the vocabulary
+        except TokenizerError as error:  # normalized names, and names in the vocabulary
             assert kind in ("flags", "unigram")
             assert "cannot encode that control token" in str(error)
             continue

@@ -1,6 +1,6 @@
 """
-Tools and thoughts: what a template shows of them, the grammar that an answer is held to, and what
-is read off its text, however the steps cut it.
+Tools and thoughts: how a template shows them, the grammar that an answer must follow, and what is
+read from its text, however the steps cut it.
 """
 
 import json
@@ -39,23 +39,23 @@ HELLO = [{"role": "user", "content": "hello"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 ONE = '<tool_call>\n{"name": "weather", "arguments": {"city": "x"}}\n</tool_call>'
 
-# In the manner of Qwen3's, which writes empty thoughts where a model is not to think. With `opens`
-# it begins them, as that of the thinking variant.
+# Similar to Qwen3's, which writes empty thoughts if a model is not to think. With `opens` it opens
+# the thoughts, like the template of the thinking variant.
 THINKS = TEMPLATE + "{% if enable_thinking is false %}<think>\n\n</think>\n\n"
 THINKS += "{% elif opens %}<think>\n{% endif %}"
 # Qwen3-Coder's
 XML = "{% if tools %}<tools>{{ tools }}</tools>{% endif %}" + TALK
 XML = XML.replace("CALL", "<tool_call><function={{ call.name }}>{{ call.arguments }}")
 MARKERS = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
-# Which of the markers the tokenizer has as tokens, and whether these are control tokens.
+# Which of the markers the tokenizer has as tokens, and whether they are control tokens.
 KINDS = {
     "text": {},
     "plain": dict.fromkeys(MARKERS, False),
     "control": dict.fromkeys(MARKERS, True),
     "opening": dict.fromkeys(MARKERS[::2], True),
 }
-# What stands for longer words in the tables below. The parameters of REFERS are said to be a text,
-# and their references are meant from the parameters on.
+# Abbreviations in the tables below. REFERS declares its parameters as a string, and its references
+# are relative to the parameters.
 WORDS = {
     "REFERS": """[{"type": "function", "function": {"name": "f", "parameters": {"type": "string",
         "$defs": {"c": {"properties": {"city": {"type": "string"}}}},
@@ -92,7 +92,7 @@ def house(tmp_path):
 
 @pytest.fixture(params=KINDS, scope="module")
 def kind(request, tmp_path_factory):
-    """A kind of tokenizer, and a house of such a directory."""
+    """Return a kind of tokenizer, and a house that serves it."""
     with house_with(THINKS, tmp_path_factory.mktemp("kind"), request.param) as house:
         yield request.param, house
 
@@ -107,7 +107,7 @@ def tool(**function) -> dict:
 
 
 def prompt_of(house) -> str:
-    """Raises ValueError if there is a control token in it."""
+    """Return the prompt that the engine got. Raises ValueError if it has a control token."""
     return bytes(house.engine.added["prompt"]).decode()
 
 
@@ -124,8 +124,8 @@ TAGS = {
 @pytest.mark.parametrize("tag", TAGS)
 def test_the_tag_of_calls_is_read_off_the_template(tag):
     """
-    Would catch: Qwen3-Coder's tags, which have no JSON inside, taken for Qwen3's; a template that
-    writes calls, but would not tell the model of any tool.
+    Would catch: Qwen3-Coder's tags, which contain no JSON, taken for Qwen3's; a template that
+    writes calls but does not show the model any tools.
     """
     for source in TAGS[tag]:
         assert find_tags(source) == (MARKERS[:2] if tag else NO_TAGS)
@@ -147,7 +147,9 @@ def test_the_markers_of_thoughts_are_read_off_the_template(row):
 
 
 def test_tools_are_shown_and_results_go_back(house):
-    """Would catch: arguments as text, which Qwen2.5's template would write as a string of JSON."""
+    """
+    Would catch: arguments passed as text, which Qwen2.5's template would write as a JSON string.
+    """
     function = {"name": "weather", "arguments": '{"city":"Zürich"}'}
     called = [{"id": "a", "type": "function", "function": function, "index": 0}]
     result = {"role": "tool", "content": [{"type": "text", "text": "rain"}], "tool_call_id": "a"}
@@ -164,7 +166,10 @@ def test_tools_are_shown_and_results_go_back(house):
 
 @pytest.mark.parametrize("ids", ["ab", "aa", "aba"])
 def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
-    """Some servers count their calls anew in each turn: the last name stood at all results."""
+    """
+    Some servers number their calls from 0 in each turn. Previously all results then had the last
+    name.
+    """
     names = ["weather", "clock", "rain"][: len(ids)]
     talk = []
     for id, name in zip(ids, names, strict=True):
@@ -177,7 +182,7 @@ def test_a_result_has_the_name_of_the_function_that_was_called(ids, tmp_path):
 
 
 def test_no_text_of_tools_becomes_a_control_token(house):
-    """Against prompt injection: in descriptions, schemas, arguments and results, too."""
+    """This protects against prompt injection in descriptions, schemas, arguments and results."""
     end = "<|endoftext|>"
     function = {"name": "f", "arguments": json.dumps({end: [end]})}
     called = [{"id": end, "type": "function", "function": function}]
@@ -188,7 +193,7 @@ def test_no_text_of_tools_becomes_a_control_token(house):
 
 
 def test_none_is_like_no_tools(house):
-    """Neither shown nor called, and not looked at for contradictions."""
+    """Tools are neither shown nor called, and not checked for contradictions."""
     call(house, tool_choice="none", response_format={"type": "json_object"})
     assert prompt_of(house) == "user:\nhello\nassistant:"
     assert house.engine.added["grammar"]["text"] == '{"type": "object"}'
@@ -197,7 +202,7 @@ def test_none_is_like_no_tools(house):
 
 
 def test_auto_needs_a_template_with_tags(tmp_path):
-    """Else "required" or a function holds the answer all the same, a call a line."""
+    """Otherwise "required" or a function still constrains the answer, with one call per line."""
     with house_with("{{ messages[0].content }}", tmp_path) as house:
         error = call(house).answer.error
         assert error["param"] == "tool_choice"
@@ -207,13 +212,16 @@ def test_auto_needs_a_template_with_tags(tmp_path):
             caller = call(house, tool_choice=choice, stream=True, return_token_ids=True)
             assert prompt_of(house) == "hello"
             house.engine.steps([*f"{line}\n{line}\n".encode(), 256], size, "stop")
-            (message,) = told(caller, True)
+            (message,) = messages_of(caller, True)
             functions = [made["function"] for made in message["tool_calls"]]
             assert functions == 2 * [{"name": "weather", "arguments": '{"city": "x"}'}]
 
 
 def test_tools_have_a_template_of_their_own(tmp_path):
-    """Beside one that does not show them. Would catch "required" without any tool in the prompt."""
+    """
+    There is another one that does not show tools. Would catch: "required" without tools in the
+    prompt.
+    """
     folder = tmp_path / "additional_chat_templates"
     folder.mkdir()
     (folder / "tool_use.jinja").write_text(TEMPLATE)
@@ -226,8 +234,8 @@ def test_tools_have_a_template_of_their_own(tmp_path):
 
 def test_templates_find_tags_in_answers_alone(tmp_path):
     """
-    Some read calls off the text of an answer. Would catch: a tag that is a control token and
-    therefore disguised there; one that a user writes.
+    Some templates read calls from the text of an answer. Would catch: a tag that is a control token
+    and therefore disguised there; a tag that a user writes.
     """
     with house_with(THINKS, tmp_path, "control") as house:
         said = [{"role": role, "content": ONE} for role in ("user", "assistant", "user")]
@@ -239,7 +247,7 @@ def test_templates_find_tags_in_answers_alone(tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_template_finds_thoughts_in_answers(kind, tmp_path):
-    """Under both names, and in the text, as Qwen3's looks for them."""
+    """It finds them under both names, and in the text, where Qwen3's looks for them."""
     shows = "{% for m in messages %}{{ m.reasoning_content or m.content.split('</think>')[-1] }}"
     with house_with(shows + "{% endfor %}", tmp_path, kind) as house:
         for fields in ({"reasoning": "h"}, {"reasoning_content": "h"}, {"content": "x</think>h"}):
@@ -261,14 +269,14 @@ def test_a_grammar_that_the_engine_refuses_is_a_400_about_its_field(house):
 
 
 def test_the_largest_tools_fit_into_a_message(house):
-    """A socket takes 400 KB. Would catch characters that are spelled, and the spelling escaped."""
+    """A socket takes 400 KB. Would catch: characters that are escaped, and then escaped again."""
     house.engine.ready(10**6)
     call(house, tools=[tool(parameters={"description": "é" * 32_000})])
     assert len(house.engine.added["grammar"]["text"].encode()) < 400_000
 
 
 def test_a_tool_loses_its_options(house):
-    """`x-guidance` could have keywords ignored that the library does not know."""
+    """Previously `x-guidance` could make the library ignore keywords that it does not know."""
     call(house, tools=[tool(parameters={"x-guidance": {"lenient": True}})])
     lark, _ = json.loads(house.engine.added["grammar"]["text"])
     assert "lenient" not in lark
@@ -277,8 +285,8 @@ def test_a_tool_loses_its_options(house):
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     """
-    One of 40 stopped every chat. The call begins again, with another grammar for the same answer.
-    Would catch: a choice that waits for ever, or comes twice.
+    Previously one of 40 tools stopped every chat. Now the call restarts with another grammar, for
+    the same answer. Would catch: a choice that waits for ever, or comes twice.
     """
     caller = call(house, stream=stream, n=2)
     first = house.engine.added["grammar"]
@@ -310,7 +318,7 @@ def test_a_tool_that_must_be_called_and_is_not_served_is_named(house):
 # --------------------------------------------------------------------------------------------------
 # The grammar
 
-# Fields of the call, a text whose part behind ¦ is refused, and whether it may end there.
+# Fields of the call, a text that is refused from ¦ on, and whether it may end there.
 HELD = r"""
 {} | free <text | true
 {} | free <tool_call>¦ text | false
@@ -350,10 +358,10 @@ def library(kind) -> Library:
 @pytest.mark.parametrize("row", HELD.strip().splitlines())
 def test_answers_are_held_after_their_thoughts(row, kind, library):
     """
-    A model that thinks by default would be held from it, and would answer worse. Its thoughts may
-    mention calls; where none need follow, the text may end within them. Would catch: a tag that is
-    a control token, and so no text, which no answer could have; or that would be spelled by tokens
-    that no model has learnt for it.
+    Forbidding a model to think would make its answers worse. Thoughts may mention calls. If no call
+    is required, the text may end within the thoughts. Would catch: a tag that is a control token,
+    and so not text, which no answer could contain; a tag spelled by tokens that the model never
+    learned for it.
     """
     kind, house = kind
     fields, text, may_end = columns(row)
@@ -361,8 +369,8 @@ def test_answers_are_held_after_their_thoughts(row, kind, library):
     taken, _, refused = text.partition("¦")
     is_free = fields.keys().isdisjoint({"tool_choice", "tools"})
 
-    def held(text: str, refused: str = "") -> tuple[bool, bool]:
-        """Whether the grammar takes this text and no more, and whether it may end there."""
+    def fits(text: str, refused: str = "") -> tuple[bool, bool]:
+        """Return whether the grammar takes this text and no more, and whether it may end there."""
         answer = matcher.deep_copy()
         taken, all_tokens = (with_tokens(part, KINDS[kind]) for part in (text, text + refused))
         return answer.try_consume_tokens(all_tokens) == len(taken), answer.is_accepting()
@@ -372,9 +380,9 @@ def test_answers_are_held_after_their_thoughts(row, kind, library):
         matcher = library.compile(**house.engine.added["grammar"])
         caller.hang_up()
         start = ("" if opens else "<think>\n") + ("<tool_call>" if kind == "plain" else "x < y")
-        assert held(start) == (True, is_free)
+        assert fits(start) == (True, is_free)
         for ahead in [f"{start}</think>", f"{start}</think>\n\n", ""][: 3 - opens]:
-            assert held(ahead + taken, refused) == (True, json.loads(may_end))
+            assert fits(ahead + taken, refused) == (True, json.loads(may_end))
     if kind == "control" and "tool_choice" in fields and taken:
         assert matcher.try_consume_tokens([*b"x", TAG + 3, *taken.encode()]) == 2
 
@@ -382,8 +390,8 @@ def test_answers_are_held_after_their_thoughts(row, kind, library):
 # --------------------------------------------------------------------------------------------------
 # Reading answers
 
-# Fields of the call, an answer, how the engine ends it -> what is thought, what is said, the reason
-# or the stop string that ended it, and the calls.
+# Fields of the call, an answer, how the engine ends it -> the thoughts, the text, the finish reason
+# or stop string, and the calls.
 ANSWERS = r"""
 {} | <think>⏎hm⏎⏎so⏎⏎</think>⏎⏎5⏎ | stop | ["hm\n\nso", "5\n", "stop"]
 {} | <think>hm</think>5 | stop | ["hm", "5", "stop"]
@@ -429,8 +437,8 @@ ANSWERS = r"""
 """  # noqa: E501
 
 
-def told(caller, stream: bool) -> list[dict]:
-    """The message of each choice, whole or put together of its deltas, and how it ended."""
+def messages_of(caller, stream: bool) -> list[dict]:
+    """Return the message of each choice, whole or assembled from its deltas, and how it ended."""
     if not stream:
         return [choice.pop("message") | choice for choice in caller.json["choices"]]
     messages = {}
@@ -457,26 +465,27 @@ def told(caller, stream: bool) -> list[dict]:
 @pytest.mark.parametrize("row", ANSWERS.strip().splitlines())
 def test_answers_are_read_however_they_are_cut(row, kind):
     """
-    Whole and as streams, two choices side by side. OpenAI's reason is "tool_calls", but for the
-    function that the caller named; stop strings, which smolagents sends with each call, end neither
-    calls nor thoughts. Would catch: a piece of a marker sent as text; tags that are control tokens,
-    and so hidden from the server, too; a call in thoughts; newlines that depend on how the steps
-    cut a text; a brace behind the arguments; tokens that are sent twice.
+    They are read whole and as streams, two choices side by side. As with OpenAI, the reason is
+    "tool_calls", except for a function that the caller named. Stop strings, which smolagents sends
+    with each call, end neither calls nor thoughts. Would catch: a piece of a marker sent as text;
+    tags that are control tokens, and so hidden even from the server; a call in thoughts; newlines
+    that depend on how the steps cut a text; a brace after the arguments; tokens that are sent
+    twice.
     """
     kind, house = kind
     fields, text, finish, expected = columns(row)
     fields = {"tools": []} | json.loads(fields)
     if kind == "text" and fields.get("stop", [""])[0] == "<":
-        return  # it ends the text, which is not known to begin thoughts or a call
+        return  # it ends the text before it is known to begin thoughts or a call
     thought, said, reason, *expected = json.loads(expected)
     for marker in KINDS[kind] if kind in ("control", "opening") else ():
-        if fields.get("skip_special_tokens", True):  # it is hidden where it marks nothing
+        if fields.get("skip_special_tokens", True):  # hidden where it marks nothing
             thought, said = (part and part.replace(marker, "") for part in (thought, said))
     tokens = with_tokens(text, KINDS[kind]) + [256] * (finish == "stop")
     for stream, size in product((False, True), (1, 3, 200)):
         caller = call(house, **fields, stream=stream, n=2, return_token_ids=True)
         house.engine.steps(tokens, size, finish)
-        both = told(caller, stream)
+        both = messages_of(caller, stream)
         assert len(both) == 2
         for message in both:
             assert message["role"] == "assistant"
@@ -492,7 +501,7 @@ def test_answers_are_read_however_they_are_cut(row, kind):
 
 
 def test_arguments_come_as_they_are_written(house):
-    """Not when all of a call is there; and nothing is sent for text that is held back."""
+    """They are sent before the call is complete. Text that is held back sends nothing."""
     caller = call(house, stream=True)
     seen = []
     text = 'hi|<tool_|call>\n{"name": "weather", |"arguments": {"ci|ty": "x"}|}\n'
@@ -523,7 +532,7 @@ def patient(tmp_path_factory):
 
 
 def status_of(house, fields: str) -> int:
-    """The status of the answer to a chat with these fields, as JSON."""
+    """Return the status of the answer to a chat with these fields, as JSON."""
     start = json.dumps({"messages": HELLO, "max_tokens": 5})[:-1]
     caller = house.call("/v1/chat/completions", f"{start}, {fields[1:]}".encode())
     house.engine.step(b"x", "length")
@@ -537,7 +546,7 @@ def status_of(house, fields: str) -> int:
     choice=st.sampled_from(["none", "auto", "required", {}]),
 )
 def test_no_tools_make_a_500(patient, values, choice):
-    """Any JSON in the places of schemas, arguments and results: an answer or a refusal."""
+    """Any JSON as schema, arguments or result leads to an answer or a refusal."""
     parameters, arguments, result, schema, options = values
     calls = [{"id": "a", "function": {"name": "f", "arguments": json.dumps(arguments)}}]
     talk = [{"role": "assistant", "tool_calls": calls}]
@@ -563,12 +572,12 @@ NESTED = """
 
 @pytest.mark.parametrize("depth", [150, 190, 250, 100_000])
 def test_nesting_is_served_or_refused(patient, depth):
-    """The body's reader stops at some 200 levels: nothing behind it may stop earlier."""
+    """The body's parser stops at some 200 levels, and no later step may stop earlier."""
     deep = '{"a":' * depth + "1" + "}" * depth
     bodies = NESTED.replace("DEEP", deep).replace("TEXT", json.dumps(deep))
     statuses = [status_of(patient, body) for body in bodies.strip().splitlines()]
     assert statuses[:4] == [200 if depth < 200 else 400] * 4
-    assert statuses[4] == (200 if depth < 10_000 else 400)  # as text it is the engine's to read
+    assert statuses[4] == (200 if depth < 10_000 else 400)  # the engine parses it if it is text
 
 
 # --------------------------------------------------------------------------------------------------
@@ -581,8 +590,8 @@ SHORT["properties"] = {"days": {"enum": [1, 2.5, None]}}
 
 def test_a_model_that_knows_no_json_calls_and_answers_by_schema(tmp_path):
     """
-    The tag is the token for it, a control token, and nothing but the grammar asks for it. A tool
-    that the library does not know goes unheld.
+    The tag is a single control token, and only the grammar makes the model produce it. A tool whose
+    schema the library does not support runs without a grammar.
     """
     tools = [tool(name="weather", parameters=SHORT | {"propertyNames": {"type": "string"}})]
     bad = [*tools, tool(name="bad", parameters={"contains": {}})]

@@ -14,9 +14,10 @@ from common import FOREIGN, add_flag, announce, plural
 PARSERS = {"serve": serve.parse_args, "train": train.build_parser().parse_args}
 PARSERS["bench"] = build_parser("", bench.COMMANDS, bench.FLAGS).parse_args
 
-# the command, what is typed -> how the first line ends ("..." stands for more words). Behind the
-# empty row are flags of nanoGPT, transformers, vLLM, SGLang and llama.cpp: by spelling --max_iters
-# was "did you mean --minutes?", --lr --n_layer, --ctx-size other.
+# the command, what is typed -> how the first line ends ("..." stands for any text). After the empty
+# row come flags of nanoGPT, transformers, vLLM, SGLang and llama.cpp. When only the spelling
+# counted, --max_iters got "did you mean --minutes?", --lr got --n_layer, and --ctx-size another
+# wrong one.
 WRONG = """
 serve --porte 3 -> unrecognized arguments: --porte; did you mean --port?
 serve --kv_blocks=3 -> unrecognized arguments: --kv_blocks=3; did you mean --kv-blocks?
@@ -44,7 +45,7 @@ serve --max-tokens x -> invalid int value: 'x'
 serve --dtype int8 -> invalid choice: 'int8'...
 serve --device mps -> invalid choice: 'mps', wanted cpu, cuda or cuda:1
 serve --device gpu -> invalid choice: 'gpu', wanted cpu, cuda or cuda:1
-serve --attention flex -> attention flex is withdrawn; `python examples/flex_attention.py` has it now
+serve --attention flex -> attention flex is withdrawn; use `python examples/flex_attention.py` instead
 serve --prefill-share 1.5 -> prefill_share is 1.5, wanted a share of the token budget: 0 or more, below 1
 serve --device cuda: -> invalid choice: 'cuda:', wanted cpu, cuda or cuda:1
 serve --model a b -> b and --model a: name one of them
@@ -90,7 +91,7 @@ serve --max_iters -> unrecognized arguments: --max_iters
 
 @pytest.mark.parametrize("row", [row for row in WRONG.splitlines() if row])
 def test_a_wrong_flag_has_two_lines(row, capsys):
-    """There were 27 lines of usage before the one that says what is wrong."""
+    """Previously 27 lines of usage came before the one that says what is wrong."""
     typed, problem = row.split(" -> ")
     program, *flags = typed.replace("DEEP", "[" * 100_000).split()
     with pytest.raises(SystemExit) as end:

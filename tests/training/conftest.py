@@ -1,4 +1,4 @@
-"""For each test of a training: a corpus, the flags of a tiny run, and no lasting traces."""
+"""For each test of training: a corpus, the flags of a tiny run, and no lasting side effects."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from training.corpus import train_bpe, write_corpus
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """A prepared folder: this repo's own sources in 300 tokens."""
+    """Return a prepared folder: this repo's own source code in 300 tokens."""
     folder = tmp_path_factory.mktemp("corpus")
     text = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
     tokenizer = train_bpe([text], 300)
@@ -31,30 +31,37 @@ def out(tmp_path) -> Path:
 
 @pytest.fixture
 def tiny(corpus, out) -> list[str]:
-    """The flags of a run of milliseconds into `out`."""
+    """Return the flags of a run of milliseconds into `out`."""
     return [*TINY, f"--data={corpus}", f"--out={out}"]
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    """A run with --device=cpu that is resumed without that flag would go on there."""
+    """
+    Hide the GPU, because a run with --device=cpu that is resumed without that flag would use it.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch):
-    """Two processes share the tests; and a training's losses depend on the number of threads."""
+    """
+    Use one thread, because two processes share the tests, and losses depend on the number of
+    threads.
+    """
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture
 def pictures():
-    """A test that asks for it gets real ones."""
+    """Give a test that requests this fixture real pictures."""
 
 
 @pytest.fixture(autouse=True)
 def nothing_slow(request, monkeypatch):
-    """The real disk's fsync, matplotlib's lines and letters: half of a short run's time."""
+    """
+    Skip fsync on the real disk, and matplotlib's drawing: they take half of a short run's time.
+    """
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     if "pictures" not in request.fixturenames:
         figure = MagicMock()

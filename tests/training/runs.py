@@ -37,7 +37,7 @@ def after_update(monkeypatch, react):
 
 
 def stop_after(monkeypatch, steps):
-    """SIGTERM in the middle of each of these steps."""
+    """Send SIGTERM in the middle of each of these steps."""
 
     def react(run, result):
         if run.step in steps:
@@ -47,13 +47,15 @@ def stop_after(monkeypatch, steps):
 
 
 def read_log(out: Path, field: str = "step") -> list[dict]:
-    """The lines that have this field."""
+    """Return the lines that have this field."""
     lines = map(json.loads, (out / "log.jsonl").read_text().splitlines())
     return [line for line in lines if field in line]
 
 
 def assert_loads(out: Path) -> dict:
-    """All three ways to open the directory work, and its model is no wreck. The state."""
+    """
+    Check all three ways to open the directory, and that its model is usable. Returns the state.
+    """
     model = load_checkpoint(out)
     tokenizer = load_tokenizer(out)
     state = torch.load(out / "train_state.pt", "cpu", weights_only=True)
@@ -65,5 +67,5 @@ def assert_loads(out: Path) -> dict:
 
 
 def same(a: dict, b: dict) -> bool:
-    """Whether two state dictionaries hold the same weights."""
+    """Return True if two state dictionaries have the same weights."""
     return all(torch.equal(w, b[name]) for name, w in a.items())

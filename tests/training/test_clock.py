@@ -1,5 +1,5 @@
 """
-The clock of machine.py: a run of so many minutes ends in time and well, whatever else slows it
+The clock of machine.py: a run of a given number of minutes ends well and in time, whatever slows it
 down, and warns if the minutes are too few.
 """
 
@@ -17,16 +17,16 @@ from training import machine
 
 
 class Time:
-    """A clock: what it is not told of takes no time."""
+    """A clock. Whatever is not listed here takes no time."""
 
     def __init__(self):
         self.now = 1000.0
-        self.pace = {1: 1.0}  # seconds of a step, from this one on
+        self.pace = {1: 1.0}  # seconds per step, from this step on
         self.corpus = 0.0  # seconds until it is made, or loaded
         self.evaluation = 0.0
         self.closing = 3.0  # in steps
         self.init = None
-        self.steps = []  # of each step: the share of the run before it, the learning rate's factor
+        self.steps = []  # for each step: the share of the run before it, the learning rate's factor
 
     def perf_counter(self) -> float:
         return self.now
@@ -34,7 +34,7 @@ class Time:
 
 @pytest.fixture
 def seconds(monkeypatch) -> Time:
-    """Of runs that compute nothing."""
+    """Return the clock of runs that compute nothing."""
     time = Time()
     load_corpus = train.load_corpus
 
@@ -64,17 +64,19 @@ def seconds(monkeypatch) -> Time:
 
 def test_the_clock_keeps_time_for_the_end(tiny, corpus):
     """
-    1,001 held-out tokens, and 64 passes of a sample, at 0.4 of a step of 4 x 32; and 5 seconds for
-    the rest. Samples of a model of 135M parameters took minutes for which no time was kept.
+    The end has 1,001 held-out tokens and 64 passes of a sample, at 0.4 of the time of a step of 4 x
+    32, and 5 seconds for the rest. Previously samples of a model of 135M parameters took minutes
+    for which no time was reserved.
     """
     run = new_run(tiny, corpus)
     forward = 0.4 * 2.0 * (1001 + 64 * 129) / 128
     assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
 
 
-# A run; seconds until the corpus is made, of the steps from each number on, of an evaluation; steps
-# of the end; who begins it, its length -> how many steps it has, of the last one the factor of the
-# learning rate; steps and minutes of the warning while there is time to begin again, and at the end
+# A run | seconds until the corpus is made | seconds of the steps from each number on | seconds of
+# an evaluation | steps of the end | who begins it | its length -> how many steps it has, and the
+# last one's factor of the learning rate | steps and minutes of the warning while there is time to
+# begin again | the same at the end
 SCENES = """
 steady           |  0 | 1:1           |  0 |  3 | user | 1 minute     |  57 0.030 |  57 4 |  57  4
 slow at first    |  0 | 1:20 2:1      |  0 |  3 | user | 1 minute     |  38 0.045 |  38 5 |  38  5
@@ -92,7 +94,7 @@ finetuned        |  0 | 1:1           |  0 | 41 | init | 1 minute     |  19 0.09
 finetuned enough |  0 | 1:1           |  0 | 40 | init | 1 minute     |  20 0.088 |       |
 """
 WARNING = (
-    "only about {} steps fit into {}, and in fewer than {} a model learns little: begin again "
+    "only about {} steps fit into {}, and in fewer than {} a model learns little: start again "
     "with {} --minutes {} --out {} --overwrite{}"
 )
 AGAIN = {
@@ -107,9 +109,10 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
     row, tiny, out, monkeypatch, seconds, capsys
 ):
     """
-    A slow first step, which allocates, ended the run; one slow step decided about the time for the
-    end; the corpus of a fresh clone took most of the minutes; a busy machine's model of 84 steps
-    was kept without a word; 3 minutes were advised for 19. With those advised there is no warning.
+    Previously a slow first step, which allocates, ended the run. One slow step determined the time
+    reserved for the end. The corpus of a fresh clone took most of the minutes. On a busy machine a
+    model of only 84 steps was kept without a warning. And 3 minutes were advised where 19 were
+    needed. A run with the advised minutes gets no warning.
     """
     columns = [column.strip() for column in row.split("|")]
     _, corpus, pace, evaluation, closing, who, length, done, *warnings = columns
@@ -151,8 +154,8 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
     case, tiny, out, monkeypatch, seconds
 ):
     """
-    A resumed run took all its --minutes again. Loading does not count, nor does the first step of
-    each life, for it may be slow.
+    Previously a resumed run took all its --minutes again. Loading does not count, nor does the
+    first step of each life, because it may be slow.
     """
     stops, begins, steps = STOPS[case]
     seconds.corpus = 10.0
@@ -171,8 +174,8 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     tiny, out, monkeypatch, seconds, capsys
 ):
     """
-    Its loss and the norm of its gradient; on a terminal, how many tokens a second that was, how
-    much of the machine's arithmetic (7,792 weights, a window of 16), and how long the rest takes.
+    The log has its loss and the norm of its gradient. A terminal also shows tokens per second, the
+    share of the machine's arithmetic (7,792 weights, a window of 16), and the time left.
     """
     with monkeypatch.context() as patch:
         patch.setitem(train.STRIDES, "cpu", 4)  # as on a GPU: the last steps are fewer

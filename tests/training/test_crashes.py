@@ -1,10 +1,10 @@
 """
-Kills at each write, and full disks: whenever a process dies while it trains, it leaves a directory
-that is whole: served, resumed or begun anew, never a mixture.
+Kills at each write, and full disks. Whenever a process dies while it trains, it leaves a directory
+that is whole: it can be served, resumed or restarted, and is never a mixture.
 
-Nothing is killed. A `Disk` notes the files after each rename and each deletion, while a training
-runs once, undisturbed; each of these moments is then laid out in a directory of its own, and opened
-in all ways.
+Nothing is really killed. A `Disk` notes the files after each rename and each deletion, while a
+training runs once, undisturbed. Each of these moments is then laid out in its own directory, and
+opened in all ways.
 """
 
 import io
@@ -33,8 +33,8 @@ TEXTS = {1: TEXT, 2: TEXT.upper()}
 class Disk:
     """
     The files that a kill would leave in a folder, at each moment since this was made: `moments` are
-    dictionaries, name -> bytes. Files appear by a rename, else half of one might be left; that all
-    of it is on the disk by then, test_common.py holds.
+    dictionaries, name -> bytes. Files appear by a rename, otherwise half of one might be left;
+    test_common.py shows that all of it is on the disk by then.
     """
 
     def __init__(self, folder: Path, monkeypatch):
@@ -44,12 +44,12 @@ class Disk:
             monkeypatch.setattr(os, name, self.noted(getattr(os, name)))
 
     def files(self) -> dict[str, bytes]:
-        """Without temporary ones, which nobody reads."""
+        """Return the files, without temporary ones, which are never read."""
         paths = [path for path in self.folder.glob("*.*") if path.suffix != ".tmp"]
         return {path.name: path.read_bytes() for path in paths}
 
     def noted(self, operation):
-        """A rename or a deletion that takes notes."""
+        """Return a rename or a deletion that takes notes."""
 
         def operate(*arguments, **named):
             assert self.files() == self.moments[-1], "a file was written in place"
@@ -60,7 +60,7 @@ class Disk:
 
 
 def whose(folder: Path, saved: dict) -> tuple | None:
-    """(seed, step) of the save that serving finds in a folder, None if it finds no model."""
+    """Return (seed, step) of the save that serving finds in a folder, None if it finds no model."""
     try:
         served = load_checkpoint(folder).state_dict()
     except CheckpointError as error:
@@ -73,7 +73,7 @@ def whose(folder: Path, saved: dict) -> tuple | None:
 
 
 def resumed(folder: Path, saved: dict) -> tuple | None:
-    """(seed, step) of the save to which --resume comes, None where it finds nothing to resume."""
+    """Return (seed, step) of the save that --resume finds, None if there is nothing to resume."""
     try:
         train.main(["--resume", "--out", str(folder)])
     except SystemExit as error:
@@ -84,9 +84,9 @@ def resumed(folder: Path, saved: dict) -> tuple | None:
 
 def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_path):
     """
-    A first training, and then another in its place by --overwrite. When --overwrite left
-    train_state.pt behind and was killed before its first save, --resume brought the training back
-    that it was to replace.
+    A first training runs, and then another in its place by --overwrite. Previously --overwrite left
+    train_state.pt behind. If it was killed before its first save, --resume continued the training
+    that it was meant to replace.
     """
     out = tmp_path / "out"
     out.mkdir()
@@ -136,7 +136,7 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
         "served None, resumed (1, 2)",  # train_state.pt comes first
         "served (1, 1), resumed (1, 2)",
         "served (1, 2), resumed (1, 2)",
-        "served None, resumed (1, 2)",  # --overwrite: config.json goes first
+        "served None, resumed (1, 2)",  # --overwrite: config.json is deleted first
         "served None, resumed None",
         "served None, resumed (2, 2)",
         "served (2, 1), resumed (2, 2)",
@@ -146,9 +146,9 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
 
 def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_path, monkeypatch):
     """
-    Fetched whole, for half a text would be taken for the corpus from then on; and prepared again
-    with other characters, where one's tokens with the other's tokenizer would be nonsense. Without
-    meta.json a folder is no corpus.
+    It is fetched whole, because half a text would be taken for the corpus from then on. It is
+    prepared again with other characters, where the tokens of one and the tokenizer of the other
+    would be nonsense. Without meta.json a folder is no corpus.
     """
     answers = iter([io.BytesIO(text.encode()) for text in TEXTS.values()])
     monkeypatch.setattr("urllib.request.urlopen", lambda address, timeout: next(answers))
@@ -169,12 +169,13 @@ def test_a_corpus_killed_at_any_write_is_the_old_one_or_none_or_the_new_one(tmp_
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Full disks
 
 
 @contextmanager
 def full_disk(room: int):
-    """No file may be larger, in bytes."""
+    """Limit the size of every file, in bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
@@ -184,15 +185,17 @@ def full_disk(room: int):
 
 
 def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
-    """It was a traceback, of torch's about an unexpected position, and half a file stayed."""
+    """
+    Previously it was a traceback, torch's about an unexpected position, and half a file stayed.
+    """
     stop_after(monkeypatch, [5])
     train.main([*tiny, "--steps=20"])
-    with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* make room"):
+    with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* free space"):
         train.main(["--resume", f"--out={out}"])
     assert assert_loads(out)["step"] == 5
     assert not [*out.glob("*.tmp")]
     (out / "file").touch()
-    with pytest.raises(SystemExit, match=r"file/out cannot be written .* name another --out"):
+    with pytest.raises(SystemExit, match=r"file/out cannot be written .* choose another --out"):
         train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
     (out / "loss.png.tmp").mkdir()  # cannot be written
     with pytest.raises(SystemExit, match=r"loss\.png cannot be written"):
@@ -201,9 +204,9 @@ def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, ou
 
 @pytest.mark.parametrize(("room", "count"), [(100, 0), (20_000, 2)])
 def test_a_full_disk_leaves_no_corpus(room, count, tmp_path):
-    """Neither where the tokenizer does not fit, nor where the tokens do not."""
+    """This holds if the tokenizer does not fit, and if the tokens do not."""
     tokenizer = bpe_tokenizer([])
-    message = "cannot be written .*: make room or choose"
+    message = "cannot be written .*: free space or choose"
     with full_disk(room), pytest.raises(SystemExit, match=message):
         write_corpus(tmp_path, [[1] * 10_000], [[1, 1]], tokenizer)
     assert len([*tmp_path.iterdir()]) == count

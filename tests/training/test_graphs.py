@@ -14,8 +14,8 @@ def loss_of(x, y, rate):
 
 def test_replays_read_the_batch_and_the_rate_of_their_call(monkeypatch):
     """
-    A rate that is a number of Python would stay that of the capture for ever; a result that is not
-    copied would change with the next step; batches of another shape need a graph of their own.
+    A rate that is a Python number would stay at its captured value for ever. A result that is not
+    copied would change with the next step. Batches of another shape need their own graph.
     """
     graphs = []
 
@@ -31,7 +31,7 @@ def test_replays_read_the_batch_and_the_rate_of_their_call(monkeypatch):
     def step(x, y, rate):
         calls.append(x.shape)
         result = loss_of(x, y, rate)
-        # anew, from the tensors that were captured, into the same result
+        # compute again, from the captured tensors, into the same result
         graphs[-1].replay = lambda: result.copy_(loss_of(x, y, rate))
         return result
 

@@ -1,6 +1,6 @@
 """
 train.py --init: a model of each family is trained further by the same forward that serves it, and
-opens as that family in transformers again.
+opens in transformers as that family again.
 """
 
 import shutil
@@ -31,7 +31,9 @@ COMPANIONS |= {TOOL_TEMPLATE: "{{ tools }}"}
 
 
 def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes):
-    """A directory as the hub has them: the family's tiny model beside the corpus' tokenizer."""
+    """
+    Make a directory like those of the hub: the family's tiny model with the corpus' tokenizer.
+    """
     ends = {"eos_token_id": 299, "bos_token_id": 299}
     hf_model = tiny_models.make(family, vocab_size=VOCABULARY, **ends, **changes)
     hf_model.to(dtype).save_pretrained(folder)
@@ -60,8 +62,8 @@ open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_imp
 @pytest.mark.quick("gpt2-bfloat16", "llama-float32", "gemma3-bfloat16")
 def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
     """
-    Not as a Llama, nor without Gemma's offset of norms or the head that it had. Its first loss is
-    transformers': GPT-2's config.json has dropout.
+    It must not become a Llama, nor lose Gemma's offset of norms or its separate head. Its first
+    loss is transformers', although GPT-2's config.json has dropout.
     """
     base = tmp_path / "base"
     make(family, base, corpus, getattr(torch, dtype))
@@ -82,12 +84,13 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # What is left behind, and resumed
 
 
 @pytest.fixture
 def base(corpus, tmp_path) -> Path:
-    """A small model with a window in one layer of two, and its own head."""
+    """Return a small model with a window in one of two layers, and a separate head."""
     folder = tmp_path / "base"
     make("qwen3-windows", folder, corpus, **tiny_models.two_layers("qwen3-windows", 9))
     return folder
@@ -96,7 +99,7 @@ def base(corpus, tmp_path) -> Path:
 def test_a_resumed_run_does_without_the_model_it_began_from(
     base, corpus, out, tmp_path, monkeypatch
 ):
-    """To the losses and weights of a run that was not stopped, dropout included."""
+    """It reaches the losses and weights of a run that was not stopped, including dropout."""
     whole = tmp_path / "whole"
     flags = "--steps=6 --dropout=0.1 --eval_every=100"
     finetune(base, corpus, whole, flags)
@@ -120,9 +123,9 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
 
 def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
     """
-    A generation_config.json of a larger vocabulary made it unreadable. But any *token*.json was
-    deleted, the user's, too. What was overwritten said what its weights are: with the tied head
-    that the base's config.json speaks of vLLM would have left out the model's own.
+    Previously the generation_config.json of a larger vocabulary made it unreadable. But then any
+    *token*.json was deleted, even the user's. And the overwritten config.json described the new
+    weights: since the base had a tied head, vLLM would have ignored the model's own.
     """
     config = read_json(base / "config.json")
     old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
@@ -138,13 +141,14 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Models that cannot be trained
 
 
 def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
     """
-    Of images, for which the model has no rows; or of another tokenizer with as many tokens. One
-    that is read and not predicted is ~token in a corpus.
+    It may have tokens of images, for which the model has no rows, or come from another tokenizer
+    with as many tokens. A token that is read but not predicted is ~token in a corpus.
     """
     loaded = load_corpus(str(corpus), MACHINE)
     args = train.parse_args(argv(base, corpus, out))
@@ -163,8 +167,8 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     base, corpus, out, monkeypatch, capsys
 ):
     """
-    16 bytes a weight and process, of which a machine's memory holds all and a GPU's one; 20 where
-    gradients are also a message to other processes.
+    It takes 16 bytes per weight and process. A machine's memory must hold all processes, a GPU's
+    one. It takes 20 if gradients are also sent to other processes.
     """
     count = sum(p.numel() for p in load_checkpoint(base).parameters())
     free = 16 * count
@@ -172,7 +176,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     finetune(base, corpus, out)
     needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
     assert f"memory: {needed}" in capsys.readouterr().out
-    free = 0  # to resume, what was saved is in memory before this is asked
+    free = 0  # to resume, what was saved is already in memory when this is checked
     train.main(["--resume", f"--out={out}"])
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     loaded = load_corpus(str(corpus), MACHINE)
@@ -182,18 +186,18 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
         free = each * count
         machine.load_to_train(args, loaded, process)
         free -= 1
-        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: end other"):
+        with pytest.raises(ValueError, match=r"GiB to train, .* GiB free: close other"):
             machine.load_to_train(args, loaded, process)
 
 
 def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpus, out):
     """
-    Saved under its whole's configuration nothing would find the part's weights. The tokenizer was
-    reported as config.json.
+    Saved under the configuration of the whole model, the part's weights would not be found.
+    Previously the tokenizer was reported as config.json.
     """
     config = read_json(base / "config.json")
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
-    with pytest.raises(SystemExit, match=r"has a text_config, .* save the text model alone"):
+    with pytest.raises(SystemExit, match=r"has a text_config, .* save only the text model"):
         finetune(base, corpus, out)
     write_json(base / "config.json", config)
     message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"

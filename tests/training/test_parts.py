@@ -1,6 +1,6 @@
 """
-The parts of a training, each against another way to compute the same: batches, the evaluation, the
-schedule, Muon, and the operators that train against those of model.py.
+The parts of a training, each compared with another way to compute the same: batches, the
+evaluation, the schedule, Muon, and the operators that train with those of model.py.
 """
 
 import gc
@@ -26,7 +26,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch.utils.flop_counter import FlopCounterMode
 
 import train
-from model import GPT, TORCH, GPTConfig, Rope
+from model import GPT, TORCH_OPS, GPTConfig, Rope
 from training import fast
 from training.corpus import batch_rows, epoch_starts
 from training.fast import training_ops
@@ -55,7 +55,7 @@ def test_an_epoch_is_every_window_once_in_another_order():
 
 
 def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
-    """And what is not predicted is read, and no target."""
+    """Tokens that are not predicted are read, but are no targets."""
     run = new_run(tiny, corpus)
     tokens = np.arange(65, dtype=np.int32)
     run.corpus.train = np.where(tokens % 3, tokens, ~tokens)
@@ -72,6 +72,7 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The recipe
 
 
@@ -81,9 +82,9 @@ def small_gpt2() -> GPT:
 
 def test_evaluation_scores_what_is_to_be_predicted_once(corpus):
     """
-    By all that stands before it in its window, in plain torch by one window at a time; also in the
-    last one, which is short; and the bits are by the bytes of what was scored. A part of the
-    windows that happened to have nothing to score was divided by zero tokens.
+    Each token is scored given everything before it in its window, in plain torch one window at a
+    time, also in the last, short window. The bits are per byte of what was scored. Previously, if
+    one process had only windows without targets, its sum was divided by zero tokens.
     """
     loaded = train.load_corpus(str(corpus), MACHINE)
     ids = torch.from_numpy(loaded.val.astype(np.int64))
@@ -110,7 +111,10 @@ def test_evaluation_scores_what_is_to_be_predicted_once(corpus):
 
 
 def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):
-    """32 of 2,048 tokens have 40 GB of logits in Qwen's vocabulary, 16 times a training step's."""
+    """
+    32 windows of 2,048 tokens would have 40 GB of logits in Qwen's vocabulary, 16 times a training
+    step's.
+    """
     loaded = train.load_corpus(str(corpus), MACHINE)
     model = small_gpt2()
 
@@ -134,7 +138,7 @@ def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
-    """The mean of no losses is NaN, and ended the run."""
+    """Previously the mean of no losses was NaN, and ended the run."""
     run = new_run(tiny, corpus, replace(MACHINE, ops=training_ops(device)))
     x, y = run.next_batch()
     result = run.update(x, torch.full_like(y, -100))
@@ -144,7 +148,10 @@ def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
 
 
 def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
-    """In an evaluation, and a sample, which ends at a context of 32; then training drops again."""
+    """
+    This covers an evaluation and a sample, which ends at a context of 32. Then training drops
+    again.
+    """
     run = new_run(tiny, corpus)
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
@@ -155,6 +162,7 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     assert score == train.evaluate(run.model, run.corpus, MACHINE, 32)
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Operators
 
@@ -170,8 +178,8 @@ NEEDS_COMPILER = [
 @pytest.mark.quick("eager-gpt2")
 def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
     """
-    With the operators of a GPU, where a model is trained so; in windows of both lengths. Blocks are
-    one graph each: Python between two would wait for the device.
+    It uses the operators of a GPU, where models are trained this way, in windows of both lengths.
+    Each block is one graph, because Python between two graphs would wait for the device.
     """
     graphs = []
 
@@ -179,7 +187,7 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
         graphs.append(args)
         return lookup_backend(backend)(*args, **options)
 
-    torch._dynamo.reset()  # it compiles a function eight times, all tests counted
+    torch._dynamo.reset()  # it compiles a function eight times, counting all tests
     compile_block = partial(torch.compile, backend=noted, fullgraph=True)
     monkeypatch.setattr(torch, "compile", compile_block)
     flags = [*tiny, f"--arch={arch}", "--n_layer=2", "--steps=4", "--dropout=0"]
@@ -192,7 +200,7 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
         assert result.tolist() == pytest.approx(expected.tolist(), rel=1e-3)
     assert compiled.window() == 32
     assert len(graphs) == 5  # the loss; for each length the first block, and the others
-    # a length that is known makes faster kernels
+    # a length known in advance makes faster kernels
     assert not any(isinstance(x, torch.SymInt) for _, inputs in graphs for x in inputs)
     assert compiled.evaluate_and_sample() == plain.evaluate_and_sample()
     assert len(graphs) == 5
@@ -200,7 +208,7 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Undoes what `start_compiler` sets for the process."""
+    """Undo what `start_compiler` sets for the process."""
     monkeypatch.setenv("TORCHINDUCTOR_WORKER_START", "subprocess")
     before = gc.get_threshold()
     yield
@@ -209,7 +217,8 @@ def start(monkeypatch):
 
 def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
     """
-    Before the run's lock is taken, which its processes would hold, and before signals are caught.
+    It starts before the run's lock is taken, which its processes would inherit, and before signals
+    are caught.
     """
     events = []
     monkeypatch.setattr(AsyncCompile, "wakeup", lambda: events.append(gc.get_threshold()[0]))
@@ -219,7 +228,7 @@ def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
     train.main(tiny)
     train.main([*tiny, "--device=cuda"])
     assert events == ["signals", "lock", "run", 100_000, "signals", "lock", "run"]
-    assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"  # what it is stays the user's
+    assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"  # a value set by the user stays
 
 
 KILLED = """
@@ -236,9 +245,10 @@ train.main()
 @pytest.mark.slow
 def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_path):
     """
-    By a name of torch's that is not public: this fails where a new torch has another. They were
-    forked with the first kernel of a GPU: after a kill they held the run's lock for a minute. When
-    one dies, torch ends the others by SIGTERM and waits: with the run's handler they lived on.
+    This uses a private name of torch's, so it fails if a new torch has another. Previously the
+    processes were forked with the first kernel of a GPU, and after a kill they held the run's lock
+    for a minute. When one dies, torch ends the others by SIGTERM and waits, but with the run's
+    handler they lived on.
     """
     command = [sys.executable, "-c", KILLED, "--device=cuda", "--compile", f"--out={tmp_path}"]
     environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2"}
@@ -248,8 +258,9 @@ def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_pat
 
 def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
     """
-    It failed at the first step, when --overwrite had deleted the model. Processes that were forked
-    before one could not be, for which torch would wait for ever, are ended.
+    Previously it failed at the first step, when --overwrite had already deleted the model. If a
+    process cannot be forked, those forked before are ended, because torch would wait for them for
+    ever.
     """
     out.mkdir()
     model = out / "config.json"
@@ -272,7 +283,7 @@ LLAMA = {"norm": "rms", "gated": True, "activation": "silu", "rope": {0: Rope(10
 LLAMA |= {"n_inner": 40, "bias": False}
 
 
-# as others are made
+# as other models are made
 OTHERS = LLAMA | {"windows": (19, 0), "rope": {0: Rope(100.0), 19: Rope(30.0)}}
 CAPPED = OTHERS | {"attention_softcap": 2.0, "logit_softcap": 3.0}
 NORMED = LLAMA | {"n_kv_head": 1, "post_norm": True, "qk_norm": True}
@@ -286,9 +297,10 @@ MODELS |= {"windows": OTHERS, "caps": CAPPED, "shared heads, all norms": NORMED}
 @pytest.mark.quick("*-cpu-*", "*-cuda-dtype0", "shared*-cuda-dtype1")
 def test_operators_that_train_are_the_references(fields, device, dtype, monkeypatch):
     """
-    The loss and all gradients: within rounding in fp32, and in bfloat16 within twice the error of
-    plain torch. With targets left out, with more tokens and more words than a chunk of the loss,
-    and with the same numbers drawn for dropout. Compiled blocks are a GPU's, one graph each.
+    The loss and all gradients are compared: in fp32 within rounding, in bfloat16 within twice the
+    error of plain torch. Some targets are left out, there are more tokens and a larger vocabulary
+    than a chunk of the loss, and dropout draws the same numbers. Compiled blocks are a GPU's, one
+    graph each.
     """
     for name in "CPU_CHUNKS", "GPU_CHUNKS":
         monkeypatch.setattr(fast, name, getattr(fast, name)._replace(rows=100))
@@ -308,10 +320,10 @@ def test_operators_that_train_are_the_references(fields, device, dtype, monkeypa
         grads = torch.autograd.grad(3 * loss, model.parameters())
         return [loss, *grads]
 
-    exact = gradients(TORCH, torch.float32)
-    plain = gradients(TORCH, dtype)
+    exact = gradients(TORCH_OPS, torch.float32)
+    plain = gradients(TORCH_OPS, dtype)
     if device == "compiled":
-        torch._dynamo.reset()  # it compiles a function eight times, all tests counted
+        torch._dynamo.reset()  # it compiles a function eight times, counting all tests
         for block in model.h:
             block.compile(backend="eager", fullgraph=True, dynamic=False)
     found = gradients(training_ops(device.replace("compiled", "cuda")), dtype)
@@ -322,7 +334,9 @@ def test_operators_that_train_are_the_references(fields, device, dtype, monkeypa
 
 
 def test_an_evaluation_multiplies_for_no_gradients():
-    """Which took two thirds of the loss's time: a weight asks for one all the same."""
+    """
+    Previously they took two thirds of the loss's time, because a weight still requires a gradient.
+    """
     model = small_gpt2()
     batch = train.tokens_and_targets(torch.randint(60, (2, 20)))
 
@@ -331,10 +345,11 @@ def test_an_evaluation_multiplies_for_no_gradients():
             model(*batch, ops)
         return counter.get_total_flops()
 
-    ops = TORCH._replace(loss=training_ops("cpu").loss)
-    assert operations(ops) == operations(TORCH) > 0
+    ops = TORCH_OPS._replace(loss=training_ops("cpu").loss)
+    assert operations(ops) == operations(TORCH_OPS) > 0
 
 
+# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # The model that training begins with
 
@@ -346,8 +361,8 @@ def test_a_text_longer_than_the_context_is_refused():
 
 def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
     """
-    N(0, 0.02), but the projections into the residual stream, of which two a layer add up, less;
-    biases zero.
+    They are N(0, 0.02), and smaller in the projections into the residual stream, because two of
+    these per layer add up. Biases are zero.
     """
     flags = [*tiny, "--arch=gpt2", "--bias", "--n_layer=3", "--n_embd=64", "--context_length=200"]
     for name, w in new_run(flags, corpus).model.named_parameters():

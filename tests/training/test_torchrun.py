@@ -1,6 +1,6 @@
 """
-The machine of a run: devices, dtypes; and several processes, which together take one's steps, of
-which one writes and prints.
+The machine of a run: devices and dtypes. And several processes, which together take the steps of a
+single one; one of them writes and prints.
 """
 
 import os
@@ -18,6 +18,7 @@ from tokenizer import TokenizerError
 from training import machine
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Devices
 
 
@@ -30,7 +31,7 @@ def test_a_gpu_is_taken_where_there_is_one(monkeypatch):
     assert pick("cuda") == pick(None) == torch.device("cuda", 0)
 
 
-# of avx2 it would be emulated; oneDNN is limited by ONEDNN_MAX_CPU_ISA
+# with avx2 it would be emulated; oneDNN is limited by ONEDNN_MAX_CPU_ISA
 CPUS = [("avx512_bf16", True), ("amx_bf16", True), ("bf16", True), ("avx2", True), ("bf16", False)]
 
 
@@ -57,9 +58,9 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
     monkeypatch, bf16, flags, dtype, compiled
 ):
     """
-    Each process of a host has a GPU of its own. And those that torchrun starts again find none of
-    the addresses of the dead, which its store keeps: they waited for ever, by chance (pytorch's
-    issue 135712).
+    Each process of a host has its own GPU. Processes restarted by torchrun find no addresses of
+    dead ones. torchrun's store keeps these, and previously a restarted process could wait for ever
+    (pytorch issue 135712).
     """
     calls = []
     kept = torch.distributed.HashStore()
@@ -88,8 +89,8 @@ def test_a_gpu_computes_in_bfloat16_if_it_can_and_compiles(
     assert process == train.Process(gpu, dtype, compiled, 5, 8, (gpu, compiled))
 
 
-# CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads
-# two hyperthreads of one core are both taken; the fifth is a system that does not say
+# CPUs that may be used, siblings of each core, a container's share, OMP_NUM_THREADS -> threads. Two
+# hyperthreads of one core are both used; the fifth row is a system that does not say
 THREADS = """
 2 | 0-1 0-1                         | max 100000    |   | 2
 4 | 0-1 0-1 2-3 2-3                 | 900000 100000 |   | 2
@@ -123,6 +124,7 @@ def test_a_thread_for_each_core_that_may_be_used(monkeypatch, row):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Several processes
 
 
@@ -146,9 +148,10 @@ train.main()
 @pytest.mark.slow
 def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny, out, tmp_path):
     """
-    Gradients are averaged, so losses and weights are those of one process up to rounding: without
-    cautious decay, which depends on the signs of updates, also of those near 0. One is killed at
-    step 3 and torchrun starts both again; one is asked to stop at step 4; one alone does the rest.
+    Gradients are averaged, so losses and weights are those of one process, up to rounding. This
+    needs a run without cautious decay, which depends on the signs of updates, even of those near 0.
+    One process is killed at step 3, and torchrun restarts both. One is asked to stop at step 4. A
+    single process does the rest.
     """
     flags = [*tiny, "--steps=6", "--dropout=0", "--eval_every=1", "--matrix_decay=0"]
     one = tmp_path / "one"
@@ -157,7 +160,7 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
     script.write_text(DIES_AND_IS_STOPPED)
     # a machine may have fewer than two GPUs
     environment = os.environ | {"ROOT": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    # no port is chosen beforehand: --standalone asks the system for one
+    # no port is chosen in advance: --standalone asks the system for one
     start = "-m torch.distributed.run --nproc_per_node=2 --standalone --max-restarts=1"
     command = [sys.executable, *start.split(), script, *flags]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
@@ -165,7 +168,7 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
     printed = done.stdout
     assert printed.startswith("device: 2 x CPU, 1 thread, float32")
     assert printed.count("6 steps, from step 2, 33% done") == printed.count("saved at step 4") == 1
-    assert "Warning" not in done.stderr  # torch's, of a name that it has replaced
+    assert "Warning" not in done.stderr  # torch's, about a name that it has replaced
     train.main(["--resume", f"--out={out}"])
     assert (out / "loss.png").exists()
     expected = [line for line in read_log(one) if line["step"] != 4 or "loss" in line]
@@ -195,13 +198,13 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
 
     monkeypatch.setattr(torch.distributed, "barrier", barrier)
     with pytest.raises(TokenizerError):
-        # the other has not prepared it
+        # the other process has not prepared it
         train.load_corpus("letters", replace(MACHINE, rank=1, world=2))
     corpus = train.load_corpus("letters", replace(MACHINE, world=2))
     assert is_prepared == [False, True]
     (folder / "prepare.py").write_text("raise AssertionError('prepared twice')")
     assert train.load_corpus("letters", MACHINE).val.tolist() == corpus.val.tolist() == [1, 1]
-    assert len(is_prepared) == 2  # a process that is alone waits for nobody
+    assert len(is_prepared) == 2  # a single process does not wait
 
 
 def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
@@ -213,7 +216,7 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, o
 
 
 def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
-    """One that stepped on alone would wait for the others' gradients for ever."""
+    """If one went on by itself, it would wait for the others' gradients for ever."""
     out.mkdir()
     run = new_run([*tiny, "--steps=9"], corpus)
 

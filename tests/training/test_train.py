@@ -1,6 +1,6 @@
 """
-train.py: what a run leaves behind, that it can be stopped and resumed, its flags, and how
-it ends where it cannot go on.
+train.py: what a run leaves behind, that it can be stopped and resumed, its flags, and how it ends
+if it cannot continue.
 """
 
 import json
@@ -33,6 +33,7 @@ from training import report
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The whole run
 
 
@@ -54,7 +55,8 @@ def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsy
     assert f"bits per byte: {last['bits_per_byte']:.3f}" in printed
 
 
-# between two evaluations; then at once, at one, and in the long windows of the last quarter
+# between two evaluations; then immediately, at an evaluation, and in the long windows of the last
+# quarter
 STOPS = {"by hand": (7,), "by make run": (1, 2, 10, 16)}
 
 
@@ -63,8 +65,9 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     typed, tiny, out, tmp_path, monkeypatch, capsys
 ):
     """
-    To the bit, dropout included: batches and noise are functions of (seed, step). After `make run`
-    the command that continues it was `python`, which without the environment has no torch.
+    They are equal to the bit, including dropout, because batches and noise are functions of (seed,
+    step). Previously, after `make run`, the command to continue used `python`, which has no torch
+    outside the environment.
     """
     stops = STOPS[typed]
     monkeypatch.delenv("MAKELEVEL", raising=False)
@@ -84,7 +87,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
         assert assert_loads(out)["step"] == stop
         assert read_log(out)[-1]["step"] == stop
     train.main(flags)
-    # a run that is asked to stop does not evaluate before it does
+    # a run that is asked to stop does not evaluate first
     lines = read_log(whole)
     expected = [line for line in lines if "loss" in line or line["step"] not in stops]
     assert read_log(out) == expected
@@ -92,15 +95,16 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     train.main(flags)  # a finished run only reports again
     assert read_log(out) == expected
     printed = capsys.readouterr().out
-    assert "100% done" in printed and "scoring 1,001" in printed  # it took 33 s without a word
+    assert "100% done" in printed and "scoring 1,001" in printed  # it used to take 33 s in silence
     assert "val loss:" in printed
 
 
 def test_what_torchrun_starts_again_goes_on(tiny, out, monkeypatch, capsys):
     """
-    With --max-restarts, the same command ended with "holds a model". Would catch: what the first
-    start has filled in, here the dtype, taken for a flag of another run; a graph that is left when
-    processes part: NCCL would wait for ever for the end of one that has its messages.
+    Previously, with --max-restarts, the same command ended with "holds a model". Would catch: a
+    value filled in by the first start, here the dtype, taken for a flag of another run; a graph
+    that remains when processes part, because NCCL would wait for ever for a process whose messages
+    it still has.
     """
     tiny = [flag for flag in tiny if not flag.startswith("--dtype")]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
@@ -132,7 +136,7 @@ WITHOUT_LOSS = {
 
 def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     """
-    Would catch: a run that is begun; a run that was stopped taken for one without a log; another
+    Would catch: a run that is started; a run that was stopped taken for one without a log; another
     field, or another run's.
     """
     ended = tmp_path / "ended"
@@ -145,7 +149,7 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     curves = []
     monkeypatch.setattr(report, "draw", lambda *args: curves.append(args))
-    monkeypatch.setattr(train, "only_run_in", None)  # nothing is written without it
+    monkeypatch.setattr(train, "only_run_in", None)  # otherwise nothing is written
     capsys.readouterr()
     train.main(["--compare", "out", "ended"])
     first, second = capsys.readouterr().out.splitlines()
@@ -163,7 +167,9 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
 
 
 def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, capsys):
-    """A step has as many tokens in both; an evaluation on the way is in windows of that length."""
+    """
+    A step has as many tokens in both. An evaluation on the way uses windows of the current length.
+    """
     shapes = []
     windows = []
 
@@ -183,8 +189,8 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     assert shown in capsys.readouterr().out
 
 
-# step, and how many are read together -> what its loss and norm are times, or the weights, which an
-# evaluation notices: the loss is that before its step's update; the message, the step that is kept
+# step, and how many are read together -> factors of its loss and norm, or of the weights, which an
+# evaluation notices (the loss is that before its step's update); the message; the step that is kept
 DIVERGED = {
     (8, 10): ([math.nan, math.nan], "^step 8, loss nan, norm nan: stopped", 5),
     (9, 1): ([1, math.inf], r"^step 9, loss [\d.]+, norm inf: stopped", 5),
@@ -195,7 +201,7 @@ DIVERGED = {
 
 @pytest.mark.parametrize(("at", "stride"), DIVERGED)
 def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkeypatch):
-    """Of steps whose losses are read together, the first bad one is named."""
+    """If the losses of several steps are read together, the first bad one is named."""
     factor, message, kept = DIVERGED[at, stride]
 
     def diverge(run, result):
@@ -215,8 +221,8 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkey
 
 def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
     """
-    Each wrote over what the other had saved; or one ended, where both renamed a file at once, with
-    the advice to make room.
+    Previously each overwrote what the other had saved. Or, if both renamed a file at the same time,
+    one ended with the advice to make room.
     """
 
     def start_another(run, result):
@@ -225,7 +231,7 @@ def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
                 train.main([*tiny, "--steps=1"])
 
     after_update(monkeypatch, start_another)
-    for more in ([], ["--overwrite"]):  # the first has given the directory back
+    for more in ([], ["--overwrite"]):  # the first has released the directory
         train.main([*tiny, "--steps=2", *more])
     assert_loads(out)
 
@@ -239,10 +245,11 @@ def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Flags
 
 
-# as typed, RUN for the flags of a run into a model's directory -> the message
+# as typed, where RUN stands for the flags of a run into a model's directory -> the message
 MISTAKES = """
 --resume --steps=9 --seed=1 -> leave out --seed, --steps
 --overwrite --data=nowhere -> --overwrite deletes a model: name its directory with --out DIR
@@ -259,7 +266,7 @@ MISTAKES = """
 --init=out --out=out/../out --data=nowhere -> out: name another folder, as --out
 --init=out --out=out/../out --data=nowhere --overwrite -> --init and --out are both
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
-RUN --data=nowhere -> does not exist; there is stdlib and shakespeare_char, and data/text
+RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or make a corpus
 RUN --n_embd=1000000 -> GiB free: lower --n_embd or --n_layer
 RUN --n_head=3 -> n_embd 16 is not a multiple of n_head 3
 RUN --context_length=1000000 -> training tokens are too few for windows of 1000000
@@ -268,7 +275,9 @@ RUN --context_length=1000000 -> training tokens are too few for windows of 10000
 
 @pytest.fixture
 def chat(tmp_path, monkeypatch) -> str:
-    """A corpus of dialogues, as far as flags see it; two models are here, of 33 and 600 tokens."""
+    """
+    Make a corpus of dialogues, as far as flags see it, and two models, of contexts 33 and 600.
+    """
     monkeypatch.chdir(tmp_path)
     save_checkpoint(random_model(), "out")
     save_checkpoint(random_model(context_length=600), "long")
@@ -279,9 +288,10 @@ def chat(tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize("row", MISTAKES.strip().splitlines())
 def test_mistakes_get_a_message_and_delete_nothing(row, chat, tiny, out, monkeypatch, capsys):
     """
-    `--overwrite` deleted out/stdlib, which had not been named, and `--overwrite --data TYPO` the
-    model before it refused; `--data chat` without --init trained a new model of three layers for
-    minutes; where --init and --out were one, --overwrite deleted the model to begin from.
+    Previously `--overwrite` deleted out/stdlib, which had not been named, and `--overwrite --data
+    TYPO` deleted the model before it was refused. `--data chat` without --init trained a new model
+    of three layers for minutes. If --init and --out were the same, --overwrite deleted the model to
+    begin from.
     """
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     typed, message = row.split(" -> ")
@@ -295,12 +305,15 @@ def test_mistakes_get_a_message_and_delete_nothing(row, chat, tiny, out, monkeyp
 
 
 def test_nothing_to_resume(tmp_path):
-    """Nor from a version with other flags: a state with a weight decay ended in a traceback."""
+    """
+    A run of a version with other flags cannot be resumed, either: a state with a weight decay used
+    to end in a traceback.
+    """
     path = tmp_path / "train_state.pt"
     older = vars(train.parse_args([])) | {"weight_decay": 0.1}
     contents = {
         "No such file": None,
-        "Weights only load failed": {"args": tmp_path},  # whose unpickling could run anything
+        "Weights only load failed": {"args": tmp_path},  # unpickling it could run anything
         "another version of train.py wrote it": {"args": older, "step": 3},
     }
     for reason, content in contents.items():
@@ -309,14 +322,15 @@ def test_nothing_to_resume(tmp_path):
         message = rf"nothing to resume, .*pt cannot be read \(.*{reason}"
         with pytest.raises(SystemExit, match=message) as error:
             train.main(["--resume", f"--out={tmp_path}"])
-        assert "\n" not in str(error.value)  # torch explains itself in ten lines
+        assert "\n" not in str(error.value)  # torch's own explanation has ten lines
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "val", "train", "less to train"])
 def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, tmp_path):
     """
-    In as many other tokens the run went on, and its model learnt what it could not read; with fewer
-    it ended in the advice to lower --context_length, which --resume refuses.
+    Previously, with as many other tokens, the run continued, and its model learned what it could
+    not read. With fewer tokens it ended in the advice to lower --context_length, which --resume
+    refuses.
     """
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
@@ -367,7 +381,7 @@ def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row
 
 
 def test_a_llama_has_the_weights_of_a_gpt2(corpus):
-    """Biases and GPT-2's activation are GPT-2's alone."""
+    """Only GPT-2 has biases and GPT-2's activation."""
     flags = ["--device=cpu", "--preset=gpt2-124M", "--arch=llama", "--n_layer=1"]
     config = new_run(flags, corpus).model.config
     assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
@@ -393,7 +407,9 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_p
 
 
 def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
-    """A CPU's AdamW, which is not `capturable`, kept a resumed GPU from its graph."""
+    """
+    Previously the AdamW of a CPU, which is not `capturable`, kept a resumed GPU run from its graph.
+    """
     train.main([*tiny, "--steps=2"])
     state = assert_loads(out)
     state["optimizers"][1]["param_groups"][0]["capturable"] = True
@@ -403,11 +419,12 @@ def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The output of a run
 
 
 def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path):
-    """Nothing comes before it; nor do its bytes count among those that the bits are divided by."""
+    """Nothing comes before it. Its bytes do not count in the bits per byte, either."""
     tokenizer = char_tokenizer("abcé\n")
     val = "éab\ncab\n" * 5
     ids = tokenizer.encode("abcé\n" * 30)
@@ -423,9 +440,10 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     tiny, corpus, monkeypatch
 ):
     """
-    Text behind the end of a text is another text; a BOS goes before that end. Of two tokens, the
-    second is drawn as often as softmax(difference / temperature). A chat model's answers followed
-    an end of text, and looked broken: now the first question held out.
+    The text after the end of a text is another text; a BOS comes before that end. Of two tokens,
+    the second is drawn as often as softmax(difference / temperature) says. Previously a chat
+    model's samples followed an end of text, and looked broken. Now they answer the first held-out
+    question.
     """
     run = new_run(tiny, corpus)
     line = run.corpus.tokenizer.encode("x = 1\n")
@@ -458,15 +476,17 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # Signals
 
 
 @pytest.mark.parametrize(("rank", "answers"), [("0", 1), ("1", 0), ("terminal is gone", 0)])
 def test_a_second_signal_kills(rank, answers, monkeypatch, capfd):
     """
-    The first asks for an end after the step under way, and is answered; the second does not wait
-    for it. Steps of a large model take a minute: Ctrl-C seemed to do nothing, and a second one lost
-    the run. Where its terminal was gone, the answer raised OSError in the middle of the step.
+    The first asks for an end after the running step, and is answered. The second does not wait for
+    it. Steps of a large model take a minute. Previously Ctrl-C seemed to do nothing, and a second
+    one lost the run. And if its terminal was gone, the answer raised OSError in the middle of the
+    step.
     """
     monkeypatch.setenv("RANK", rank.replace("terminal is gone", "0"))
     caught = train.catch_signals()

@@ -1,7 +1,7 @@
 """
-train.py's update, whole, against its formulas written down once more: clipping, Muon, AdamW, decay
-and schedule, in float64; the gradients are autograd's of the operators of model.py. No knob has its
-default, and no two knobs are alike, so that each term of each formula moves the weights.
+train.py's whole update, compared with its formulas written a second time: clipping, Muon, AdamW,
+decay and schedule, in float64. The gradients are autograd's, with the operators of model.py. No
+knob has its default, and no two are alike, so that each term of each formula moves the weights.
 """
 
 from copy import deepcopy
@@ -14,7 +14,7 @@ import torch
 from runs import MACHINE
 
 import train
-from model import TORCH
+from model import TORCH_OPS
 from training import fast
 from training.fast import training_ops
 
@@ -24,20 +24,22 @@ FLAGS = """--device=cpu --dtype=float32 --n_layer=2 --n_head=3 --n_embd=24 --see
     --matrix_lr=0.03 --vector_lr=0.007 --clip=0.2 --matrix_decay=3 --vector_decay=4"""
 LLAMA = "--arch=llama --dropout=0.2"
 KINDS = {
-    "all terms": ("--arch=gpt2 --dropout=0.2 --bias --activation=gelu_new", TORCH),
-    # where neurons are dead, rounding decides the signs of updates, and these decide on decay
+    "all terms": ("--arch=gpt2 --dropout=0.2 --bias --activation=gelu_new", TORCH_OPS),
+    # if neurons are dead, rounding decides the signs of updates, and the signs decide the decay
     "no biases, nothing to clip, in parts": (
         "--arch=gpt2 --activation=relu2 --clip=1000 --matrix_decay=0 --accumulate=3",
-        TORCH,
+        TORCH_OPS,
     ),
-    "llama": (LLAMA, TORCH),
+    "llama": (LLAMA, TORCH_OPS),
     "llama, with the operators of a CPU": (LLAMA, training_ops("cpu")),
     "llama, with another gate": (LLAMA + " --activation=relu2", training_ops("cpu")),
 }
 
 
 def make_run(flags: str = "", **process) -> train.Run:
-    """A run on random tokens, few enough that each has a gradient far from zero in every step."""
+    """
+    Return a run on random tokens, few enough that each has a gradient far from zero in every step.
+    """
     args = train.parse_args([*FLAGS.split(), *flags.split()])
     tokens = np.random.default_rng(0).integers(VOCAB, size=500).astype(np.uint16)
     tokenizer = SimpleNamespace(vocab_size=VOCAB, eos_token_id=None)
@@ -46,13 +48,14 @@ def make_run(flags: str = "", **process) -> train.Run:
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The reference
 
 
 def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
     """
-    Newton-Schulz with Jordan's quintic, by what it does to the singular values: five times s ->
-    p(s).
+    Compute Newton-Schulz with Jordan's quintic by its effect on the singular values: five times s
+    -> p(s).
     """
     u, s, v = torch.linalg.svd(matrix / matrix.norm(), full_matrices=False)
     for _ in range(5):
@@ -62,8 +65,9 @@ def reference_orthogonal(matrix: torch.Tensor) -> torch.Tensor:
 
 def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    The new weight and the new mean gradient: Nesterov momentum, orthogonal parts, decay of the
-    weights that these make smaller. NaN where an update is so near 0 that rounding decides on that.
+    Return the new weight and the new mean gradient: Nesterov momentum, orthogonal parts, and decay
+    of weights that the update makes smaller. NaN marks an update so close to 0 that rounding
+    decides this.
     """
     maps = 1
     if "c_attn" in name:
@@ -86,8 +90,8 @@ def reference_muon(name, w, mean, gradient, lr: float, args) -> tuple[torch.Tens
 
 def reference_adamw(w, moments, gradient, lr: float, step: int, args) -> tuple[torch.Tensor, tuple]:
     """
-    The new weight and the new moments, with the bias of the first steps corrected; embeddings
-    decay.
+    Return the new weight and the new moments, with the bias of the first steps corrected;
+    embeddings decay.
     """
     first, second = moments
     first = 0.9 * first + 0.1 * gradient
@@ -101,8 +105,8 @@ def reference_adamw(w, moments, gradient, lr: float, step: int, args) -> tuple[t
 
 def reference_step(model, state: dict, x, y, step: int, args) -> tuple[dict, float, float]:
     """
-    Step `step`, counted from 1, of the whole update: the new weights, the loss, the norm of the
-    gradient.
+    Take step `step`, counted from 1, of the whole update. Returns the new weights, the loss and the
+    norm of the gradient.
     """
     model = deepcopy(model)
     torch.manual_seed(args.seed + step - 1)
@@ -131,19 +135,20 @@ def reference_step(model, state: dict, x, y, step: int, args) -> tuple[dict, flo
 
 
 # --------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # The update
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_four_updates_are_those_of_the_formulas(kind):
     """
-    One dropout mask for all steps, no clipping, Muon's momentum as 1 - momentum: nothing noticed,
-    for the loss falls all the same.
+    Would catch: one dropout mask for all steps; no clipping; Muon's momentum as 1 - momentum.
+    Otherwise none of these would be noticed, because the loss still falls.
     """
     flags, ops = KINDS[kind]
     run = make_run(flags, ops=ops)
     for parameter in run.model.parameters():
-        # biases and norms, too, are far from where they begin
+        # biases and norms are also far from where they begin
         parameter.data += torch.randn_like(parameter) * 0.1
     state = {}
     for step in range(1, 5):
@@ -169,7 +174,7 @@ def test_four_updates_are_those_of_the_formulas(kind):
 
 
 def test_a_training_pass_drops_everywhere(monkeypatch):
-    """Embeddings, and in each of two layers attention weights, attention and MLP."""
+    """It drops embeddings and, in each of two layers, attention weights, attention and MLP."""
     drop = torch.nn.functional.dropout
     calls = []
 
@@ -184,7 +189,7 @@ def test_a_training_pass_drops_everywhere(monkeypatch):
 
 
 def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else(monkeypatch):
-    """The same step again leaves out the same."""
+    """The same step again drops the same."""
     monkeypatch.setattr(train.Process, "sum_gradients", lambda process, model: None)
     monkeypatch.setattr(train.Process, "gather", lambda process, x: x.repeat(4, 1, 1))
     still = "--dropout=0.5 --matrix_lr=0 --vector_lr=0 --batch_size=4"
@@ -206,7 +211,7 @@ def test_dropout_differs_by_step_and_by_process_and_by_seed_and_by_nothing_else(
 
 
 def test_in_bfloat16_only_the_matrix_products_are(monkeypatch):
-    """Muon's, too. Weights, gradients and the optimizer's state stay in float32."""
+    """This includes Muon's. Weights, gradients and the optimizer's state stay in float32."""
     run = make_run(dtype=torch.bfloat16)
     dtypes = []
     orthogonalize = fast.orthogonalize
