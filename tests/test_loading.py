@@ -110,7 +110,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Packed, or converted to integers, while they are loaded
 
 
@@ -244,7 +243,6 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     assert is_without_compiler == "True"
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Free memory, and copies
 

@@ -394,7 +394,6 @@ def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # What is served beside an answer
 
 
@@ -433,7 +432,6 @@ def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     assert_idle(engine)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # On the simulated engine, where right answers are known beforehand
 

@@ -185,7 +185,6 @@ result = [answers, *counts, chunks[-1].choices[0].finish_reason, refused]
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Answers by schema, and tools: the model is random, so only the grammar makes answers fit
 
 PERSON = """
@@ -436,7 +435,7 @@ KEY = "sk-alpha"  # the gateway's
 
 @pytest.fixture(scope="module")
 def gateway(bin, caller, tmp_path_factory):
-    """The address of LiteLLM's proxy in front of the caller, as examples/gateway.yaml has it."""
+    """Return the address of LiteLLM's proxy before the caller, as in examples/gateway.yaml."""
     folder = tmp_path_factory.mktemp("gateway")
     config = (ROOT / "examples/gateway.yaml").read_text()
     for text, own in ("http://127.0.0.1:8000", caller.url), ("openai/chat", "openai/tiny"):
@@ -466,8 +465,8 @@ def gateway(bin, caller, tmp_path_factory):
         process.wait(10)
 
 
-# Each asks whole and as a stream for a text and for a call, sends the call's result, and then too
-# long a prompt. `url` is the server's, `gateway` the gateway's.
+# Each asks for a text and for a call, whole and as a stream. Then it sends the call's result and,
+# last, a prompt that is too long. `url` is the server's, `gateway` the gateway's.
 AGENT = """
 import httpx
 
@@ -478,7 +477,7 @@ function = {"name": "weather", "description": "of a city", "parameters": schema}
 
 
 def count(function, called):
-    "How long the prompt is, asked for without the gateway."
+    "Return the length of the prompt, asked without the gateway."
     call = {"id": called.pop("id"), "type": "function", "function": called}
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
     talk.append({"role": "assistant", "tool_calls": [call]})
@@ -568,8 +567,8 @@ result = [texts, calls, counts, refused]
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_talks_and_calls_through_a_gateway(name, bin, caller, gateway, tmp_path):
     """
-    In the forms that agents use, with the fields that they send. Would catch: a result that the
-    template never saw; a call that is read only when whole; an error that says nothing.
+    The calls have the forms that agents use, and the fields that they send. Would catch: a result
+    that the template never saw; a call that is only read when whole; an error without a reason.
     """
     names = f"gateway, key = {gateway!r}, {KEY!r}\n"
     texts, calls, counts, refused = run(names + AGENT + AGENTS[name], bin, caller, tmp_path)
@@ -587,7 +586,7 @@ def count(server: Process, metric: str) -> int:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", AGENTS)
 def test_a_hang_up_goes_through_a_gateway(path, stream, caller, gateway):
-    """Whole answers went on to their end without `cancel_on_disconnect`."""
+    """Without `cancel_on_disconnect`, whole answers were computed to their end."""
     aborted = 'vllm:request_success_total{finished_reason="abort"'
     before = count(caller, aborted)
     said = [{"role": "user", "content": "hi"}]

@@ -593,7 +593,7 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
             assert ids.count(tokenizer.control["<s>"]) == ("bos_token" in template)
 
 
-# In the manner of the hub's: what each family does with a system message, tools, calls and results.
+# Similar to the hub's: what each family does with a system message, tools, calls and results.
 GRANITE3 = """{%- if tools and not available_tools %}{% set available_tools = tools %}{% endif %}
 {%- if 'citations' in controls and documents %}cite{% endif %}
 {%- if available_tools %}{{ available_tools | tojson(indent=4) }}{% endif %}
@@ -717,7 +717,7 @@ RESULTS = [
 
 @pytest.mark.parametrize("template", CALLING)
 def test_tools_calls_and_results_are_rendered_as_by_transformers(template, make):
-    """SmolLM3 has another name for tools: its template showed none of those that were sent."""
+    """SmolLM3 has another name for tools. Previously its template showed none that were sent."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     chat = make(template)
@@ -734,13 +734,12 @@ def test_tools_calls_and_results_are_rendered_as_by_transformers(template, make)
 
 @pytest.mark.parametrize("role", ["developer", "system"])
 def test_a_template_that_knows_no_developer_gets_a_system_message(role, make):
-    """OpenAI's newer name: Granite's and Qwen3's templates left the message out."""
+    """Developer is OpenAI's newer name. Granite's and Qwen3's templates left such messages out."""
     known = f"{{% for m in messages if m.role == '{role}' %}}{{{{ m.content }}}}{{% endfor %}}."
     talk = [{"role": "developer", "content": "Be brief"}, *say("hello")]
     assert make(known).encode(talk) == [*b"Be brief."]
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Against prompt injection: what users write stays text
 
