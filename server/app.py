@@ -373,7 +373,7 @@ class Service:
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
-        while self.client.choices and time.monotonic() < self.deadline:
+        while (self.client.choices or self.listeners.behind) and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.refuse_all(ApiError(503, STOPPED, code="stopping"))
         self.listeners.end()

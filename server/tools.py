@@ -29,8 +29,8 @@ MAX_CALLS = 16  # in one answer
 # Options for the library. JSON is written as by json.dumps, like in the templates. So there is no
 # newline before the end of a call. The options replace a client's own, which could disable checks.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# </think>, </thinking>, </seed:think>, [/THINK], ..
-AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+# </think>, </thinking>, </seed:think>, [/THINK], or <think> if a template only begins thoughts
+THOUGHTS = re.compile(r"(?i)(<|[<\[]/)(\w+:)?(think|thinking|thought|reasoning)[>\]]")
 NO_TAGS = ["", ""]  # for templates that write calls in an unknown form
 START, THINKING, TEXT, NAME = range(-2, 2)  # states of a reader; 2: in the arguments
 NEVER = "\ud800"  # a marker that never occurs: a lone surrogate is not in any text
@@ -93,8 +93,11 @@ def find_thoughts(source: str) -> list[str]:
     Return the markers before and after a model's thoughts. `source` has its chat template and the
     names of its tokens. Return [] if these contain no such markers.
     """
-    found = AFTER_THOUGHTS.search(source)
-    return [found[0].replace("/", ""), found[0]] if found else []
+    found = THOUGHTS.search(source)
+    if not found:
+        return []
+    opening = found[0].replace("/", "")
+    return [opening, f"{opening[0]}/{opening[1:]}"]
 
 
 def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:

@@ -92,7 +92,7 @@ def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, mon
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     """Integers on a GPU are also refused."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    monkeypatch.setattr(checkpoint, "give", lambda *_: pytest.fail("it is loaded"))
+    monkeypatch.setattr(checkpoint, "set_weight", lambda *_: pytest.fail("it is loaded"))
     set_memory(monkeypatch, 1000)
 
     def load(settings: Settings, device: str = "cpu"):
@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         load(Settings())
     with refused("bfloat16 take .* and 4 KV blocks"):
         load(Settings(num_blocks=4))
-    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
+    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, and the device is cuda"):
         load(Settings(quantize="int8"), "cuda")
 
 
@@ -159,7 +159,7 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *call: events.append(name) or function(*call))
 
-    note(checkpoint, "give")
+    note(checkpoint, "set_weight")
     for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
         note(kind, "fill")
     flags = f"--model={tmp_path} --device=cpu --quantize={quantize} --dtype={dtype}"
@@ -167,7 +167,7 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     assert events.count("fill") == 13 + (quantize == "int8")  # including the embedding
     # each as soon as it is loaded; the first after the embedding and a norm
     assert events.index("fill") <= 3
-    assert events[-2:] == ["give", "fill"]
+    assert events[-2:] == ["set_weight", "fill"]
 
 
 MEASURE = """

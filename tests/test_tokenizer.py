@@ -187,20 +187,20 @@ def write_changed(bpe, folder, spec="{}", config="{}"):
 
 # what tokenizer.json says -> the refusal, or nothing
 CHANGES = r"""
-{"pre_tokenizer": {"type": "Digitz"}} -> has a step of the type 'Digitz': not supported
+{"pre_tokenizer": {"type": "Digitz"}} -> has a step of the type 'Digitz': this is not supported
 {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Digitz"}]}} -> the type 'Digitz'
 {"decoder": {"type": "Digitz", "prefix": "##", "cleanup": true}} -> the type 'Digitz'
-{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
+{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> has the decoder step {"type": "CTC
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
-{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> has the decoder step
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> makes text of
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> makes text of tokens by
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> has the decoder step
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> has the decoder step
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> has the decoder step
 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}} -> unmatched parenthesis.*restore it
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
-{"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
+{"model": {"dropout": 0.1}} -> is a BPE with dropout, which encodes a text differently each time
 """  # noqa: E501
 
 

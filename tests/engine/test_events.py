@@ -102,14 +102,14 @@ class Renewed(RecordedWorld):
     requests a snapshot and reads on from there.
     """
 
-    def check_tallies(self):
-        super().check_tallies()
+    def check_pool_state(self):
+        super().check_pool_state()
         if self.steps % 5 == 0:
             self.recorder.listeners.clear()
             self.begin_record()
         if self.steps % 7 == 0:
             self.hear(self.recorder.snapshot())
-            super().check_tallies()
+            super().check_pool_state()
 
 
 class Long(RecordedWorld):

@@ -504,7 +504,7 @@ class Reader(RecordedWorld):
         num_refused = constraints.num_refused
         self.lines.clear()
         outputs = self.step()
-        self.check_tallies()
+        self.check_pool_state()
         is_refused = constraints.num_refused > num_refused
         if is_refused and settings.overlap and not settings.speculate:
             assert any('"snapshot"' in line for line in self.lines), "it has no snapshot"

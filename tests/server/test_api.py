@@ -396,7 +396,8 @@ def test_a_refused_call_leaves_no_prompt_behind(house):
 def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
     """
     They may run until --drain-seconds have passed, or until the second signal. New calls are
-    refused, also one whose body was still coming. An idle server ends immediately.
+    refused, also one whose body was still coming. An idle server ends as soon as listeners have
+    its last lines.
     """
     with House("--drain-seconds", "5") as house:
         quick, slow, half = house.ask(), house.ask(), house.connect()
@@ -421,9 +422,13 @@ def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
         said = capsys.readouterr().err
         assert said == "finishing 2 requests; a second signal ends them\n"
     with House() as house:
-        stop(house)
-        house.clock.run(0.1)
-        assert is_over(house)
+        house.call("/events")
+        for event, is_last in ("snapshot", False), ("step", False), ("idle", True):
+            house.engine.say({"op": "events", "lines": f'{{"event":"{event}"}}'})
+            if event == "step":
+                stop(house)
+            house.clock.run(0.1)
+            assert is_over(house) == is_last  # the page said "23 running" of a server that was gone
         assert capsys.readouterr().err == ""
 
 

@@ -200,7 +200,7 @@ def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpu
     with pytest.raises(SystemExit, match=r"has a text_config, .* save only the text model"):
         finetune(base, corpus, out)
     write_json(base / "config.json", config)
-    message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"
+    message = r"tokenizer\.json is not a tokenizer .* or tokenizer_config.json .*: restore it"
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (base / name).write_text("{")
         with pytest.raises(SystemExit, match=message):

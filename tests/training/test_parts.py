@@ -66,7 +66,7 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
     assert torch.equal(x[:, 1:], x[:, :-1] + 1)
     assert torch.equal(y, torch.where((x + 1) % 3 > 0, x + 1, -100))
     run.corpus.train = run.corpus.train[:64]
-    message = "64 training tokens are too few for windows of 32: take more text, or lower"
+    message = "64 training tokens are too few for windows of 32: use more text, or lower"
     with pytest.raises(ValueError, match=message):
         train.Run(run.args, run.corpus, MACHINE)
 
