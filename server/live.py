@@ -84,7 +84,7 @@ class Listeners:
         del self.lines[: max(starts, default=0)]
         for listener in self.all:
             listener.unsent += lines
-            if len(listener.unsent) > len(self.lines):  # the listener is behind the kept lines
+            if len(listener.unsent) > len(self.lines):  # its next line was dropped
                 listener.unsent = self.lines.copy()
             listener.changed.set()
 

@@ -35,7 +35,6 @@ def aborted(house) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # How many at a time
 
 
@@ -72,8 +71,8 @@ def test_a_burst_does_not_pass_the_queue(stream):
         refusals = [caller.refusal for caller in callers if caller.said]
         words = "in work: at most 5 are accepted, try again later"
         assert refusals == [
-            (429, "queue_full", f"2 choices beside 4 {words}"),
-            (429, "queue_full", f"1 choice beside 5 {words}"),
+            (429, "queue_full", f"2 choices on top of 4 {words}"),
+            (429, "queue_full", f"1 choice on top of 5 {words}"),
         ]
         assert len(house.choices) == 2 + 3
         assert house.ask(n=2).status == 429
