@@ -1,12 +1,12 @@
 """
-A checkpoint: a directory in the layout of the Hugging Face Hub ("the hub" below), config.json and
-safetensors files beside the tokenizer's files.
+Save and load a checkpoint: a directory in the layout of the Hugging Face Hub ("the hub" below),
+with config.json, safetensors files and the tokenizer's files.
 
     save_checkpoint(model, "out/stdlib")
     model = load_checkpoint("smollm2", device="cuda", dtype=torch.bfloat16)
 
-Models that others trained open here, if they are of one of the families (families.py). A model that
-train.py made opens in transformers and vLLM. Nothing that could run code is unpickled.
+Models from elsewhere load if they belong to a supported family (families.py). Models made by
+train.py also load in transformers and vLLM. Files that could run code (pickles) are never read.
 """
 
 import os
@@ -40,15 +40,15 @@ from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# of the names in files: fewer where a model was saved without its head, more where it is part of a
-# larger one
+# Prefixes of weight names: shorter if the model was saved without its head, longer if it is part of
+# a larger model.
 PREFIX = re.compile(r"((transformer|model|language_model)\.)*")
 
-# the dtypes of weights in files
+# dtypes of weights that can be loaded
 READABLE = ("F32", "F16", "BF16")
-# the head's weights: of a tied model no file holds them
+# the head's weights; files of a tied model do not have them
 HEAD = "lm_head.weight"
-# files of the tokenizer, of chat and of sampling: training a model further does not change them
+# Files for the tokenizer, chat and sampling. Finetuning does not change them.
 COMPANIONS = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"]
 COMPANIONS += ["vocab.json", "merges.txt", "chat_template*", "generation_config.json"]
 COMPANIONS += ["additional_chat_templates/*.jinja"]
@@ -60,16 +60,16 @@ COMPANIONS += ["additional_chat_templates/*.jinja"]
 
 def save_checkpoint(model: GPT, directory: str | Path):
     """
-    Write model.safetensors and config.json, each atomically. The tokenizer writes its own files
-    beside them, before: config.json comes last, a directory without it holds no model. A model that
-    `load_checkpoint` made keeps its own config.json. Raises CheckpointError for another one that is
-    neither a GPT-2 nor a Llama.
+    Write model.safetensors and config.json, each atomically. config.json is written last, because a
+    directory without it does not count as a model; save the tokenizer before. A model that was
+    loaded keeps its config.json. Raises CheckpointError if a new model is neither a GPT-2 nor a
+    Llama.
     """
     directory = Path(directory)
     saved = model.config_json or hub_config(model.config)
     saved.pop("torch_dtype", None)  # an older name of dtype
     saved["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
-    saved["tie_word_embeddings"] = model.config.tied  # which the file's head decides
+    saved["tie_word_embeddings"] = model.config.tied  # loading may have changed it
     directory.mkdir(parents=True, exist_ok=True)
     weights = hub_weights(model, family_named(saved))
     save = partial(save_file, weights, metadata={"format": "pt"})
@@ -78,7 +78,7 @@ def save_checkpoint(model: GPT, directory: str | Path):
 
 
 def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
-    """The weights under the names and in the layout of the family."""
+    """Return the weights with the names and in the layout of the family."""
     family_prefix = "transformer." if family is GPT2 else "model."
     ours = model.state_dict()
     if model.config.tied:
@@ -94,7 +94,7 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
             weights[prefix + hub_name] = part.contiguous()
             is_embedding = name.startswith(("wte.", "wpe.", "lm_head."))
             if family is GPT2 and not model.config.bias and not is_embedding:
-                # transformers' GPT-2 always has biases: zeros compute the same
+                # transformers' GPT-2 always has biases, so write zeros
                 bias = prefix + hub_name.removesuffix("weight") + "bias"
                 weights[bias] = part.new_zeros(part.shape[-1])
     return weights
@@ -102,14 +102,14 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
 
 def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family) -> dict:
     """
-    Views of our weight `name` as the family keeps it, by their names there without the prefix: of a
-    stacked weight its parts; GPT-2 keeps the matrices of its blocks as [in, out], torch as
-    [out, in].
+    Return our weight `name` as the family stores it: {hub name without prefix: view}. A stacked
+    weight becomes several. GPT-2 stores the matrices of its blocks as [in, out], torch as [out,
+    in].
     """
     if family is GPT2 and name.startswith("h.") and weight.ndim == 2:
         weight = weight.mT
     names = hub_names(name, family)
-    parts = weight.chunk(len(names))  # gate and up, or all of it
+    parts = weight.chunk(len(names))  # one part, or two: gate and up
     if len(names) == 3:  # queries, keys, values
         rows = config.n_kv_head * config.head_size
         parts = weight.split([len(weight) - 2 * rows, rows, rows])
@@ -130,8 +130,8 @@ def copy_companions(source: str | Path, directory: Path):
 
 def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
     """
-    The dtype of that name, for `load_checkpoint`; "auto" is bf16 on a GPU, fp32 on a CPU. Raises
-    ValueError for fp16 on a CPU.
+    Return the dtype with this name, for `load_checkpoint`. "auto" is bf16 on a GPU and fp32 on a
+    CPU. Raises ValueError for fp16 on a CPU.
     """
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu and name == "fp16":
@@ -143,9 +143,9 @@ def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
 
 def load_config(directory: str | Path) -> GPTConfig:
     """
-    Read config.json, and what generation_config.json and the tokenizer add to it: tokens that end a
-    text, as in vLLM. Raises CheckpointError where it is missing, broken or asks for what we do not
-    compute.
+    Read config.json, and the end-of-text tokens in generation_config.json and the tokenizer's files
+    (vLLM also reads these). Raises CheckpointError if config.json is missing, broken, or describes
+    a model that is not supported.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -163,17 +163,20 @@ def load_config(directory: str | Path) -> GPTConfig:
 
 
 def tokenizers_end(directory: Path) -> dict:
-    """The end of text that tokenizer_config.json names; of a chat's finetune it may alone do so."""
+    """
+    Return the end-of-text token in tokenizer_config.json. For models finetuned to chat, it may be
+    the only file that names this token.
+    """
     try:
         config = read_config(directory)
         name = token_text(config.get("eos_token"))
         tokens = config.get("added_tokens_decoder")
-        if name and not tokens:  # transformers 5 writes them to tokenizer.json alone
+        if name and not tokens:  # transformers 5 writes them only to tokenizer.json
             added = read_json(directory / "tokenizer.json").get("added_tokens") or []
             tokens = {token["id"]: token for token in added}
         ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
     except MALFORMED:
-        return {}  # a broken tokenizer is reported when it is loaded
+        return {}  # loading the tokenizer will report that it is broken
     return {"eos_token_id": ids}
 
 
@@ -184,11 +187,12 @@ def load_checkpoint(
     convert: Callable | None = None,
 ) -> GPT:
     """
-    Build the model of a checkpoint directory, in evaluation mode. The files are mapped and their
-    weights copied one by one: no second copy of them all is ever in memory, and once they are
-    loaded the files may be changed. Raises CheckpointError with what to change.
-    Before they are loaded, convert(model without weights) may refuse them, or return another model
-    whose layers pack the same weights, each as it is read (ops/packed.py).
+    Load the model in a checkpoint directory, in evaluation mode. The files are memory-mapped, and
+    weights are copied one by one, so there is never a second copy of the whole model in memory.
+    After loading, the files may change. Raises CheckpointError with a message that says what to do.
+
+    `convert` is called with the model before its weights are loaded. It may raise an error, or
+    return a model with other layers, which pack each weight as it is read (ops/packed.py).
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -198,7 +202,7 @@ def load_checkpoint(
     config.tied = config.tied and not has_own_head(weights, family)
     model = empty_model(config, dtype)
     model.config_json = config_json
-    ours = dict(model.named_parameters())  # of a tied model without the head's
+    ours = dict(model.named_parameters())  # without the head's weight if it is tied
     shapes = {}
     for name, weight in ours.items():
         for hub_name, part in hub_parts(config, name, weight, family).items():
@@ -206,11 +210,11 @@ def load_checkpoint(
     check_weights(weights, shapes, directory)
     if convert:
         model = convert(model)
-    # One buffer for all matrices that layers pack: one for each would leave gaps, which the
-    # allocator neither fills nor gives back.
+    # Use one buffer for all weights that layers pack. One buffer for each would leave gaps that the
+    # allocator neither reuses nor returns.
     largest = max(weight.numel() for weight in ours.values())
     buffer = torch.empty(largest, dtype=dtype)
-    # by default a lock for processes: Python warns that it leaked when the engine's is killed
+    # tqdm's default lock is shared by processes; if the engine is killed, Python warns of a leak
     tqdm.set_lock(threading.RLock())
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
         layer, _, kind = name.rpartition(".")
@@ -224,16 +228,16 @@ def load_checkpoint(
             part.copy_(weights[hub_name][...])
         if isinstance(module, RMSNorm):
             weight.add_(family.norm_offset)
-        if name == "ln_f.weight":  # before the head, in fp32: exact for any dtype
+        if name == "ln_f.weight":  # scales the logits; this norm is fp32, so it is exact
             weight.div_(config.logit_scale)
-        give(module, kind, weight)
-    if model.lm_head.weight.is_meta:  # tied, and the same weights
-        give(model.lm_head, "weight", model.wte.weight)
+        set_weight(module, kind, weight)
+    if model.lm_head.weight.is_meta:  # a tied head
+        set_weight(model.lm_head, "weight", model.wte.weight)
     return model.to(device).eval()
 
 
 def memory_of(device: torch.device) -> tuple[float, float]:
-    """How many bytes are free, and how many the device has. Files that are cached are free."""
+    """Return (free bytes, all bytes) of a device's memory. Cached files count as free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     page = os.sysconf("SC_PAGE_SIZE")
@@ -242,12 +246,12 @@ def memory_of(device: torch.device) -> tuple[float, float]:
         with open("/proc/meminfo") as f:
             lines = dict(line.split(":") for line in f)
         return 1024 * int(lines["MemAvailable"].split()[0]), total
-    except OSError:  # macOS does not count the free pages
+    except OSError:  # macOS has no such file
         return total, total
 
 
-def give(module: nn.Module, kind: str, weight: torch.Tensor):
-    """The tensor itself becomes the module's, unless it packs its weights (ops/packed.py)."""
+def set_weight(module: nn.Module, kind: str, weight: torch.Tensor):
+    """Assign a weight to a module without copying it, or let the module pack it (ops/packed.py)."""
     if kind == "weight" and hasattr(module, "fill"):
         module.fill(weight.detach())
     else:
@@ -256,8 +260,8 @@ def give(module: nn.Module, kind: str, weight: torch.Tensor):
 
 class Uninitialized(TorchFunctionMode):
     """
-    Within it torch.nn.init leaves weights as they are. Those on the meta device have no values, but
-    to draw some torch would import its compiler: 1.2 s of a server's start.
+    Context in which torch.nn.init does nothing. Weights on the meta device have no values, but to
+    initialise them, torch would import its compiler, which takes 1.2 s of a server's start.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -267,7 +271,7 @@ class Uninitialized(TorchFunctionMode):
 
 
 def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """Its weights have shapes, and no values yet."""
+    """Return a model whose weights have shapes but no values yet."""
     with torch.device("meta"), Uninitialized():
         model = GPT(config)
     for module in model.modules():
@@ -278,13 +282,13 @@ def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 
 def open_weights(directory: Path) -> dict:
     """
-    The tensors in a directory's safetensors files, under the family's names without the prefix:
-    each is mapped, so in memory only where it is looked at, by [...]. Raises CheckpointError where
-    a file is missing or damaged.
+    Open the tensors in a directory's safetensors files: {hub name without prefix: tensor}. They are
+    memory-mapped: reading one with [...] loads it. Raises CheckpointError if a file is missing or
+    damaged.
     """
     weights = {}
     for path in weight_files(directory):
-        if not path.is_file():  # nor a pipe, whose writer would be waited for
+        if not path.is_file():  # also refuses a pipe, which would block
             raise CheckpointError(missing_file(path))
         try:
             opened = safe_open(path, "pt")
@@ -296,16 +300,15 @@ def open_weights(directory: Path) -> dict:
         for name in names:
             short = PREFIX.sub("", name, 1)
             if short in weights:
-                raise CheckpointError(f"{path}: {name} is there twice: restore the files")
+                raise CheckpointError(f"{path}: {name} exists twice: restore the files")
             weights[short] = opened.get_slice(name)
     return weights
 
 
 def check_weights(weights: dict, shapes: dict[str, tuple[int, ...]], directory: Path):
     """
-    Raises CheckpointError where a tensor is missing, has another shape than it has in `shapes`,
-    or numbers that are not read here; and for weights that the model does not have, unless it
-    computes the same without them.
+    Raise CheckpointError if a tensor is missing, has a wrong shape or an unsupported dtype, or if
+    there is a weight that the model does not have, unless it would not change the computation.
     """
 
     def mismatch(what: str) -> CheckpointError:
@@ -324,16 +327,16 @@ def check_weights(weights: dict, shapes: dict[str, tuple[int, ...]], directory: 
         if saved_shape != shape:
             raise mismatch(f"{name} is {saved_shape}, wanted {shape}")
     for name in weights.keys() - shapes.keys() - {HEAD}:
-        # the hub's causal masks, and frequencies that are computed here
+        # causal masks, and frequencies that we compute
         is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
-        # of a model saved without biases
+        # a model without biases was saved with zeros
         is_zero = name.endswith(".bias") and not weights[name][...].any()
         if not (is_known or is_zero):
-            raise mismatch(f"{name} is no part of this model")
+            raise mismatch(f"{name} is not part of this model")
 
 
 def has_own_head(weights: dict, family: Family) -> bool:
-    """Whether there is a head that is not the embedding: then the two are not tied."""
+    """Return whether the head's weights differ from the embedding's; then they are not tied."""
     [embedding] = hub_names("wte.weight", family)
     if HEAD not in weights or embedding not in weights:
         return False
@@ -341,7 +344,7 @@ def has_own_head(weights: dict, family: Family) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """model.safetensors or, where there is an index instead, the files beside it that it names."""
+    """Return the path of model.safetensors or, if there is only an index, the files it names."""
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     if whole.is_file() or not index.is_file():

@@ -1,36 +1,39 @@
 """
-The families of models that are served. All are the one decoder of model.py; a family is a row of
-the table `FAMILIES`: how config.json spells the fields of GPTConfig, what it leaves unsaid because
-the family's class knows it, and the names of the weights.
+The families of models that can be served. All of them are computed by the decoder in model.py. A
+family is an entry in the table `FAMILIES`: the names of GPTConfig's fields in config.json, the
+fields that config.json omits because the family's class fixes them, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
-    saved = hub_config(config)                    # and back, for what train.py makes
+    saved = hub_config(config)                    # the reverse, for models that train.py makes
 
-A key that would change the computation and is not understood is refused by its name. To add a
-family, take the nearest one and say what differs. For example Phi-3, a Mistral whose files stack q,
-k and v, and the halves of its MLP, as our model does:
+A key in config.json that could change the computation, and is not known here, is an error. To add a
+family, start from the nearest one and describe the differences. For example, Phi-3 is a Mistral
+whose files stack q, k and v, and the halves of the MLP, as our model does:
 
-    here                  its weights' names where they differ, and `"phi3": PHI3` in FAMILIES
+    families.py           add the weight names that differ, and `"phi3": PHI3` to FAMILIES:
                               PHI3_WEIGHTS = WEIGHT_NAMES | pairs('''
                                   h.{}.attn.c_attn  layers.{}.self_attn.qkv_proj
                                   h.{}.mlp.c_fc     layers.{}.mlp.gate_up_proj
                               ''')
                               PHI3 = MISTRAL._replace(weights=PHI3_WEIGHTS)
-                          It is refused for `original_max_position_embeddings`: a key that changes
-                          nothing goes into NOTES, one with a default into the family's `defaults`,
-                          one of which a single value is computed into FIXED_OPTIONS;
-                          a value that must be converted needs a line in `read_fields`
-    model.py              for what no family has yet (Phi-3: nothing): a field of GPTConfig, off by
-                          default, used in one place. First ask what it is equal to: a layer without
-                          positions turns by 0, multipliers are other scales and epsilons. Only what
-                          is equal to nothing (the order and width of norms) goes into ops/, too:
-                          cpu.c and cpu.py, fused.py (heads), linear.py (norms)
-    tests/tiny_models.py  a row of FAMILIES, and one of WITHOUT for each difference;
-                          test_families.py compares them with transformers, training/test_init.py
-                          trains and saves each again
-    tests/engine/test_bits.py   its name in MODELS, if ops/ was changed
-    tests/test_checkpoint.py    keys in OWN, files in SERVED, what it does not compute in REFUSED
-    REFERENCE.md          a line in "Families of models"; README's table of what is included
+                          Now `original_max_position_embeddings` is refused. A key that does not
+                          change the computation belongs in IGNORED_KEYS; a key with a default, in
+                          the family's `defaults`; a key of which we compute only one value, in
+                          FIXED_OPTIONS. A value that must be converted needs a line in
+                          `read_fields`
+    model.py              only for something that no family has yet (Phi-3 needs nothing): add a
+                          field to GPTConfig, off by default, and use it in one place. First try to
+                          express it with existing fields: a layer without positions rotates by 0,
+                          multipliers become scales and epsilons. Only if that is impossible (the
+                          order and width of norms) must ops/ change as well: cpu.c and cpu.py,
+                          fused.py (heads), linear.py (norms)
+    tests/tiny_models.py  add a row to FAMILIES, and one to WITHOUT for each difference;
+                          test_families.py compares them with transformers, and
+                          training/test_init.py trains and saves each
+    tests/engine/test_bits.py   add its name to MODELS, if ops/ has changed
+    tests/test_checkpoint.py    add keys to OWN, files to SERVED, unsupported variants to REFUSED
+    REFERENCE.md          add a line to "Families of models", and to README's table of what is
+                          included
 """
 
 import math
@@ -42,10 +45,10 @@ from model import ACTIVATIONS, GPTConfig, Rope, check_value
 
 
 class CheckpointError(ValueError):
-    """A directory that holds no model we can load; the message says what to run."""
+    """A directory has no model that can be loaded; the message says what to do."""
 
 
-# the end of text that transformers writes where none was named, whatever the vocabulary
+# the end-of-text token that transformers writes if none was given, whatever the vocabulary
 DEFAULT_EOS = 50256
 
 # --------------------------------------------------------------------------------------------------
@@ -53,12 +56,12 @@ DEFAULT_EOS = 50256
 
 
 def pairs(table: str) -> dict[str, str]:
-    """Of each line its first word, and what follows."""
+    """Parse lines into a dict: the first word of a line -> the rest of the line."""
     return dict(line.split(maxsplit=1) for line in table.strip().splitlines())
 
 
-# A module of ours -> the hub's; several are stacked in this order. Modules that are not here have
-# our names: all of GPT-2's.
+# our module -> the hub's; several modules are stacked in this order. Modules that are not listed
+# have the same name in both, like all modules of GPT-2.
 WEIGHT_NAMES = pairs("""
     wte               embed_tokens
     h.{}.ln_1         layers.{}.input_layernorm
@@ -72,7 +75,7 @@ WEIGHT_NAMES = pairs("""
     h.{}.mlp.c_proj   layers.{}.mlp.down_proj
     ln_f              norm
 """)
-# not Llama's norm of that name, which stands before the MLP
+# here post_attention_layernorm follows attention; Llama's norm of that name precedes the MLP
 GEMMA_WEIGHTS = WEIGHT_NAMES | pairs("""
     h.{}.attn.post_norm  layers.{}.post_attention_layernorm
     h.{}.ln_2            layers.{}.pre_feedforward_layernorm
@@ -106,7 +109,7 @@ FIELD_NAMES = pairs("""
     activation      hidden_act
     tied            tie_word_embeddings
 """)
-# n_kv_head and bias are ours: transformers' GPT-2 has neither
+# n_kv_head and bias are our own: transformers' GPT-2 has neither
 SAME_NAMES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "bias")
 GPT2_NAMES = {name: name for name in SAME_NAMES}
 GPT2_NAMES |= {
@@ -117,7 +120,7 @@ GPT2_NAMES |= {
     "tied": "tie_word_embeddings",
 }
 BIASES = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
-# one number there, see `read_windows`
+# config.json has one window for the whole model, see `read_windows`
 WINDOW_NAMES = FIELD_NAMES | {"windows": "sliding_window"}
 GEMMA_NAMES = WINDOW_NAMES | BIASES
 GEMMA_NAMES["activation"] = "hidden_activation"
@@ -131,8 +134,8 @@ MULTIPLIERS = pairs("""
     logit_scale      logits_scaling
 """)
 
-# Keys that published files leave out, with the defaults of transformers' classes: a file that lacks
-# another key is refused.
+# Keys that published files may omit, with the defaults of transformers' classes. A file without any
+# other key is refused.
 DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None}
 DEFAULTS |= {"attention_bias": False, "mlp_bias": False}
 GPT2_DEFAULTS = {"tie_word_embeddings": True, "n_inner": None, "n_kv_head": None, "bias": True}
@@ -149,14 +152,14 @@ OLMO3_DEFAULTS = LAYERS_DEFAULTS | {"rope_theta": 5e5, "rope_local_base_freq": N
 
 
 class Family(NamedTuple):
-    """How the hub keeps models of one class."""
+    """How models of one class are stored on the hub."""
 
     weights: dict  # our module -> theirs, without the prefix
     names: dict  # our field -> its name in config.json
     fields: dict  # our fields that config.json never has
-    defaults: dict  # beside DEFAULTS
-    slides: Callable = lambda saved, i: True  # has layer i of config.json the window?
-    norm_offset: float = 0.0  # Gemma keeps the weights of norms less 1
+    defaults: dict  # in addition to DEFAULTS
+    has_window: Callable = lambda saved, i: True  # (config.json, i) -> does layer i have the window
+    norm_offset: float = 0.0  # Gemma stores the weights of norms minus 1
 
 
 ROPED = {"norm": "rms", "bias": False, "gated": True}
@@ -169,7 +172,7 @@ QWEN2 = Family(
     WINDOW_NAMES,
     ROPED | {"qkv_bias": True},
     QWEN_DEFAULTS,
-    slides=lambda saved, i: i >= saved["max_window_layers"],
+    has_window=lambda saved, i: i >= saved["max_window_layers"],
 )
 QWEN3 = QWEN2._replace(names=WINDOW_NAMES | BIASES, fields=ROPED | {"qk_norm": True})
 GEMMA2 = Family(
@@ -177,7 +180,7 @@ GEMMA2 = Family(
     GEMMA_NAMES | {"attention_softcap": "attn_logit_softcapping"},
     ROPED | {"post_norm": True},
     GEMMA_DEFAULTS,
-    slides=lambda saved, i: i % 2 == 0,
+    has_window=lambda saved, i: i % 2 == 0,
     norm_offset=1.0,
 )
 GEMMA3 = Family(
@@ -185,7 +188,7 @@ GEMMA3 = Family(
     GEMMA_NAMES,
     ROPED | {"post_norm": True, "qk_norm": True},
     GEMMA3_DEFAULTS,
-    slides=lambda saved, i: (i + 1) % window_period(saved) != 0,
+    has_window=lambda saved, i: (i + 1) % window_period(saved) != 0,
     norm_offset=1.0,
 )
 SMOLLM3 = LLAMA._replace(defaults=SMOLLM3_DEFAULTS)
@@ -195,7 +198,7 @@ OLMO2 = LLAMA._replace(weights=GEMMA_WEIGHTS, fields=OLMO_FIELDS)
 OLMO3 = OLMO2._replace(
     names=WINDOW_NAMES | BIASES,
     defaults=OLMO3_DEFAULTS,
-    slides=lambda saved, i: (i + 1) % 4 != 0,
+    has_window=lambda saved, i: (i + 1) % 4 != 0,
 )
 GRANITE = LLAMA._replace(names=LLAMA_NAMES | MULTIPLIERS)
 GRANITE4 = GRANITE._replace(
@@ -228,7 +231,7 @@ FAMILIES = {  # config.json's model_type -> its family
 
 
 def window_period(saved: dict) -> int:
-    """Gemma 3: of so many layers the last one sees all."""
+    """Return Gemma 3's period: the last of every so many layers has no window."""
     return saved.get("_sliding_window_pattern", saved["sliding_window_pattern"])
 
 
@@ -239,9 +242,9 @@ ACTIVATION_NAMES = {
     "swish": "silu",
 }
 
-# Keys of config.json that change nothing in what is computed here. A key that is neither among them
-# nor read is an error if it says something: not if it is false, null, 0 or empty.
-NOTES = re.compile(
+# Keys of config.json that do not change the computation. A key that is neither listed here nor read
+# is an error, unless its value is false, null, 0 or empty.
+IGNORED_KEYS = re.compile(
     r"""
     _.* | output_.* | mamba_.* | summary_.* | transformers.* | unsloth_.* | .*_id | .*_pdrop
     | .*_token_index | architectures | attention_dropout | auto_map | cache_implementation | dtype
@@ -255,13 +258,13 @@ NOTES = re.compile(
     """,
     re.VERBOSE,
 )
-# the numbers that make up each kind of rotary positions
+# rope_type -> its parameters
 ROPE_TYPES = {"default": ["rope_theta"], "linear": ["rope_theta", "factor"]}
 ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_factor"]
 ROPE_TYPES["llama3"] += ["original_max_position_embeddings"]
 ROPE_TYPES["yarn"] = [*ROPE_TYPES["linear"], "beta_fast", "beta_slow"]
 ROPE_TYPES["yarn"] += ["original_max_position_embeddings", "attention_factor"]
-# keys whose "no" would change the computation, and the only value that is computed
+# keys that change the computation -> the only value that we compute
 FIXED_OPTIONS = {"scale_attn_weights": True, "is_causal": True, "partial_rotary_factor": 1.0}
 # Granite, Hunyuan
 FIXED_OPTIONS |= {"normalization_function": "rmsnorm", "position_embedding_type": "rope"}
@@ -269,7 +272,7 @@ FIXED_OPTIONS |= {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb":
 
 
 def hub_names(name: str, family: Family) -> list[str]:
-    """The hub's names, without the prefix, of our weight "h.3.attn.c_attn.weight"."""
+    """Return the hub's names (without prefix) of our weight, for example "h.3.ln_1.weight"."""
     module, kind = name.rsplit(".", 1)
     layer = "".join(re.findall(r"^h\.(\d+)", module))
     module = re.sub(r"^h\.\d+", "h.{}", module)
@@ -283,8 +286,8 @@ def hub_names(name: str, family: Family) -> list[str]:
 
 def hub_config(config: GPTConfig) -> dict:
     """
-    The content of config.json but for the dtype, for a GPT-2 or a Llama, which train.py makes, in a
-    spelling that transformers 4 and 5 read. Raises CheckpointError for another model.
+    Return the content of config.json (except the dtype) for a GPT-2 or a Llama, as train.py makes
+    them. Both transformers 4 and 5 can read it. Raises CheckpointError for any other model.
     """
     name = "llama" if config.rope else "gpt2"
     saved = {key: getattr(config, field) for field, key in FAMILIES[name].names.items()}
@@ -300,10 +303,10 @@ def hub_config(config: GPTConfig) -> dict:
         saved["embd_pdrop"] = config.dropout
         saved["attn_pdrop"] = config.dropout
     read = read_fields(saved)
-    read.dropout = config.dropout  # a matter of training: GPT-2's file alone has it
+    read.dropout = config.dropout  # only used in training; Llama's file does not have it
     if read != config:
         raise CheckpointError(
-            f"only what train.py makes can be saved, a GPT-2 or a Llama: this is {config}"
+            f"only a GPT-2 or a Llama, as train.py makes them, can be saved: this is {config}"
         )
     return saved
 
@@ -313,14 +316,14 @@ def hub_config(config: GPTConfig) -> dict:
 
 
 def unknown(key: str, value, computed: str) -> CheckpointError:
-    """The error, to be raised, for what would change the computation and is not understood."""
+    """Return the error to raise for a key that changes the computation and is not supported."""
     return CheckpointError(
-        f"{key} is {value!r:.200}, this code computes only {computed}: vLLM serves such a directory"
+        f"{key} is {value!r:.200}, this code computes only {computed}: vLLM may serve this model"
     )
 
 
 def family_named(saved: dict) -> Family:
-    """Raises CheckpointError for a model_type that is not in FAMILIES."""
+    """Return the family of a config.json. Raises CheckpointError if it is not in FAMILIES."""
     name = saved.get("model_type")
     if name not in FAMILIES:
         raise unknown("model_type", name, ", ".join(FAMILIES))
@@ -328,14 +331,14 @@ def family_named(saved: dict) -> Family:
 
 
 def without_nesting(saved: dict) -> dict:
-    """A larger model's file has that of its text part in it."""
+    """Return a config.json with its text_config (the text part of a larger model) merged in."""
     return saved | (saved.get("text_config") or {})
 
 
 def read_fields(saved: dict, *others: dict) -> GPTConfig:
     """
-    The configuration of a parsed config.json, and what `others` say of the tokens that end a text.
-    Raises CheckpointError, ValueError, ...
+    Return the configuration in a parsed config.json. `others` are more files that may name tokens
+    that end a text. Raises CheckpointError, or other errors in common.MALFORMED.
     """
     saved = without_nesting(saved)
     family = family_named(saved)
@@ -358,7 +361,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
     for rope in fields["rope"].values():
-        if rope.yarn:  # Qwen's files keep the shorter length
+        if rope.yarn:  # Qwen's files have the context length without yarn
             longest = int(rope.factor * rope.yarn[-1])
             fields["context_length"] = max(fields["context_length"], longest)
     fields["no_rope"] = layers_without_rope(saved, fields["n_layer"])
@@ -371,10 +374,10 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
 
 
 def check_keys(saved: dict, family: Family):
-    """Raises CheckpointError for a key or value that would change the computation."""
+    """Raise CheckpointError for an unknown key or value that could change the computation."""
     understood = {*family.names.values(), *family.defaults}
     for key, value in saved.items():
-        if key in understood or NOTES.fullmatch(key):
+        if key in understood or IGNORED_KEYS.fullmatch(key):
             continue
         computed = FIXED_OPTIONS.get(key)
         is_off = not value and not computed  # false, null, 0, an empty list
@@ -383,13 +386,15 @@ def check_keys(saved: dict, family: Family):
 
 
 def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
-    """The window of each layer, 0 for those that see all."""
+    """Return the window of each layer; 0 means none."""
     window = saved.get("sliding_window") or 0
     if "use_sliding_window" in family.defaults and not saved["use_sliding_window"]:
         window = 0
     kinds = saved.get("layer_types")
     if kinds is None:
-        return tuple(window if window and family.slides(saved, i) else 0 for i in range(n_layer))
+        return tuple(
+            window if window and family.has_window(saved, i) else 0 for i in range(n_layer)
+        )
     sizes = {"full_attention": 0, "attention": 0, "sliding_attention": window}
     for kind in kinds:
         if kind not in sizes:
@@ -398,7 +403,7 @@ def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
 
 
 def layers_without_rope(saved: dict, n_layer: int) -> tuple[int, ...]:
-    """SmolLM3: those with 0 in a list or, without one, every fourth."""
+    """Return the layers without rotary positions, for SmolLM3: given by a list or a period."""
     if "no_rope_layers" not in saved:
         return ()
     period = saved["no_rope_layer_interval"]
@@ -408,10 +413,11 @@ def layers_without_rope(saved: dict, n_layer: int) -> tuple[int, ...]:
 
 def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     """
-    The rotary positions of the layers of each window. transformers 5 has `rope_parameters`, Gemma 3
-    and OLMo 3 one for each type of layers; version 4 has `rope_theta`, `rope_scaling`, which is not
-    for layers that slide, and, for Gemma 3's of these, `rope_local_base_freq`. In a file with both,
-    `rope_scaling` counts and `rope_parameters` is ignored, as in transformers 5.
+    Return the rotary positions for each window. There are two formats. Transformers 5 writes
+    `rope_parameters`, in Gemma 3 and OLMo 3 separately for each type of layer. Transformers 4 wrote
+    `rope_theta` and `rope_scaling`; in Gemma 3 and OLMo 3 the scaling is not for layers with a
+    window, and Gemma 3 has `rope_local_base_freq` for these. If a file has both formats,
+    `rope_scaling` takes precedence over `rope_parameters`, as in transformers 5.
     """
     base = {"rope_theta": saved["rope_theta"]}
     base["original_max_position_embeddings"] = saved["max_position_embeddings"]
@@ -426,13 +432,15 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
 
 
 def read_rope(parameters: dict, saved: dict) -> Rope:
-    """One kind of rotary positions. Raises CheckpointError for scalings that are not computed."""
+    """Return one kind of rotary positions. Raises CheckpointError for unsupported scalings."""
     old_name = parameters.get("type", "default")
     kind = parameters.get("rope_type", old_name)
     if kind == "yarn":
         parameters = with_yarn_defaults(parameters)
-    if kind == "dynamic" and saved["model_type"] == "hunyuan_v1_dense":  # only another base
+    if kind == "dynamic" and saved["model_type"] == "hunyuan_v1_dense":  # just a different base
         D = saved["head_dim"]
+        if D is None:
+            D = saved["hidden_size"] // saved["num_attention_heads"]
         theta = parameters["rope_theta"] * parameters["alpha"] ** (D / (D - 2))
         kind, parameters = "default", {"rope_theta": theta}
     if kind not in ROPE_TYPES:
@@ -440,13 +448,13 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
     names = ROPE_TYPES[kind]
     understood = {*names, "type", "rope_type", "original_max_position_embeddings"}
     for key, value in parameters.items():
-        # a factor of 1, such as partial_rotary_factor, changes nothing
+        # a factor of 1 changes nothing, for example partial_rotary_factor
         if key not in understood and value not in (None, 1):
             raise unknown(key, value, f"rope_type {kind} without it")
     for name in names:
         number = parameters[name]
         if type(number) not in (int, float) or not 0 < number < math.inf:
-            raise ValueError(f"{name} is {number!r}: a positive number is wanted")
+            raise ValueError(f"{name} is {number!r}, wanted a positive number")
     theta, *scaling = (float(parameters[name]) for name in names)
     if kind == "llama3":
         if not scaling[1] < scaling[2]:
@@ -459,7 +467,7 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
 
 
 def with_yarn_defaults(parameters: dict) -> dict:
-    """With what a file may leave out."""
+    """Return yarn's parameters, with defaults for those that a file omits."""
     attention_factor = 1.0
     cancels = parameters.get("mscale") and parameters.get("mscale_all_dim")  # both are 1
     if parameters["factor"] > 1 and not cancels:
@@ -469,7 +477,7 @@ def with_yarn_defaults(parameters: dict) -> dict:
 
 
 def read_eos(saved: dict, *others: dict) -> tuple[int, ...]:
-    """The tokens that end a text, config.json's first; each file has one, a list, or none."""
+    """Return the tokens that end a text, config.json's first. A file has one, a list, or none."""
     ids = []
     for config in (saved, *others):
         value = config.get("eos_token_id")

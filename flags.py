@@ -4,8 +4,8 @@ The command line of serve.py: every flag, its default and its meaning.
     args = parse_args(["--port", "9000"])       # python serve.py --port 9000
     engine = Engine(model, engine_settings(args))
 
-The engine's flags are the fields of `Settings` (params.py), where their defaults are;
-those of the HTTP server and of the terminal are stated here. Imports no torch.
+The engine's flags come from the fields of `Settings` (params.py), which has their defaults. The
+flags of the HTTP server and of the terminal are defined here. This module does not import torch.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from engine.stages import require
 from params import Settings, check_variables, model_defaults
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
-TEMPERATURE = 0.8  # at the terminal, where neither a flag nor the model has another
+TEMPERATURE = 0.8  # at the terminal, unless a flag or the model sets another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """
-    The flags, with their defaults; and `sampling`, the defaults that the model itself brings, with
-    `sampling_note`, the line to print of them. Exits with a message about what is wrong.
+    Parse the command line. The result also has `sampling`, the model's own sampling defaults, and
+    `sampling_note`, a line to print about these. Exit with a message if something is wrong.
     """
-    about = "Serve a model over HTTP, or talk to it at the terminal."
+    about = "Serve a model over HTTP, or use it at the terminal."
     parser = Parser(description=about, allow_abbrev=False)
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the same as --model DIR")
     add_model_flags(partial(add_flag, parser))
@@ -40,26 +40,26 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
     try:
-        engine_settings(args)  # what is out of range is refused before anything is loaded
+        engine_settings(args)  # refuse values out of range before anything is loaded
         if args.record is not None:
             require("record")
     except ValueError as error:
         parser.error(str(error))
     directory = vars(args).pop("directory")
     if directory and args.model != parser.get_default("model"):
-        parser.error(f"{directory} and --model {args.model}: name one of them")
+        parser.error(f"{directory} and --model {args.model}: give only one of them")
     args.model = directory or args.model
     try:
         args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
     except ValueError as error:
         sys.exit(str(error))
-    if args.temperature is None:  # 0 is typed
+    if args.temperature is None:  # "or" would also replace 0
         args.temperature = args.sampling.get("temperature", TEMPERATURE)
     return args
 
 
 def engine_settings(args: argparse.Namespace) -> Settings:
-    """Raises ValueError for what is out of range."""
+    """Return the engine's settings. Raises ValueError for a value out of range."""
     return Settings(**{field.name: getattr(args, field.name) for field in ENGINE_FLAGS})
 
 
@@ -70,43 +70,43 @@ def engine_settings(args: argparse.Namespace) -> Settings:
 def add_model_flags(add):
     add(
         "--model",
-        "directory of a model: of train.py, or downloaded from the Hugging Face Hub",
+        "directory of a model made by train.py or downloaded from the Hugging Face Hub",
         "out/stdlib",
     )
-    add("--device", "cpu, cuda, cuda:1; not given: a GPU where there is one", None, device)
+    add("--device", "cpu, cuda, cuda:1; not given: a GPU if there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
-    add("--dtype", "of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    add("--dtype", "dtype of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
     add(
         "--generation-config",
-        "whose generation_config.json has defaults for requests: auto, the model's; vllm, none; or "
-        "that of a directory",
+        "where to read generation_config.json, with defaults for requests; auto: the model's "
+        "directory; vllm: nowhere; otherwise another directory",
         "auto",
         metavar="auto|vllm|DIR",
     )
     add(
         "--default-chat-template-kwargs",
-        "variables for the chat template, as JSON, such as '{\"enable_thinking\": false}'",
+        "variables for the chat template, as JSON, for example '{\"enable_thinking\": false}'",
         None,
         template_variables,
         metavar="JSON",
     )
     add(
         "--record",
-        "write to a new FILE what each step does, about 0.3 KB a step: the page opens it; it has "
-        "token ids only under --log-requests",
+        "write what each step does to a new FILE, which the page can open; about 0.3 KB per step, "
+        "with token ids only if --log-requests is given",
         metavar="FILE",
     )
 
 
 def device(text: str) -> str:
-    """The type, for argparse, of --device."""
+    """Check --device (a type for argparse)."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"invalid choice: {text!r}, wanted cpu, cuda or cuda:1")
     return text
 
 
 def template_variables(text: str) -> dict:
-    """The type, for argparse, of --default-chat-template-kwargs."""
+    """Parse --default-chat-template-kwargs (a type for argparse)."""
     try:
         return check_variables(json.loads(text))
     except (ValueError, RecursionError) as error:
@@ -114,14 +114,14 @@ def template_variables(text: str) -> dict:
 
 
 def add_engine_flags(group):
-    """A flag for each field of `Settings` that has a help text."""
+    """Add a flag for each field of `Settings` that has a help text."""
     for field in ENGINE_FLAGS:
         about = field.metadata
         flag = about.get("flag", "--" + field.name.replace("_", "-"))
         options = {"dest": field.name}
         if "choices" in about:
             options["choices"] = about["choices"]
-        kind = (get_args(field.type) or [field.type])[0]  # of `int | None` it is int
+        kind = (get_args(field.type) or [field.type])[0]  # int for `int | None`
         if "least" in about:
             kind = at_least(about["least"], kind)
         add_flag(group, flag, about["help"], field.default, kind, **options)
@@ -131,69 +131,73 @@ def add_http_flags(group):
     add = partial(add_flag, group)
     add(
         "--host",
-        "address to listen at; one that other machines reach wants an API key",
+        "address to listen on; if other machines can reach it, an API key is required",
         "127.0.0.1",
     )
-    add("--port", "port to listen at; 0: any free one", 8000, at_least(0, below=65536))
+    add("--port", "port to listen on; 0: any free port", 8000, at_least(0, below=65536))
     add_key = partial(add_flag, group.add_mutually_exclusive_group())
     add_key(
         "--api-key-file",
-        f"API keys, one a line; not given: that in ${KEY_VARIABLE}, or none",
+        f"file with API keys, one per line; not given: the key in ${KEY_VARIABLE}, or none",
         metavar="FILE",
     )
     add_key(
         "--api-key",
-        "one API key; all users of this machine see it in `ps`, a file is safer",
+        "one API key; a file is safer, because every user of this machine sees this one in `ps`",
         metavar="KEY",
     )
     add("--allow-remote", "let other machines in without an API key", False)
     add(
-        "--allowed-hosts", "more names that the Host header may have", [], nargs="*", metavar="NAME"
+        "--allowed-hosts",
+        "more names to accept in the Host header",
+        [],
+        nargs="*",
+        metavar="NAME",
     )
     add(
         "--allowed-origins",
-        "web pages that may call the server from a browser (CORS), by their origin, such as "
-        "http://localhost:3000, tauri://localhost or null; *: any page, which without an API key "
-        "opens the model to every page you visit",
+        "origins of web pages that may call the server from a browser (CORS), for example "
+        "http://localhost:3000, tauri://localhost or null; *: any page (without an API key, every "
+        "page you visit can then use the model)",
         [],
         origin,
         nargs="*",
         metavar="ORIGIN",
     )
-    add("--served-model-name", "the model's name in the API; not given: what --model says")
-    reasoning = "off: what a model thinks is part of its answer's text, not a field of its own"
+    add("--served-model-name", "the model's name in the API; not given: the value of --model")
+    reasoning = "off: leave a model's thinking in the text of its answer, not in a separate field"
     add("--reasoning", reasoning, "on", choices=["on", "off"])
-    add("--log-requests", "log the fields of each request, texts included", False)
-    add("--no-access-log", "log no line for each request", True, dest="access_log")
+    add("--log-requests", "log the fields of each request, including texts", False)
+    add("--no-access-log", "do not log a line for each request", True, dest="access_log")
 
 
 def origin(text: str) -> str:
     """
-    The type, for argparse, of --allowed-origins. Returns the origin as browsers send it: in lower
-    case, without a path and without the scheme's usual port.
+    Parse one of --allowed-origins (a type for argparse). Return it as browsers send it: in lower
+    case, without a path and without the scheme's default port.
     """
     if text in ("*", "null"):
         return text
     parts = re.fullmatch(r"([^:/\s]+)://([^/?#@*\s]+)", text.lower())
     if parts is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a path, "
-            "null or *"
+            f"{text!r} is not an origin, wanted SCHEME://HOST or SCHEME://HOST:PORT without a "
+            "path, null or *"
         )
     scheme, host = parts.groups()
-    usual_port = {"http": ":80", "https": ":443"}.get(scheme, "")
-    return f"{scheme}://{host.removesuffix(usual_port)}"
+    default_port = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return f"{scheme}://{host.removesuffix(default_port)}"
 
 
 def add_limits(add):
     add(
         "--max-queue",
-        "answers that may wait for their turn (n in a request: n answers); for more, a 429",
+        "maximum number of waiting answers (a request with n counts n times); above it, 429",
         256,
         at_least(0),
     )
-    add("--max-body-mib", "largest body of a request, in MiB; for a larger one, a 413", 4.0)
-    add("--max-connections", "connections at once; more are refused (503)", 512)
+    add("--max-body-mib", "largest request body in MiB; above it, 413", 4.0)
+    add("--max-connections", "maximum number of open connections; above it, 503", 512)
     add(
         "--client-seconds",
         "how long a client may take to send a request, or to read what was sent to it",
@@ -201,35 +205,35 @@ def add_limits(add):
     )
     add(
         "--keep-alive-seconds",
-        "how long an idle connection stays open: longer than a proxy in front keeps its own",
+        "how long an idle connection stays open; should be longer than in a proxy in front",
         75.0,
     )
-    add("--request-seconds", "how long an answer may take, its waiting included", 600.0)
-    add("--drain-seconds", "how long running requests may go on after SIGTERM", 30.0)
+    add("--request-seconds", "how long an answer may take, including its wait", 600.0)
+    add("--drain-seconds", "how long running requests may continue after SIGTERM", 30.0)
 
 
 def add_terminal_flags(group):
     add_mode = partial(add_flag, group.add_mutually_exclusive_group())
     add_mode(
         "--prompt",
-        "answer TEXT here and now instead of serving HTTP; -: all of standard input",
+        "answer TEXT and exit, instead of serving HTTP; -: read standard input",
         metavar="TEXT",
     )
-    add_mode("--chat", "a conversation, line by line; needs a chat template", False)
+    add_mode("--chat", "hold a conversation, line by line; needs a chat template", False)
     add = partial(add_flag, group)
-    add("--raw", "continue the text of --prompt as it stands, though there is a template", False)
+    add("--raw", "continue the text of --prompt as it is, even if there is a chat template", False)
     add(
         "--max-tokens",
-        "length of an answer; not given: what the model's generation_config.json says, else with a "
-        "chat template as far as the context goes, without up to 200",
+        "longest answer, in tokens; not given: the value in the model's generation_config.json, "
+        "else the rest of the context with a chat template, or 200 without one",
         None,
         positive,
     )
     add(
         "--temperature",
-        "0: always the most likely token; not given: what the model's generation_config.json "
-        f"says, else {TEMPERATURE}",
+        "0: always the most likely token; not given: the value in the model's "
+        f"generation_config.json, else {TEMPERATURE}",
         None,
         float,
     )
-    add("--seed", "same seed, same text; not given: a random one, which is shown", None, int)
+    add("--seed", "same seed, same text; not given: a random one, which is printed", None, int)

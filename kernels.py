@@ -534,7 +534,7 @@ def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     if not chunks:
         return None, None
     lens = batch.query_start[decodes + 1 :] - batch.query_start[decodes:-1]
-    ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # exclusive end of each chunk
+    ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # end of each chunk in tiles
     most = triton.cdiv(len(batch.tokens) - decodes, PREFILL_ROWS) + chunks
     tile = torch.arange(most, device=lens.device)
     chunk = torch.searchsorted(ends, tile, right=True)

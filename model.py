@@ -169,8 +169,8 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Return cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times frequencies (D /
-    2,).
+    Return the cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times
+    frequencies (D / 2,).
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos(), angles.sin()
@@ -178,9 +178,9 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 
 def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
-    Rotary position embedding (RoPE, Su et al. 2021). In each head of q (..., T, H, D) and k (...,
-    T, Hk, D), numbers i and i + D / 2 are a pair (transformers' pairing), rotated by the angle
-    position * frequencies[i]. The dot product of q and k then depends on their distance.
+    Apply rotary position embedding (RoPE, Su et al. 2021). In each head of q (..., T, H, D) and k
+    (..., T, Hk, D), numbers i and i + D / 2 are a pair (as in transformers), which is rotated by
+    the angle position * frequencies[i]. So the dot product of q and k depends on their distance.
     """
     cos, sin = rotation
     # q and k together: on a CPU, the number of small operations determines a decode step's time
@@ -639,8 +639,8 @@ class GPT(nn.Module):
 
     def _init_weights(self, module: nn.Module):
         """
-        Initialise as GPT-2 does: N(0, 0.02), with projections into the residual stream scaled by 1
-        / sqrt(2 L).
+        Initialise weights as GPT-2 does: N(0, 0.02), and projections into the residual stream
+        scaled by 1 / sqrt(2 L).
         """
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,24 +1,26 @@
 """
-Every default and range of serving, stated once: `SamplingParams`, how a request asks to be
-continued; `Settings`, how an engine serves; the defaults of a model's makers; and the few numbers
-that the engine, its kernels and the HTTP process share.
+Every default and range of serving, in one place: `SamplingParams`, how to continue one request;
+`Settings`, how an engine serves; the defaults that come with a model; and a few constants that the
+engine, its kernels and the HTTP process share.
 
     params = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=64)
-    RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}, in pydantic's words
+    RANGES["top_p"].bounds                      # {"gt": 0, "le": 1}: pydantic's names
     engine = Engine(model, Settings(block_size=32, max_num_seqs=8))
     defaults, note = model_defaults("qwen3")    # {"temperature": 0.6, "top_k": 20, ..}
 
-Imports no package, so that the HTTP process stays small. To add a sampling parameter:
+This module imports no packages, so the HTTP process stays small. To add a sampling parameter,
+change:
 
-    here                  a field of SamplingParams, a line of RANGES; the property that says
-                          whether a request asks for it (filters, penalises, adjusts): without,
-                          the sampler passes it over; TAKEN, if generation_config.json has it
-    ops/sampling.py       a column in `Floats` or `Ints`, which `SamplingRow` fills; its use in
-                          `threshold` (with its argument in `sample_torch`) or in `adjust`
-    ops/sampling_kernels.py   the column's name and its use in `threshold_kernel` or
-                          `load_adjusted`, whose early returns repeat that property
-    server/protocol.py    a field of `SamplingRequest`
-    tests                 its default and edges in test_params.py, a row of NUMBERS and a value
+    here                  add a field to SamplingParams and a line to RANGES; extend the property
+                          that tells whether a request needs it (filters, penalises, adjusts),
+                          otherwise the sampler skips it; add it to GENERATION_FIELDS if
+                          generation_config.json can have it
+    ops/sampling.py       add a column to `Floats` or `Ints`, and fill it in `SamplingRow`; use it
+                          in `threshold` (and its call in `sample_torch`) or in `adjust`
+    ops/sampling_kernels.py   add the column's name, and use it in `threshold_kernel` or
+                          `load_adjusted`; their early returns repeat that property
+    server/protocol.py    add a field to `SamplingRequest`
+    tests                 its default and limits in test_params.py, a row of NUMBERS and a value
                           in SENT in test_protocol.py, the tokens that it allows in oracle.py,
                           batches that mix it in test_sampling.py
 """
@@ -35,20 +37,20 @@ from common import MALFORMED, read_json, refuse_withdrawn
 from engine.stages import require
 from paged import POLICIES, SchedulerSettings, setting
 
-GREEDY_BELOW = 1e-5  # temperatures below are taken for 0: dividing by less would overflow
-LOWEST_LOGPROB = -9999.0  # in place of -infinity, which JSON does not have
-NO_TOKEN = -1  # no token id: what the sampler gives where logits are NaN, or all infinite
+GREEDY_BELOW = 1e-5  # lower temperatures count as 0: dividing by them would overflow
+LOWEST_LOGPROB = -9999.0  # replaces -infinity, which JSON does not have
+NO_TOKEN = -1  # not a token id: the sampler's result if logits are NaN, or all infinite
 
 
 class Range(NamedTuple):
-    """The values that a field may have, and how a refusal describes them."""
+    """The values that a field may have, and their description for error messages."""
 
-    kind: object  # a type, or a union with None
-    bounds: dict[str, float]  # gt, ge, lt, le: names of the module operator, and of pydantic
+    kind: object  # a type, or its union with None
+    bounds: dict[str, float]  # keys gt, ge, lt, le: names in the module operator and in pydantic
     wanted: str
 
     def admits(self, value) -> bool:
-        """NaN is in no range, since it compares false; and True is no number here."""
+        """Return whether the value is in range. NaN is never in range, and True is not a number."""
         if not isinstance(value, self.kind) or isinstance(value, bool):
             return False
         if value is None:
@@ -77,28 +79,28 @@ BIAS = Range(NUMBER, {"ge": -100, "le": 100}, "a number from -100 to 100")
 @dataclass(frozen=True)
 class SamplingParams:
     """
-    How one request is continued. Applied in this order: logit_bias, min_tokens, the penalties
-    (repetition, frequency, presence), temperature, top_k, top_p, min_p.
-    Raises ValueError for a value outside RANGES.
+    Options for continuing one request. They apply in this order: logit_bias, min_tokens, penalties
+    (repetition, frequency, presence), temperature, top_k, top_p, min_p. Raises ValueError for a
+    value outside RANGES.
     """
 
-    temperature: float = 1.0  # 0: always the most likely token
-    top_k: int = 0  # sample among the k most likely tokens and ties with the last; 0: among all
-    top_p: float = 1.0  # sample among the most likely tokens that together have this probability
-    min_p: float = 0.0  # drop tokens less likely than this share of the most likely one
+    temperature: float = 1.0  # 0: always choose the most likely token
+    top_k: int = 0  # sample from the k most likely tokens and ties with the last; 0: from all
+    top_p: float = 1.0  # sample from the most likely tokens that together have this probability
+    min_p: float = 0.0  # drop tokens less likely than this fraction of the most likely one
     max_tokens: int = 16
     stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False  # go on after the end-of-text token
+    ignore_eos: bool = False  # continue after an end-of-text token
     seed: int | None = None  # 64 bits; None: the engine draws one
-    presence_penalty: float = 0.0  # taken once off the logit of each token that was generated
-    frequency_penalty: float = 0.0  # taken off as many times as the token was generated
-    # divides positive, multiplies negative logits of tokens in prompt or answer
+    presence_penalty: float = 0.0  # subtracted from the logit of each token in the answer
+    frequency_penalty: float = 0.0  # subtracted once for each time that the token was generated
+    # divides positive and multiplies negative logits of tokens in prompt or answer
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None  # added to the logits of these tokens
     min_tokens: int = 0  # no stop token before this many tokens
-    # how many log-probabilities are wanted besides the chosen token's; None: not even that
+    # return log-probabilities of the chosen token and of this many top tokens; None: do not
     logprobs: int | None = None
-    grammar: object = None  # what the answer is held to: engine/grammar.py compiles it
+    grammar: object = None  # constrains the answer; compiled in engine/grammar.py
 
     def __post_init__(self):
         if self.grammar:
@@ -123,38 +125,38 @@ class SamplingParams:
 
     def check_vocabulary(self, V: int):
         """
-        Raises ValueError for a token id outside 0..V-1 in logit_bias. (A stop token that the
-        vocabulary lacks is no error: it never comes.)
+        Raise ValueError if logit_bias has a token id outside 0..V-1. (A stop token outside the
+        vocabulary is not an error: it is never sampled.)
         """
         for token in self.logit_bias or ():
             if not 0 <= token < V:
                 raise ValueError(f"logit_bias has token {token}, outside 0..{V - 1}: leave it out")
 
     def check_end(self, ends: Sequence[int]):
-        """Raise ValueError where a grammar could end an answer, and no token does."""
+        """Raise ValueError if there is a grammar, but no token in `ends` can end the answer."""
         if self.grammar and not ends:
             raise ValueError("a grammar needs an end-of-text token: leave ignore_eos out")
 
-    # The parts of the sampler that a request needs: computed once, read in every step.
+    # Which parts of the sampler a request needs. Computed once, read in every step.
 
     @cached_property
     def adjusts(self) -> bool:
-        """Changes logits in any of the ways of `sampling.adjust`."""
+        """True if `sampling.adjust` would change the logits."""
         return bool(self.biases or self.penalises or self.min_tokens)
 
     @cached_property
     def penalises(self) -> bool:
-        """Has any of the three penalties."""
+        """True if any of the three penalties is set."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @cached_property
     def biases(self) -> bool:
-        """Has a logit_bias."""
+        """True if there is a logit_bias."""
         return bool(self.logit_bias)
 
     @cached_property
     def filters(self) -> bool:
-        """Has top_k, top_p or min_p, which mean nothing to a greedy one."""
+        """True if top_k, top_p or min_p is set, and decoding is not greedy."""
         is_greedy = self.temperature < GREEDY_BELOW
         return bool(self.top_k or self.top_p < 1 or self.min_p) and not is_greedy
 
@@ -171,11 +173,11 @@ GREEDY = SamplingParams(temperature=0.0)
 # --------------------------------------------------------------------------------------------------
 # The engine's settings
 #
-# A field made by `setting` is a flag of serve.py too, with this help text and these limits. The
-# settings that the scheduler reads are declared in `SchedulerSettings` (paged.py). None stands for
-# a value that depends on the machine or the model; engine/sizing.py finds it.
+# A field made by `setting` is also a flag of serve.py, with this help text and these limits. The
+# scheduler's settings are inherited from `SchedulerSettings` (paged.py). None stands for a value
+# that depends on the machine or the model; engine/sizing.py chooses it.
 
-# defaults for each kind of device: requests at once, and tokens in a step
+# defaults by kind of device: running requests, and tokens in a step
 GPU_SEQS = 256
 GPU_TOKENS = 8192
 CPU_SEQS = 64
@@ -184,59 +186,61 @@ CPU_TOKENS = 512
 
 @dataclass(frozen=True)
 class Settings(SchedulerSettings):
-    """How an `Engine` serves its model. Raises ValueError for what is out of range."""
+    """The settings of an `Engine`. Raises ValueError for a value out of range."""
 
-    # how large
+    # sizes
     block_size: int = setting(16, "tokens in a KV block", least=1)
     num_blocks: int | None = setting(
         None,
-        "KV blocks in the pool; not given: for --max-num-seqs texts of full length, on a CPU for "
-        "three quarters of them, if there is memory",
+        "KV blocks in the pool; not given: enough for --max-num-seqs texts of full length (on a "
+        "CPU for three quarters of them), if there is memory",
         least=1,
         flag="--kv-blocks",
     )
     max_num_seqs: int | None = setting(
         None,
-        f"requests that run at once; not given: {GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU",
+        f"maximum number of running requests; not given: {GPU_SEQS} on a GPU, {CPU_SEQS} on a CPU",
         least=1,
     )
     token_budget: int | None = setting(
         None,
-        f"tokens computed in a step; not given: {GPU_TOKENS} on a GPU, {CPU_TOKENS} on a CPU",
+        f"maximum tokens per step; not given: {GPU_TOKENS} on a GPU, {CPU_TOKENS} on a CPU",
         least=1,
     )
     max_model_len: int | None = setting(
-        None, "longest prompt plus answer, in tokens; not given: what fits", least=1
+        None, "longest prompt plus answer, in tokens; not given: as long as fits", least=1
     )
-    watermark: float = 0.01  # share of the blocks kept for running requests at an admission
+    watermark: float = 0.01  # share of the blocks kept free for running requests at an admission
 
-    # in which order
+    # order
     policy: str = setting(
         "priority",
-        "which request goes first: the oldest (fcfs), the lowest `priority` (priority), the "
+        "which request is served first: the oldest (fcfs), the lowest `priority` (priority), the "
         "shortest (sjf)",
         choices=tuple(POLICIES),
     )
 
-    # how it is computed
+    # computation
     attention: str = setting(
-        "auto", "attention backend: triton, cpu or torch; auto takes the fastest here"
+        "auto", "attention backend: triton, cpu or torch; auto: the fastest on this machine"
     )
     deterministic: bool = setting(
-        False, "on a GPU: answers equal to the bit, whatever else is served; on a CPU they are"
+        False,
+        "on a GPU, make answers the same to the bit whatever else is served; on a CPU they always "
+        "are",
     )
-    quantize: str = setting("none", "int8: weights as integers, on a CPU", choices=("none", "int8"))
-    # the help text is that of the flag, which turns it off
-    graphs: bool = setting(True, "on a GPU: no CUDA graphs, for debugging", flag="--no-graphs")
-    # asynchronous scheduling: plan a step while the one before runs; None: on a GPU
+    quantize: str = setting("none", "int8: integer weights, on a CPU", choices=("none", "int8"))
+    # the help text describes the flag, which turns graphs off
+    graphs: bool = setting(True, "do not use CUDA graphs (for debugging)", flag="--no-graphs")
+    # asynchronous scheduling: plan a step while the one before runs; None: only on a GPU
     overlap: bool | None = None
     speculate: bool = setting(
         False, "guess tokens from the text so far, and check several in one step"
     )
-    seed: int | None = None  # for drawing the seeds of requests without one; None: from the system
+    seed: int | None = None  # draws seeds for requests without one; None: a random seed
 
-    # for debugging
-    check: bool = setting(False, "verify the scheduler's invariants after each step")
+    # debugging
+    check: bool = setting(False, "check the scheduler's invariants after each step")
 
     def __post_init__(self):
         super().__post_init__()
@@ -246,18 +250,18 @@ class Settings(SchedulerSettings):
 
 
 # --------------------------------------------------------------------------------------------------
-# generation_config.json: the defaults of a model's makers
+# generation_config.json: defaults that come with a model
 
-# name in the file -> ours; the same that vLLM takes
-TAKEN = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
-TAKEN["max_new_tokens"] = "max_tokens"
+# name in the file -> our name; vLLM reads the same fields
+SAME_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+GENERATION_FIELDS = {name: name for name in SAME_NAMES} | {"max_new_tokens": "max_tokens"}
 
 
 def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
     """
-    The defaults of sampling that generation_config.json has, for requests without their own, and a
-    line that says which were taken. `source` is that of --generation-config: "auto", the model's
-    directory; "vllm", none; or another directory. Raises ValueError with what to change.
+    Return the sampling defaults in generation_config.json, and a line that lists them. `source` is
+    the value of --generation-config: "auto" for the model's directory, "vllm" for none, or another
+    directory. Raises ValueError with a message that says what to change.
     """
     if source == "vllm":
         return {}, ""
@@ -266,41 +270,41 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
         if source != "auto" and not path.is_file():
             raise ValueError("there is no such file")
         content = read_json(path)
-        given = [name for name in TAKEN if content.get(name) is not None]
-        defaults = {TAKEN[name]: content[name] for name in given}
+        given = [name for name in GENERATION_FIELDS if content.get(name) is not None]
+        defaults = {GENERATION_FIELDS[name]: content[name] for name in given}
         if defaults.get("top_k") == -1:
-            defaults["top_k"] = 0  # vLLM has two words for all tokens
+            defaults["top_k"] = 0  # in vLLM, both -1 and 0 mean all tokens
         SamplingParams(**defaults)
     except MALFORMED as error:
-        remedy = "correct it, or leave it out with --generation-config vllm"
+        remedy = "correct it, or ignore it with --generation-config vllm"
         raise ValueError(f"{path}: {error!s:.300}: {remedy}") from None
     taken = ", ".join(f"{name} {value}" for name, value in defaults.items())
-    note = f"{path}: by default {taken} (--generation-config vllm: without this file)"
+    note = f"{path}: by default {taken} (to ignore this file: --generation-config vllm)"
     return defaults, note if defaults else ""
 
 
 # --------------------------------------------------------------------------------------------------
-# Variables of the chat template that a caller gives; server/text.py has the template
+# Chat template variables set by a caller (server/text.py renders the template)
 
-# Variables that are not a caller's: the conversation, what has a field of its own or is not served,
-# and the template's functions. (The names of control tokens, bos_token, are not, either.)
-OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
-OWN_VARIABLES |= {"continue_final_message", "tokenize", "raise_exception", "strftime_now"}
+# Names that a caller may not set: the conversation, variables that have their own field or are not
+# supported, and functions of the template. (Names of control tokens, such as bos_token, as well.)
+RESERVED_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+RESERVED_VARIABLES |= {"continue_final_message", "tokenize", "raise_exception", "strftime_now"}
 MAX_VARIABLES = 2**14  # characters of a caller's variables as JSON
 
 
 def check_variables(variables: dict) -> dict:
     """
-    A caller's variables for the template, as they are. Raises ValueError for a name that is not the
-    caller's, and for too much of them.
+    Return a caller's template variables unchanged. Raises ValueError for a name that a caller may
+    not set, or if they are too long.
     """
     if not isinstance(variables, dict):
         raise ValueError("must be a JSON object")
     for name in variables:
-        if name in OWN_VARIABLES or name.endswith("_token"):
-            remedy = "which is not a caller's to set: leave it out"
+        if name in RESERVED_VARIABLES or name.endswith("_token"):
+            remedy = "that a caller may not set: leave it out"
             raise ValueError(f"has a name {remedy}, got {name!r:.100}")
     length = len(json.dumps(variables, allow_nan=False, ensure_ascii=False))
     if length > MAX_VARIABLES:
-        raise ValueError(f"has {length} characters, at most {MAX_VARIABLES} are taken: shorten it")
+        raise ValueError(f"has {length} characters, the limit is {MAX_VARIABLES}: shorten it")
     return variables

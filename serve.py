@@ -235,7 +235,7 @@ def terminate_on_hang_up():
 
 def serve_http(args: Namespace) -> str | None:
     """Serve until a signal arrives. Return None for exit code 0, or an error message."""
-    # Exit at once until the event loop runs, which drains. The engine ends when its link closes.
+    # Exit immediately until the event loop, which drains, runs. (The engine ends with its link.)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     terminate_on_hang_up()
     from server.app import Service  # here, so a missing package is found before a model is loaded

@@ -1,15 +1,16 @@
 """
-The proof: paged attention changes where K and V live, and no token of any answer.
+The proof: paged attention changes where K and V are stored, but not a single token of any answer.
 
     python test_paged.py        # a line for each test; needs torch, numpy, safetensors, tokenizers
     pytest test_paged.py        # the same tests
 
-Three parts, each standing on the one before: who owns which block (no model needed), who is
-computed when (no model needed either), and then the whole engine against the dense model, which has
-no cache and computes every text from its beginning for each token. Block size is 4 throughout,
-pools have a handful of blocks, so that block ids can be written down. Wherever a model runs, the
-pool starts full of NaN and its free blocks are shuffled: to read a slot that was never written, or
-a block of another request, cannot go unnoticed.
+There are three parts, and each builds on the one before: who owns which block, who is computed
+when, and the whole engine compared with the dense model. The first two parts need no model. The
+dense model has no cache: for each token it computes the whole text from the beginning.
+
+The block size is 4 almost everywhere, and pools have only a few blocks, so tests can name block
+ids. Wherever a model runs, the pool is first filled with NaN, and its free blocks are shuffled. So
+a test fails if a slot is read that was never written, or a block of another request.
 """
 
 import gc
@@ -45,20 +46,20 @@ from params import GREEDY, SamplingParams, Settings
 @contextmanager
 def raises(kind: type[Exception], *parts: str):
     """
-    The body must raise `kind`, with every part in its message (pytest is not needed to run this
-    file).
+    Assert that the body raises `kind`, with all these parts in its message. Like pytest.raises, so
+    that this file also runs without pytest.
     """
     try:
         yield
     except kind as error:
         missing = [part for part in parts if part not in str(error)]
-        assert not missing, f"{missing} not in the message: {error}"
+        assert not missing, f"{missing} is not in the message: {error}"
     else:
         raise AssertionError(f"no {kind.__name__} was raised")
 
 
 def step(scheduler: Scheduler) -> Plan:
-    """One step without a model: every sampled token is 1000 + the request's length."""
+    """Run a step without a model: every sampled token is 1000 + the request's length."""
     plan = scheduler.plan()
     scheduler.check(plan)
     scheduler.update(plan, [1000 + r.num_tokens for r in plan.sampled])
@@ -84,8 +85,8 @@ CONTEXT = 64
 
 def echo_text(count: int, length: int, noise: float, generator: torch.Generator) -> torch.Tensor:
     """
-    Texts of random letters that repeat after PERIOD letters: the next letter is known only from far
-    back.
+    Return texts of random letters that repeat after PERIOD letters. To predict the next letter, a
+    model must look far back.
     """
     letters = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)
     texts = letters[:, torch.arange(length) % PERIOD]
@@ -102,7 +103,7 @@ def untrained_model(num_kv_heads: int) -> GPT:
 
 @cache
 def train(num_kv_heads: int) -> GPT:
-    """A small GPT that has learned, in two seconds, to look PERIOD tokens back."""
+    """Train a small GPT, in two seconds, to look back PERIOD tokens."""
     model = untrained_model(num_kv_heads)
     steps = 110
     generator = torch.Generator().manual_seed(0)
@@ -119,17 +120,17 @@ def train(num_kv_heads: int) -> GPT:
 
 def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
     """
-    The model of the tests: four query heads, two KV heads, and answers that depend on what is three
-    or four blocks back, so that a wrong block table, mask or position changes them. (An untrained
-    model repeats one token whatever is in its cache.) With an `eos_token_id`, a copy that ends its
-    texts there.
+    Return the model of the tests. It has four query heads and by default two KV heads. Its answers
+    depend on tokens three or four blocks back, so a wrong block table, mask or position changes
+    them. (An untrained model repeats one token, whatever is in its cache.) With an `eos_token_id`,
+    return a copy whose texts end at this token.
     """
     model = train(num_kv_heads)
     if eos_token_id is None:
         return model
-    ending = GPT(replace(model.config, eos_token_ids=(eos_token_id,))).eval()
-    ending.load_state_dict(model.state_dict())
-    return ending
+    copy = GPT(replace(model.config, eos_token_ids=(eos_token_id,))).eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -138,9 +139,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingParams]:
     """
-    Greedy, sampled and filtered requests in turn, so that every batch mixes them. A greedy answer
-    shows that the right place was read; a sampled one, where close scores compete for every token,
-    that the numbers are right.
+    Return greedy, sampled and filtered parameters in turn, so that every batch mixes them. A greedy
+    answer shows that the right slots were read. A sampled one shows that the numbers are also
+    right, because close scores compete for every token.
     """
     kinds = [
         GREEDY,
@@ -155,8 +156,8 @@ def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingPa
 
 def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
     """
-    Return what decides the token at `position`, (1, V): the logits, filtered and with the request's
-    own noise.
+    Return the scores (1, V) whose maximum is the token at `position`: the logits, filtered, plus
+    the request's own noise.
     """
     if params.temperature == 0:
         return logits
@@ -174,9 +175,9 @@ def assert_equals_dense(
     model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams
 ):
     """
-    The answer equals the dense model's. If its best two scores lie within 1e-4 of each other,
-    rounding may choose either: these ties are counted, and the comparison goes on from the
-    engine's choice.
+    Assert that the answer equals the dense model's. If the best two scores are within 1e-4 of each
+    other, rounding may choose either one. Such ties are counted, and the comparison continues from
+    the engine's choice.
     """
     text = list(prompt_tokens)
     full = text + answer
@@ -184,27 +185,29 @@ def assert_equals_dense(
         reference = model.generate(
             torch.tensor([text]),
             len(full) - len(text),
-            lambda logits, at: scores(params, logits, at).argmax(-1),
+            lambda logits, position: scores(params, logits, position).argmax(-1),
         )[0].tolist()
         if reference == full:
             break
-        at = next(i for i, (a, b) in enumerate(zip(reference, full, strict=True)) if a != b)
+        first = next(i for i, (a, b) in enumerate(zip(reference, full, strict=True)) if a != b)
         with torch.no_grad():
-            choice = scores(params, model(torch.tensor([full[:at]]))[0][:, -1], at)[0]
-        gap = (choice[reference[at]] - choice[full[at]]).item()
+            choice = scores(params, model(torch.tensor([full[:first]]))[0][:, -1], first)[0]
+        gap = (choice[reference[first]] - choice[full[first]]).item()
         expected = reference[len(prompt_tokens) :]
         got = full[len(prompt_tokens) :]
         assert gap <= 1e-4, (
-            f"token {at} of the text differs (scores by {gap:.4f}): dense {expected}, paged {got}"
+            f"token {first} of the text differs (by {gap:.4f} in score): dense {expected}, paged "
+            f"{got}"
         )
         compared["ties"] += 1
-        text = full[: at + 1]
+        text = full[: first + 1]
     compared["tokens"] += len(answer)
 
 
 def poison(device: Device, scheduler: Scheduler):
     """
-    NaN in every slot, and free blocks in no order: block 0 is not where the first request lives.
+    Fill every slot with NaN, and shuffle the free blocks, so that the first request does not just
+    get block 0.
     """
     device.pool.kv.fill_(torch.nan)
     random.Random(3).shuffle(scheduler.block_allocator.free)
@@ -213,18 +216,18 @@ def poison(device: Device, scheduler: Scheduler):
 def new_engine(model: GPT, **settings) -> Engine:
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64}
     engine = Engine(model, Settings(**({"check": True} | sizes | settings)))
-    engine.reference = model  # what its answers are compared with
+    engine.reference = model  # to compare its answers with
     poison(engine.device, engine.scheduler)
     return engine
 
 
 def reachable_requests(engine: Engine, *beyond) -> list[Request]:
     """
-    Return the requests that the engine's data leads to, in whatever way. Functions and methods of
-    the engine are not followed, nor is `beyond`.
+    Return all requests that can be reached from the engine's data. Functions, methods and the
+    objects in `beyond` are not followed.
     """
     code = type | ModuleType | FunctionType | MethodType
-    seen = {id(thing): thing for thing in beyond}  # kept, so that their ids stay theirs
+    seen = {id(thing): thing for thing in beyond}  # keeps objects alive, so that ids stay unique
     things = [engine]
     while things:
         for thing in gc.get_referents(things.pop()):
@@ -236,7 +239,8 @@ def reachable_requests(engine: Engine, *beyond) -> list[Request]:
 
 def assert_idle(engine: Engine):
     """
-    Nothing leaked: no request, no row, no reference is left, and the whole pool can be allocated.
+    Assert that nothing has leaked: no request, row or reference is left, and the whole pool can be
+    allocated.
     """
     scheduler = engine.scheduler
     allocator = scheduler.block_allocator
@@ -244,7 +248,8 @@ def assert_idle(engine: Engine):
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
     assert not engine.promised, "choices are left"
     kept = reachable_requests(engine)
-    assert len(kept) <= 1, f"beside the last request, the engine keeps {kept}"  # a loop's variable
+    # one is allowed: a loop's variable may still refer to the last request
+    assert len(kept) <= 1, f"besides the last request, the engine keeps {kept}"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0, "references leaked"
     assert allocator.num_free == allocator.num_blocks, "blocks leaked"
@@ -254,8 +259,8 @@ def serve(
     engine: Engine, prompts: list[list[int]], max_tokens: int, first: int = 0
 ) -> list[list[int]]:
     """
-    Answer all prompts, greedily and by sampling; every answer is complete and equals the dense
-    model's.
+    Answer all prompts, some greedily and some by sampling. Assert that every answer is complete,
+    and equals the dense model's.
     """
     params = mixed_params(max_tokens, len(prompts), first)
     answers = engine.generate(prompts, params, progress=False)
@@ -267,23 +272,23 @@ def serve(
 
 
 # --------------------------------------------------------------------------------------------------
-# 1. Blocks: free, referenced, or cached and idle
+# 1. Blocks: free, referenced, or idle (cached)
 
 
 def test_blocks_are_handed_out_taken_back_and_run_out():
     """
-    Would catch: a block handed out twice or lost, the padding block handed out, a failed request
-    for blocks that keeps some of them.
+    Would catch: a block that is allocated twice, or lost; the padding block being allocated; a
+    failed allocation that keeps some blocks.
     """
     allocator = BlockAllocator(num_blocks=4, block_size=4)
     assert allocator.allocate_n(3) == [0, 1, 2]
     allocator.free_blocks_for_request([1])
-    assert allocator.allocate_one() == 1, "the block freed last is the next one handed out"
+    assert allocator.allocate_one() == 1, "the block freed last is allocated next"
     allocator.free_blocks_for_request([0, 1, 2])
-    assert allocator.allocate_n(2) == [0, 1], "the tail is freed first: the head comes back first"
+    assert allocator.allocate_n(2) == [0, 1], "the head is freed last, so it is allocated first"
     with raises(RuntimeError, "wanted 3", "available 2 of 4"):
         allocator.allocate_n(3)
-    assert allocator.num_free == 2, "a refusal takes nothing"
+    assert allocator.num_free == 2, "a failed allocation takes no block"
     assert allocator.allocate_n(2) == [2, 3]
     with raises(RuntimeError, "wanted 1", "available 0 of 4"):
         allocator.allocate_one()
@@ -294,9 +299,9 @@ def test_blocks_are_handed_out_taken_back_and_run_out():
 
 def test_life_of_a_shared_prefix():
     """
-    Would catch: a hit that does not raise the reference count, so that the first to finish frees
-    what the second reads; a parent evicted before its leaf, which leaves the leaf unfindable; a
-    finished request that frees nothing.
+    Would catch: a hit that does not add a reference, so the first request to finish frees blocks
+    that the second still reads; a parent block evicted before its child, which can then never be
+    found; a finished request that does not free its blocks.
     """
     scheduler = Scheduler(max_kv_tokens=24)  # six blocks
     allocator = scheduler.block_allocator
@@ -311,7 +316,7 @@ def test_life_of_a_shared_prefix():
     plan = step(scheduler)
     assert b.block_table == [0, 1, 3]
     assert allocator.ref_counts == [2, 2, 1, 1, 0, 0]
-    assert plan.decodes == [a] and plan.chunks == [(b, 1)], "of nine tokens, eight were found"
+    assert plan.decodes == [a] and plan.chunks == [(b, 1)], "8 of b's 9 tokens were found"
 
     step(scheduler)
     assert a.status == "done"
@@ -320,11 +325,11 @@ def test_life_of_a_shared_prefix():
     assert b.status == "done"
     assert allocator.ref_counts == [0] * 6
     assert allocator.num_free == 6
-    assert list(allocator.idle) == [1, 0], "full blocks stay findable, the leaf is the first to go"
+    assert list(allocator.idle) == [1, 0], "full blocks stay cached, the tail is evicted first"
 
-    assert allocator.allocate_n(4) == [3, 2, 4, 5], "free blocks first"
+    assert allocator.allocate_n(4) == [3, 2, 4, 5], "allocate free blocks first"
     assert allocator.evicted == []
-    assert allocator.allocate_n(2) == [1, 0], "then idle ones, the least recently used first"
+    assert allocator.allocate_n(2) == [1, 0], "then idle blocks, the least recently used first"
     assert allocator.evicted == [1, 0]
     assert not scheduler.block_cache.contents
     assert not scheduler.block_cache.block_of
@@ -332,24 +337,25 @@ def test_life_of_a_shared_prefix():
 
 def test_least_recently_used_block_is_evicted_first():
     """
-    Would catch: a hit that does not count as a use, so that the prefix that all requests share is
-    the one thrown away.
+    Would catch: a hit that does not count as a use, so that a prefix shared by all requests is
+    evicted.
     """
     scheduler = Scheduler(max_kv_tokens=12)  # three blocks
     allocator = scheduler.block_allocator
-    serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays, cached
-    serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # block 1 stays
+    serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays cached
+    serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # block 1 also
     assert list(allocator.idle) == [0, 1]
     assert allocator.free == [2]
     assert serve_alone(scheduler, "a again", [1, 2, 3, 4, 11]).num_hit_tokens == 4
     assert list(allocator.idle) == [1, 0]
-    assert allocator.allocate_n(2) == [2, 1], "the free block, then b's: a's was used since"
+    assert allocator.allocate_n(2) == [2, 1], "the free block, then b's: a's was used later"
 
 
 def test_a_block_is_findable_only_once_it_is_computed():
     """
-    Would catch: commit at allocation, where a twin request reads K, V that do not exist yet;
-    generated tokens that never enter the cache; two blocks under one key, of which one leaks.
+    Would catch: blocks committed when allocated, so that an equal request reads K and V that do not
+    exist yet; generated tokens that are never cached; two blocks with the same key, one of which
+    leaks.
     """
     scheduler = Scheduler(max_kv_tokens=32, token_budget=32)
     cache = scheduler.block_cache
@@ -358,22 +364,22 @@ def test_a_block_is_findable_only_once_it_is_computed():
         scheduler.add_request(request)
     plan = scheduler.plan()
     assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing to share yet"
-    assert not cache.contents, "nothing is computed yet, and nothing may be found"
+    assert not cache.contents, "nothing is computed yet, so nothing may be found"
     scheduler.update(plan, [1009, 1009])
-    assert list(cache.contents) == [0, 1], "full blocks only, and of one key the first"
+    assert list(cache.contents) == [0, 1], "only full blocks, and only the first with each key"
     while not scheduler.is_done():
         step(scheduler)
     assert {block: content.tokens for block, content in cache.contents.items()} == {
         0: (0, 1, 2, 3),
         1: (4, 5, 6, 7),
         2: (8, 1009, 1010, 1011),
-    }, "prompt and answer alike"
+    }, "blocks of the prompt and of the answer"
 
 
 def test_a_block_is_found_only_after_the_same_prefix():
     """
-    Would catch: a block's key without its parent, its salt or its model; a hash taken for the
-    content itself.
+    Would catch: a key that ignores the parent or the salt; a lookup that trusts the hash without
+    comparing the content.
     """
     scheduler = Scheduler(max_kv_tokens=64)
     one = [1, 2, 3, 4, 5, 6, 7, 8, 9]
@@ -381,7 +387,7 @@ def test_a_block_is_found_only_after_the_same_prefix():
     for expected in (0, 8):
         hits = [serve_alone(scheduler, "again", tokens).num_hit_tokens for tokens in (one, two)]
         assert hits == [expected, expected], f"found {hits} of the first eight tokens"
-    assert len(scheduler.block_cache.contents) == 4, "two different blocks of the tokens 5, 6, 7, 8"
+    assert len(scheduler.block_cache.contents) == 4, "tokens 5, 6, 7, 8 are in two of these"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
     assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
     assert root_key("salt") != root_key("pepper") != root_key()
@@ -395,8 +401,8 @@ def test_a_block_is_found_only_after_the_same_prefix():
 
 def test_a_prompt_found_whole_still_computes_its_last_block():
     """
-    Would catch: a whole prompt taken from the cache, so that no token is computed and no logits
-    exist.
+    Would catch: a prompt taken from the cache as a whole, so that nothing is computed and there are
+    no logits.
     """
     scheduler = Scheduler(max_kv_tokens=64)
     serve_alone(scheduler, "first", [1, 2, 3, 4, 5, 6, 7, 8], 2)
@@ -411,8 +417,8 @@ def test_a_prompt_found_whole_still_computes_its_last_block():
 
 def test_forks_share_blocks_and_copy_the_last_on_write():
     """
-    Would catch: two requests writing one partial block; a copy where there is nothing partial to
-    copy; a child whose tokens or table are the parent's own lists.
+    Would catch: two requests writing to the same partial block; a copy although no block is
+    partial; a child that shares its parent's lists of tokens or blocks.
     """
     scheduler = Scheduler(max_kv_tokens=24)
     allocator = scheduler.block_allocator
@@ -432,7 +438,7 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
     assert child.block_table == [0, 1]
     assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
     step(scheduler)
-    # eight slots are filled: the next token starts a block
+    # eight slots are filled, so the next token starts a new block
     grandchild = scheduler.fork(child, "grandchild")
     plan = step(scheduler)
     assert plan.copies == {}
@@ -458,8 +464,8 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
 
 def test_admission_at_the_edge_of_the_pool():
     """
-    Would catch: a shared block counted as if it had to be allocated; an idle block that is hit
-    counted as still free (it is about to be in use); a refused admission that keeps blocks.
+    Would catch: shared blocks counted as if they had to be allocated; an idle block that is a hit,
+    but also counted as free; a refused admission that keeps blocks.
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks
     allocator = scheduler.block_allocator
@@ -470,7 +476,7 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler.add_request(second)
     scheduler.add_request(third)
     step(scheduler)
-    assert second.block_table == [0, 1, 3], "three blocks, of which two are shared: it fits exactly"
+    assert second.block_table == [0, 1, 3], "two of its three blocks are shared: it fits exactly"
     assert third.status == "waiting"
     assert allocator.num_free == 0
     assert allocator.ref_counts == [2, 2, 1, 1]
@@ -483,7 +489,7 @@ def test_admission_at_the_edge_of_the_pool():
     serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
     scheduler.add_request(Request("small", [100, 101], 2))
     step(scheduler)
-    # it finds two blocks and needs two, but only one is left
+    # it finds two blocks and needs two more, but only one is left
     large = Request("large", [*prefix, *range(10, 18)], 1)
     scheduler.add_request(large)
     assert scheduler.plan().admitted == []
@@ -497,8 +503,8 @@ def test_admission_at_the_edge_of_the_pool():
 
 def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
     """
-    Would catch: admission that overtakes the head of the queue for ever; a watermark that locks out
-    a lone request; rows handed out beyond max_num_seqs.
+    Would catch: smaller requests that overtake the head of the queue forever; a watermark that
+    keeps out a request even if no other is running; more rows than max_num_seqs.
     """
     scheduler = Scheduler(max_kv_tokens=16)
     lengths = (9, 6, 2)  # 3, 2, 1 blocks
@@ -506,10 +512,10 @@ def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
     for request in requests:
         scheduler.add_request(request)
     step(scheduler)
-    # the last would fit, but it is not its turn
+    # the last request would fit, but it must not overtake the second
     assert [r.status for r in requests] == ["active", "waiting", "waiting"]
     step(scheduler)
-    assert requests[0].status == "done", "and now its blocks are free:"
+    assert requests[0].status == "done", "its blocks are free now"
     assert scheduler.plan().admitted == requests[1:]
 
     for watermark, admitted in ((1, True), (2, False)):
@@ -517,7 +523,7 @@ def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
         serve_alone(scheduler, "alone, the watermark does not matter", list(range(16)))
         scheduler.add_request(Request("running", [1, 2], 4))
         step(scheduler)
-        # two of the three blocks that are left
+        # needs two of the three blocks that are left
         scheduler.add_request(Request("new", [21, 22, 23, 24, 25], 2))
         assert bool(scheduler.plan().admitted) == admitted
 
@@ -529,8 +535,8 @@ def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
 
 def test_preemption_block_by_block():
     """
-    Would catch: the wrong victim; a preempted request that keeps its blocks, comes back in the same
-    step, loses its tokens, or samples before its generated tokens are computed again.
+    Would catch: the wrong victim; a preempted request that keeps its blocks, is admitted again in
+    the same step, loses its tokens, or samples before its generated tokens are recomputed.
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks for two requests that need three each
     allocator = scheduler.block_allocator
@@ -554,14 +560,14 @@ def test_preemption_block_by_block():
     assert b.row is None
     assert b.generated_tokens == [1007, 1008]
     step(scheduler)
-    assert b.status == "waiting", "three blocks needed, one of them found, one free"
+    assert b.status == "waiting", "it needs three blocks: one is found, only one is free"
     step(scheduler)
     assert a.status == "done"
     assert a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
     plan = step(scheduler)
-    assert b.block_table == [2, 3, 1], "found again, freed last, evicted"
-    assert b.prefill_target == 9, "seven prompt tokens and two of its own"
-    assert plan.chunks == [(b, 5)], "less the four that were found"
+    assert b.block_table == [2, 3, 1], "a hit, the block freed last, an evicted one"
+    assert b.prefill_target == 9, "seven prompt tokens and two generated ones"
+    assert plan.chunks == [(b, 5)], "without the four that were found"
     assert b.generated_tokens == [1007, 1008, 1009]
     while not scheduler.is_done():
         step(scheduler)
@@ -572,8 +578,8 @@ def test_preemption_block_by_block():
 
 def test_a_request_alone_that_cannot_grow():
     """
-    Would catch: an endless loop of preempting oneself; a limit that is off by one block or one
-    token.
+    Would catch: a request that preempts itself again and again; a limit that is off by one block or
+    one token.
     """
     scheduler = Scheduler(max_kv_tokens=12)
     fits = serve_alone(scheduler, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5)
@@ -596,18 +602,18 @@ def test_a_request_alone_that_cannot_grow():
 
 def test_a_step_shares_its_budget():
     """
-    Would catch: a prompt that blocks the others while it is prefilled, decodes that starve prefills
-    or the other way round, a token budget that is exceeded or not used up.
+    Would catch: a prompt that blocks all others during its prefill; decodes that starve prefills,
+    or prefills that starve decodes; a token budget that is exceeded or not used up.
     """
     scheduler = Scheduler(token_budget=8)
     long = Request("long", list(range(20)), 8)
     short = Request("short", [31, 32, 33], 8)
     scheduler.add_request(long)
     scheduler.add_request(short)
-    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares; one token is left over"
+    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares: 4 of 8 tokens each"
     plan = step(scheduler)
     assert plan.decodes == [short], "decodes come first"
-    assert plan.chunks == [(long, 7)], "the prompt takes the rest"
+    assert plan.chunks == [(long, 7)], "the prompt gets the rest"
 
     scheduler = Scheduler(token_budget=4, settings=SchedulerSettings(prefill_share=0.5))
     running = [Request(i, [40 + i], 20) for i in range(4)]
@@ -615,54 +621,54 @@ def test_a_step_shares_its_budget():
         scheduler.add_request(request)
     step(scheduler)
     scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
-    assert step(scheduler).decodes == running, "all tokens of this step are of decodes"
+    assert step(scheduler).decodes == running, "decodes take the whole budget of this step"
     plan = step(scheduler)
-    # half of the budget is the prompt's while it waits
+    # now the prompt is admitted, and half of the budget is reserved for it
     assert len(plan.decodes) == 2
     assert plan.num_tokens == 4
     decoded = plan.decodes + step(scheduler).decodes
-    assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "and the decodes take turns"
+    assert sorted(r.id for r in decoded) == [0, 1, 2, 3], "the decodes take turns"
 
 
 # --------------------------------------------------------------------------------------------------
-# 3. The engine: every answer is the dense model's
+# 3. The engine: every answer equals the dense model's
 
 
 def test_the_reference_is_worth_comparing_with():
     """
-    Would catch: equivalence tests that cannot fail, because the answers do not depend on what is in
+    Would catch: tests that cannot fail, because the model's answers do not depend on the content of
     the cache.
     """
     for model in (trained_model(2), trained_model(4)):
         prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])
         answers = model.generate(prompts, 20)[:, 20:]
         different = {tuple(answer) for answer in answers.tolist()}
-        assert len(different) == 20, "every prompt has its own answer"
-        assert min(len(set(answer)) for answer in different) >= 6, "of many letters"
-        other = prompts.clone()  # with another letter, eleven before the end
+        assert len(different) == 20, "every prompt gets a different answer"
+        assert min(len(set(answer)) for answer in different) >= 6, "answers have many letters"
+        other = prompts.clone()  # change one letter, eleven before the end
         other[:, 9] = (other[:, 9] + 1) % VOCABULARY
         changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)
-        assert changed.float().mean() > 0.9, "and depends on what stands three blocks back"
+        assert changed.float().mean() > 0.9, "answers depend on tokens three blocks back"
 
 
 def test_alone():
     """
-    Would catch: a wrong slot, position, mask or length at the edges of blocks; one answer token too
-    few.
+    Would catch: a wrong slot, position, mask or length at a block boundary; an answer with one
+    token too few.
     """
     for block_size, num_blocks in ((1, 64), (4, 16), (16, 4), (64, 1)):
         engine = new_engine(trained_model(), block_size=block_size, num_blocks=num_blocks)
         for i, length in enumerate((1, 3, 4, 5, 16, 33)):
             serve(engine, [prompt(length, length)], 12, first=i)
-    serve(engine, [prompt(0, 40)], CONTEXT - 40)  # to the very end of the context
+    serve(engine, [prompt(0, 40)], CONTEXT - 40)  # up to the end of the context
 
 
 def test_mixed_batches():
     """
-    Would catch: a request that reads its neighbour's blocks, gets its token, its parameters or its
+    Would catch: a request that reads another request's blocks, or gets its token, parameters or
     noise.
     """
-    for token_budget in (64, 24):  # the second one also splits prompts
+    for token_budget in (64, 24):  # 24 also splits prompts
         engine = new_engine(trained_model(), num_blocks=128, token_budget=token_budget)
         serve(engine, [prompt(i, 3 + 5 * i % 37) for i in range(20)], 15)
         assert engine.scheduler.num_preemptions == 0
@@ -670,7 +676,7 @@ def test_mixed_batches():
 
 def test_requests_that_arrive_while_others_run():
     """
-    Would catch: rows that are handed on with the last owner's table, length, seed or parameters.
+    Would catch: a reused row that still has its last owner's table, length, seed or parameters.
     """
     engine = new_engine(trained_model(), max_num_seqs=3)
     params = [replace(p, max_tokens=5 + i) for i, p in enumerate(mixed_params(1, 9))]
@@ -690,15 +696,15 @@ def test_requests_that_arrive_while_others_run():
 
 def test_any_number_of_kv_heads():
     """
-    Would catch: a query head that reads another's KV head. (In the other tests four query heads
-    share two.)
+    Would catch: a query head that reads the wrong KV head. (In the other tests, four query heads
+    share two KV heads.)
     """
     engine = new_engine(trained_model(num_kv_heads=4), token_budget=16)
     serve(engine, [prompt(i, 8 + 7 * i) for i in range(5)], 12)
 
 
 def count_computed(engine: Engine) -> list[int]:
-    """A list that grows by the number of tokens that the model really computes in each step."""
+    """Return a list to which each step appends the number of tokens that the model computes."""
     computed = []
     run = engine.device.run
 
@@ -713,8 +719,8 @@ def count_computed(engine: Engine) -> list[int]:
 
 def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
     """
-    Would catch: hits that are recomputed all the same, or that leave one needed token out; wrong K,
-    V in a hit.
+    Would catch: hits that are recomputed anyway, or that skip one token too many; wrong K and V in
+    a hit.
     """
     model = trained_model()
     prefix = prompt(5, 21)
@@ -735,40 +741,40 @@ def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
     serve(engine, [prefix], 1)
     computed = count_computed(engine)
     engine.generate([prefix], replace(GREEDY, max_tokens=1), progress=False)
-    assert computed == [21], "without the cache, everything"
+    assert computed == [21], "without the prefix cache, everything is computed"
 
 
 def test_prefix_hits_of_prompts_and_answers():
     """
-    Would catch: a hit on a block that is not computed yet, or on generated tokens whose last K, V
-    are missing.
+    Would catch: a hit on a block that is not computed yet, or on generated tokens when K and V of
+    the last one are missing.
     """
     engine = new_engine(trained_model(), token_budget=8)
     shared = prompt(9, 22)
     prompts = [shared + prompt(30 + i, 2 * i) for i in range(4)]
-    answers = serve(engine, prompts, 14)  # together: none has computed the shared part yet
+    answers = serve(engine, prompts, 14)  # together, before any has computed the shared part
     texts = [tokens + answer for tokens, answer in zip(prompts, answers, strict=True)]
     before = engine.scheduler.num_hit_tokens
-    # into the answers: a conversation goes on
+    # these prompts contain part of the answers, like the next turn of a conversation
     serve(engine, [text[: 28 + i] for i, text in enumerate(texts)], 14)
     assert engine.scheduler.num_hit_tokens - before == 24 + 28 + 28 + 28
 
 
 def test_chunked_prefill():
     """
-    Would catch: chunks that see too much or too little of what came before, or that start at the
+    Would catch: chunks that see too many or too few of the earlier tokens, or that start at the
     wrong position.
     """
     for token_budget, max_num_seqs in ((1, 1), (3, 2), (7, 4)):
         engine = new_engine(trained_model(), token_budget=token_budget, max_num_seqs=max_num_seqs)
         serve(engine, [prompt(i, 40 - i) for i in range(5)], 8)
-        assert engine.num_steps > 5 * 36 / token_budget, "the prompts came in pieces"
+        assert engine.num_steps > 5 * 36 / token_budget, "prompts are computed in chunks"
 
 
 def test_preempted_and_resumed():
     """
-    Would catch: a request that comes back with stale K, V, a token lost or doubled, or different
-    noise.
+    Would catch: a request that resumes with stale K and V, with a lost or repeated token, or with
+    different noise.
     """
     for prefix_cache in (True, False):
         settings = {"num_blocks": 15, "token_budget": 12, "watermark": 0}
@@ -780,12 +786,12 @@ def test_preempted_and_resumed():
 
 def test_forked():
     """
-    Would catch: a fork that writes into its sibling's block, or whose copy is of the wrong block or
-    incomplete.
+    Would catch: a fork that writes to another fork's block; a copy that is incomplete, or of the
+    wrong block.
     """
     model = trained_model()
     text = prompt(11, 13)
-    for steps in range(1, 6):  # the fork happens at every offset within a block
+    for steps in range(1, 6):  # fork at every offset within a block
         scheduler = Scheduler(max_kv_tokens=256, token_budget=32)
         settings = Settings(num_blocks=64, block_size=4, max_num_seqs=256, token_budget=256)
         device = Device(model, settings)
@@ -802,10 +808,10 @@ def test_forked():
             device.send(launched)
             scheduler.advance(plan)
             scheduler.resolve(plan, runner.wait_for(launched))
-            # two forks, the second also of what the first shares
+            # two forks: the second also shares blocks that the first shares
             if parent.num_generated in (steps, steps + 1):
                 child = scheduler.fork(parent, f"child {len(family)}")
-                other = child.generated_tokens[-1] + len(family)  # it goes on with another token
+                other = child.generated_tokens[-1] + len(family)  # continue with another token
                 child.generated_tokens[-1] = other % VOCABULARY
                 device.fill_rows(child)
                 family.append(child)
@@ -823,8 +829,8 @@ def test_forked():
 
 def test_the_same_call_twice_on_one_engine():
     """
-    Would catch: what a first call leaves behind: stale rows, K, V of recycled blocks, wrong hits in
-    a warm cache.
+    Would catch: leftovers of the first call, such as stale rows, old K and V in reused blocks, or
+    wrong hits in a warm cache.
     """
     engine = new_engine(trained_model(), num_blocks=40, max_num_seqs=4)
     prompts = [prompt(40 + i, 12 + i) for i in range(6)]
@@ -840,7 +846,8 @@ def test_the_same_call_twice_on_one_engine():
 
 def test_a_full_pool_serves_every_request():
     """
-    Would catch: a deadlock or a wrong answer when many wait for a pool that holds two or three.
+    Would catch: a deadlock or a wrong answer when many requests wait for a pool that has room for
+    two or three.
     """
     engine = new_engine(trained_model(), num_blocks=12, token_budget=16)
     serve(engine, [prompt(60 + i, 5 + 2 * i) for i in range(14)], 12)
@@ -853,11 +860,11 @@ def test_a_full_pool_serves_every_request():
 
 def test_interleaved_generate_of_the_tutorial():
     """
-    Would catch: the post's own loop answering otherwise than the model, by another request's
-    parameters, or in a pool where it must preempt.
+    Would catch: answers of the post's loop that differ from the dense model's, for example because
+    it uses another request's parameters, or after a preemption.
     """
     model = trained_model()
-    requests = [Request(0, prompt(70, 9), 12)]  # without parameters it is greedy
+    requests = [Request(0, prompt(70, 9), 12)]  # without parameters, so greedy
     for i, p in enumerate(mixed_params(12, 4), 1):
         requests.append(Answer(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
@@ -879,14 +886,14 @@ def main():
         started = time.perf_counter()
         try:
             test()
-        except Exception as error:  # assertions and crashes alike; the other tests still run
+        except Exception as error:  # an assertion or a crash; the other tests still run
             failed.append(name)
             print(f"FAIL {name}: {type(error).__name__}: {error}")
         else:
             print(f"ok   {name}  {time.perf_counter() - started:.2f} s", flush=True)
     passed = f"{len(tests) - len(failed)} of {len(tests)} passed"
-    print(f"{passed}; {compared['tokens']:,} tokens equal the dense model's,")
-    print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either")
+    print(f"{passed}; {compared['tokens']:,} tokens equal the dense model's;")
+    print(f"{compared['ties']} of them were ties within 1e-4, where rounding may choose either one")
     sys.exit(bool(failed))
 
 

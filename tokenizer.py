@@ -1,15 +1,15 @@
 """
-Text <-> token ids, by any tokenizer.json: those that train.py makes (characters, byte-level BPE),
-and those of the Hugging Face Hub.
+Convert between text and token ids with any tokenizer.json, made by train.py (characters, byte-level
+BPE) or downloaded from the Hugging Face Hub.
 
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
     text = tokenizer.decode(ids)              # str
-    stream = tokenizer.stream(ids)            # tokens -> text as they come, after these ids
+    stream = tokenizer.stream(ids)            # converts tokens that follow `ids`, one by one
 
-The `tokenizers` library runs all steps that the file names, so ids and texts are those of
-`transformers.AutoTokenizer`; only single characters have a faster way here. training/corpus.py
-makes new tokenizers, of a text or by learning a BPE.
+The `tokenizers` library runs all the steps in the file, so ids and texts are the same as with
+`transformers.AutoTokenizer`. Only character tokenizers take a faster path here. training/corpus.py
+makes new tokenizers: characters, or a trained BPE.
 """
 
 import bisect
@@ -29,14 +29,14 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class TokenizerError(ValueError):
-    """A tokenizer that cannot be read, or a text that cannot be encoded; says what to change."""
+    """A tokenizer cannot be read, or a text cannot be encoded; the message says what to change."""
 
 
 def byte_alphabet() -> list[str]:
     """
-    The character that stands for each of the 256 bytes in a byte-level vocabulary. GPT-2's
-    convention: a visible Latin-1 character stands for itself, and U+0100, U+0101, .. for the other
-    bytes in order. So a space is "Ġ" and a newline "Ċ".
+    Return the characters that stand for the 256 bytes in a byte-level vocabulary. By GPT-2's
+    convention, a visible Latin-1 character stands for itself, and U+0100, U+0101, .. stand for the
+    other bytes, in order. For example, a space is "Ġ" and a newline is "Ċ".
     """
     substitutes = map(chr, range(0x100, 0x200))
     latin = map(chr, range(256))
@@ -48,7 +48,10 @@ BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
 
 
 def piece_bytes(piece: str) -> bytes:
-    """The bytes of a piece of a byte-level vocabulary: "Ġa" is b" a"; of another name its own."""
+    """
+    Return the bytes of a piece in a byte-level vocabulary: for "Ġa", b" a". A name that is not
+    byte-level, such as a control token's, is encoded as it is.
+    """
     if BYTE_OF.keys() >= set(piece):
         return bytes(BYTE_OF[character] for character in piece)
     return piece.encode()
@@ -56,23 +59,23 @@ def piece_bytes(piece: str) -> bytes:
 
 class Tokenizer:
     """
-    A tokenizer of the `tokenizers` library (`backend`), and the bytes of its tokens.
+    Wraps a tokenizer of the `tokenizers` library (`backend`), and knows the bytes of its tokens.
 
-    Added tokens are found in a text by their names. Those that the file calls special are control
-    tokens (`control`, name -> id), such as end of text: they have no text. `vocab_size` is the
-    largest id + 1. `eos_token_id` is None where there is no end-of-text token (characters). `bos`
-    has the token that is put before raw prompts, or is empty. `has_known_pattern` is False where
-    the file brings a regular expression, which may take more than linear time. `longest`: see
-    longest_token.
+    Added tokens are recognised in a text by their names. Added tokens that the file marks as
+    special are control tokens (`control`, name -> id), for example end of text; they produce no
+    text. `vocab_size` is the largest id + 1. `eos_token_id` is None if there is no end-of-text
+    token (characters). `bos` contains the token that is put before raw prompts, or is empty.
+    `has_known_pattern` is False if the file has its own regular expression, which may take more
+    than linear time. For `longest` see longest_token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
         self.backend = backend
-        backend.no_truncation()  # as in transformers, whatever the file says
+        backend.no_truncation()  # like transformers, regardless of the file
         backend.no_padding()
         added = backend.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in added.items() if token.special}
-        # one whose name normalizing changes is no longer special to the library, and so has a text
+        # if normalization changes a token's name, the library does not treat the token as special
         pairs = self.control.items()
         self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
@@ -80,12 +83,12 @@ class Tokenizer:
         steps = str([state(backend.normalizer), state(backend.pre_tokenizer)])
         self.has_known_pattern = "Regex" not in steps
         self.longest = longest_token(backend, steps)
-        empty = backend.encode("")  # to which a beginning-of-text token is added, or none
+        empty = backend.encode("")  # contains just the beginning-of-text token, if there is one
         self.bos = empty.ids[:1] if 1 in empty.special_tokens_mask[:1] else []
         kinds = decoding_steps(backend)
         self.is_byte_level = "ByteLevel" in kinds
         self.falls_back = "ByteFallback" in kinds
-        # looked up for each token of an answer, computed once
+        # cached, because they are called for each token of an answer
         self.token_bytes = cache(self.token_bytes)
         self.spelled_bytes = cache(self.spelled_bytes)
 
@@ -99,15 +102,16 @@ class Tokenizer:
         stand_ins: dict[int, str] | None = None,
     ) -> list[int]:
         """
-        Token ids of a text. Raises TokenizerError.
+        Return the token ids of a text. Raises TokenizerError.
 
-        allow_special: the name of a control token in it is that token, as in transformers;
-        otherwise it is text.
-        add_special_tokens: with the tokens that the file's post-processor puts around a text: a
-        beginning-of-text token (BOS), or none. For raw prompts; a chat template writes its own.
-        stand_ins (code point -> text, as for `str.translate`): characters that stand in the text
-        for others, which are put back after the names were found. So what a user wrote, its "<"
-        replaced, never becomes a control token (see server/text.py).
+        allow_special: encode the name of a control token as that token, like transformers does;
+        otherwise encode it as text.
+        add_special_tokens: add the tokens that the file's post-processor puts around a text (a
+        beginning-of-text token, BOS, or none). For raw prompts; a chat template adds its own.
+        stand_ins (code point -> text, as for `str.translate`): characters in the text that stand
+        for other characters. They are replaced after control tokens have been recognised. So if the
+        "<" in a user's text is replaced by a stand-in, the text never becomes a control token (see
+        server/text.py).
         """
         self.backend.encode_special_tokens = not allow_special
         if stand_ins:
@@ -116,19 +120,19 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """
-        Return a number of tokens that the text has at least, without encoding it: 0 where nothing
-        is certain.
+        Return a lower bound of the number of tokens in a text, without encoding it. 0 if no better
+        bound is known.
         """
         return len(text) // self.longest if self.longest else 0
 
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
-        try:  # a batch of one: `encode` takes twice as long, to say where each token was
+        try:  # a batch of one: `encode` takes twice as long, because it also computes offsets
             encode = self.backend.encode_batch_fast
             [encoding] = encode([text], add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # of the library's Rust: panics, where a pattern gives up
+        except BaseException as error:  # the library's Rust panics if a pattern gives up
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from None
         return encoding.ids
 
@@ -136,9 +140,10 @@ class Tokenizer:
         self, text: str, stand_ins: dict[int, str], add_special_tokens: bool
     ) -> list[int]:
         """
-        Names are found before a text is normalized, so normalizing is when stand-ins are put back.
-        Only names that the file wants found in normalized text, or has in its vocabulary (both are
-        rare), are found again after that.
+        Encode a text with stand-ins. Names of control tokens are recognised before a text is
+        normalized, so add the replacement of stand-ins to the normalizer. In rare tokenizers, a
+        name can still be recognised after that: if it is matched in normalized text, or is in the
+        vocabulary itself. These are refused.
         """
         disguised = self._encode_text(text, add_special_tokens)
         normalizer = self.backend.normalizer
@@ -151,7 +156,8 @@ class Tokenizer:
         finally:
             self.backend.normalizer = normalizer
         spelled = text
-        for code, original in stand_ins.items():  # `translate` holds the GIL, 0.2 us a character
+        # `translate` would hold the GIL, for 0.2 us per character
+        for code, original in stand_ins.items():
             spelled = spelled.replace(chr(code), original)
         for name, i in self.control.items():
             if name in spelled and ids.count(i) != disguised.count(i):
@@ -165,14 +171,14 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """
-        The bytes of one token within a text, possibly part of a UTF-8 character. b"" for a control
-        token and for an id without a token: a model may have more rows than tokens, to be a
+        Return the bytes of one token within a text, possibly part of a UTF-8 character. Return b""
+        for a control token, and for an id without a token: a model's rows may be padded to a
         multiple of 64.
         """
         return b"" if token in self.names else self.spelled_bytes(token)
 
     def spelled_bytes(self, token: int) -> bytes:
-        """`token_bytes`, except that a control token has the bytes of its name."""
+        """Return the bytes of a token like `token_bytes`, but of a control token its name's."""
         piece = self.backend.id_to_token(token)
         if piece is None:
             return b""
@@ -183,7 +189,7 @@ class Tokenizer:
         return self._join(["a", piece])[1:].encode()
 
     def opening_bytes(self, token: int) -> bytes:
-        """The bytes of a token that begins a text: some decoders drop its blank."""
+        """Return the bytes of a token at the beginning of a text: some decoders drop its space."""
         data = self.spelled_bytes(token)
         if self.is_byte_level or (len(data) == 1 and not data.isascii()):
             return data
@@ -197,7 +203,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The text of some tokens; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of some tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def stream(
@@ -205,7 +211,7 @@ class Tokenizer:
         context: Iterable[int] = (),
         skip_special_tokens: bool = True,
     ) -> "TextStream":
-        """Return the text of tokens that come after those of `context`; see TextStream."""
+        """Return a TextStream for tokens that follow `context`."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         return TextStream(token_bytes, self.opening_bytes, context)
 
@@ -213,21 +219,21 @@ class Tokenizer:
         """Write tokenizer.json and tokenizer_config.json, each atomically."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        # without this class name transformers takes the tokenizer for GPT-2's own, by config.json
+        # without this class name, transformers infers GPT-2's tokenizer from config.json
         config = {"tokenizer_class": "PreTrainedTokenizerFast"}
         config["clean_up_tokenization_spaces"] = False
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
-        # the library's own `save` raises no OSError where a disk is full
+        # the library's own `save` does not raise OSError if a disk is full
         write_json(directory / "tokenizer.json", json.loads(self.backend.to_str()))
         write_json(directory / "tokenizer_config.json", config)
 
 
 class CharTokenizer(Tokenizer):
     """
-    One token a character and no control tokens, as in nanoGPT's shakespeare_char. An unknown
-    character is an error. Through `tokenizers` the same takes 20 times as long.
+    One token per character, and no control tokens, as in nanoGPT's shakespeare_char. An unknown
+    character is an error. (With `tokenizers`, encoding would take 20 times as long.)
     """
 
     def __init__(self, *args):
@@ -238,8 +244,8 @@ class CharTokenizer(Tokenizer):
 
     def encode(self, text, allow_special=False, add_special_tokens=False, stand_ins=None):
         """
-        Token ids of a text. The options are without effect, as there are no control tokens. Raises
-        TokenizerError that names the first unknown character.
+        Return the token ids of a text. The options have no effect, because there are no control
+        tokens. Raises TokenizerError with the first unknown character.
         """
         try:
             return [self.vocab[character] for character in text]
@@ -247,15 +253,15 @@ class CharTokenizer(Tokenizer):
             character = error.args[0]
             raise TokenizerError(
                 f"character {character!r} (U+{ord(character):04X}, at position "
-                f"{text.index(character)}) is not among the {self.vocab_size} this tokenizer "
+                f"{text.index(character)}) is not among the {self.vocab_size} that this tokenizer "
                 "knows: remove it, or train with a BPE, which knows every byte"
             ) from None
 
 
 def token_name(data: bytes) -> str:
     """
-    A token's text; where its bytes are no whole characters they are spelled out ("bytes:\\xc3"),
-    so that different tokens have different names.
+    Return a token's text. If its bytes are not whole characters, spell them out ("bytes:\\xc3"), so
+    that different tokens have different names.
     """
     try:
         return data.decode()
@@ -264,36 +270,38 @@ def token_name(data: bytes) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Streaming: tokens to text, as they come
+# Streaming: from tokens to text, one by one
 
 
 class TextStream:
     """
-    The text of one answer, released as soon as it is certain: whole UTF-8 characters, and nothing
-    that may become part of a stop string. Each token costs the same, however long the text is.
-
-    `token_bytes(id)` gives the bytes of a token within a text, `opening_bytes(id)` those of one
-    that begins it. The text ends at the first place where a stop string is
-    complete, so it does not matter how the text is cut into tokens. `matched` is then that string,
-    and the text ends before it.
+    Converts the tokens of one answer to text, and returns text as soon as it is certain: only whole
+    UTF-8 characters, and nothing that may be the beginning of a stop string. The time per token
+    does not depend on the length of the text.
 
         stream = tokenizer.stream(prompt)
         stream.stop_at(["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
 
-    That is transformers' decode(prompt + tokens) without its decode(prompt): so an answer behind a
-    text keeps its leading blank, and completes a character that the prompt has begun. Only where
-    tokens of single bytes (byte fallback) make no UTF-8 does transformers, which sees all of them
-    first, replace each byte, and whole characters before the broken one, too.
+    `token_bytes(id)` returns the bytes of a token within a text, `opening_bytes(id)` the bytes of a
+    token at its beginning. The text ends before the first complete stop string, which is then
+    `matched`. How the text is divided into tokens does not matter.
+
+    The result is transformers' decode(prompt + tokens), minus decode(prompt) at its beginning. So
+    an answer keeps its leading space, and can complete a character that the prompt has begun. There
+    is one exception: if single-byte tokens (byte fallback) are not valid UTF-8, transformers
+    replaces each of their bytes, even whole characters before the broken one. A stream has already
+    returned those.
     """
 
     def __init__(self, token_bytes: Callable, opening_bytes: Callable, context: list[int] = ()):
         """Start after the tokens of `context`, which are not part of the text."""
-        self.token_bytes = token_bytes  # others may take its place, for the tokens to come
+        self.token_bytes = token_bytes  # may be replaced at any time, for the tokens that follow
         self.opening_bytes = opening_bytes
-        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")  # holds half characters
+        # the decoder keeps the bytes of incomplete characters
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_characters = 0  # decoded so far
-        self.held_back = ""  # the longest end of the text that a stop string begins with
+        self.held_back = ""  # the longest end of the text that begins a stop string
         self.matched: str | None = None
         self.stop_at([])
         end = b""
@@ -303,7 +311,7 @@ class TextStream:
                 break
         self.has_begun = end != b""
         self.decoder.decode(end)
-        # the context ends with half a character, which it has shown as U+FFFD
+        # True if the context ends within a character, which its own text shows as U+FFFD
         self.is_half = self.decoder.getstate()[0] != b""
 
     def _bytes_of(self, token: int) -> bytes:
@@ -322,30 +330,30 @@ class TextStream:
         return text
 
     def stop_at(self, stop: list[str]):
-        """End the text at these strings from here on."""
+        """Use these stop strings from now on."""
         self.stop = tuple(sorted(stop))
         self.first_characters = frozenset(string[0] for string in stop)
 
     def push(self, token: int) -> str:
-        """The text that this token makes certain, often but not always the token's own."""
+        """Add a token. Return the text that is now certain, usually the token's own text."""
         text = self._decode(self._bytes_of(token))
         if not self.held_back and self.first_characters.isdisjoint(text):
-            return text  # most tokens: no stop string has begun before, and none begins here
+            return text  # the usual case: no stop string has begun
         return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
-        """The text of many tokens, in a fraction of the time, without a search for stop strings."""
+        """Add many tokens, and return their text. Much faster, but ignores stop strings."""
         return self._decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
-        """The rest, when no token follows: U+FFFD for half a character, and what was held back."""
+        """Return the rest after the last token: U+FFFD for half a character, and `held_back`."""
         text = self._decode(b"", final=True)
         text = self._release(text) + self.held_back
         self.held_back = ""
         return text
 
     def _release(self, text: str) -> str:
-        """The part of the text, what was held back included, that no stop string can begin in."""
+        """Add text to `held_back`. Return and remove the part that no stop string can begin in."""
         text = self.held_back + text
         for end in range(len(self.held_back) + 1, len(text) + 1):
             if text.endswith(self.stop, 0, end):
@@ -353,8 +361,8 @@ class TextStream:
                 self.held_back = ""
                 self.matched = max(filter(text.endswith, self.stop), key=len)
                 return text.removesuffix(self.matched)
-        # each round releases a character for good, so the work for a character does not grow with
-        # the length or number of stop strings
+        # Each round releases one character for good, so the work per character does not grow with
+        # the length or number of the stop strings.
         start = 0
         while not self._begins_stop(text[start:]):
             start += 1
@@ -363,7 +371,7 @@ class TextStream:
 
     def _begins_stop(self, text: str) -> bool:
         """
-        Return whether a stop string begins with this text: in sorted order it would come next.
+        Return whether a stop string begins with this text. If so, it comes next in sorted order.
         """
         if not text:
             return True
@@ -374,24 +382,25 @@ class TextStream:
 # --------------------------------------------------------------------------------------------------
 # Reading a tokenizer
 
-# All steps that the library knows, by their names in tokenizer.json.
+# All steps that the library supports, by their names in tokenizer.json.
 STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
 STEPS |= {*dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
-# steps that make one character or more of each, and one more as `str` shows it
-KEEPING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
+# steps that never shorten a text, and one more step in the format of `str`
+NOT_SHORTENING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
 BLANKS = str({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-# steps of decoders by which a token's text depends on nothing but whether it is the first
+# decoder steps for which a token's text depends only on the token and on whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
-    Read tokenizer.json, and the tokens that tokenizer_config.json adds. The steps are those of the
-    file; for some kinds of tokenizer_class transformers 5 builds others (GPT2Tokenizer: digits stay
-    whole). Raises TokenizerError with what to change.
+    Read tokenizer.json, and the tokens that tokenizer_config.json adds. The steps are always those
+    in the file. (For some values of tokenizer_class, transformers 5 builds its own instead: with
+    GPT2Tokenizer, for example, digits stay whole.) Raises TokenizerError with a message that says
+    what to change.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -408,20 +417,20 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
         raise TokenizerError(f"{path}: {error}") from None
     except MALFORMED as error:
         raise TokenizerError(
-            f"{path} is not a tokenizer this code reads, or its tokenizer_config.json is broken "
-            f"({type(error).__name__}: {error}): restore it"
+            f"{path} is not a tokenizer that this code can read, or tokenizer_config.json beside "
+            f"it is broken ({type(error).__name__}: {error}): restore it"
         ) from error
 
 
 def foreign(what: str) -> TokenizerError:
-    """The error, to be raised, for a tokenizer.json with something that is not supported here."""
+    """Return the error to raise if a tokenizer.json needs something that is not supported."""
     return TokenizerError(
-        f"tokenizer.json {what}: not supported here, vLLM or transformers open such a directory"
+        f"tokenizer.json {what}: this is not supported, use vLLM or transformers instead"
     )
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
-    """Raises TokenizerError for a step that the library does not know, and for BPE dropout."""
+    """Read tokenizer.json. Raises TokenizerError for unknown kinds of steps and for BPE dropout."""
     text = path.read_bytes()
     for kind in set(re.findall(rb'"type":\s*"([^"\\]*)"', text)):
         if kind.decode() not in STEPS:
@@ -430,23 +439,24 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(text)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # of the library's Rust: plain ones, or panics
+    except BaseException as error:  # an error or a panic of the library's Rust code
         raise ValueError(error) from None
     if getattr(backend.model, "dropout", None):
-        raise foreign("is a BPE with dropout: a text has other ids each time")
+        raise foreign("is a BPE with dropout, which encodes a text differently each time")
     return backend
 
 
 def state(step) -> dict:
-    """A step as tokenizer.json has it; {} for no step."""
+    """Return a step in the format of tokenizer.json, or {} for no step."""
     return {} if step is None else json.loads(step.__getstate__())
 
 
 def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
     """
-    Return the most characters of a text that one token stands for. None where there is no such
-    number: where a step removes or joins characters (NFC joins a letter and its accents), where
-    unknown ones become one token or none, or where a token takes the blanks beside it, too.
+    Return the maximum number of characters of a text that one token can stand for. None if there is
+    no such limit: a step removes or joins characters (for example, NFC joins a letter and its
+    accent), unknown characters become one token or none, or a token also takes the spaces beside
+    it.
     """
     model = backend.model
     vocab = backend.get_vocab()
@@ -457,7 +467,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
         and (model.byte_fallback or pieces is ALPHABET)
         and not (model.continuing_subword_prefix or model.end_of_word_suffix)
         and vocab.keys() >= {*pieces}
-        and KEEPING.issuperset(kinds)
+        and NOT_SHORTENING.issuperset(kinds)
         and "Removed" not in steps
         and not any(t.lstrip or t.rstrip for t in backend.get_added_tokens_decoder().values())
     )
@@ -465,7 +475,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether each token is a character, and an unknown one has no token, as in ours."""
+    """Return whether it is like our own: one token per character, none for an unknown character."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
@@ -475,8 +485,8 @@ def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
 
 def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     """
-    The kinds of the steps that make text of tokens. Raises TokenizerError for those that a stream,
-    which gets token by token, cannot follow.
+    Return the kinds of the decoder's steps, which convert tokens to text. Raises TokenizerError for
+    a step that cannot be applied token by token, as a stream must.
     """
     whole = state(backend.decoder)
     steps = whole.get("decoders", [whole] if whole else [])
@@ -489,15 +499,15 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
                 can_stream = step["start"] <= 1 and step["stop"] == 0
             case "Fuse":
                 can_stream = True
-            case kind:  # after a Fuse it would get the whole text
+            case kind:  # after a Fuse, a step would get the whole text
                 can_stream = kind in BY_TOKEN and "Fuse" not in kinds[:i]
         if not can_stream:
-            raise foreign(f"makes text of tokens by {json.dumps(step)[:100]}")
+            raise foreign(f"has the decoder step {json.dumps(step)[:100]}")
     return kinds
 
 
 def read_config(directory: Path) -> dict:
-    """tokenizer_config.json; for an older one, with the names that stand beside it."""
+    """Read tokenizer_config.json and, for older ones, special_tokens_map.json beside it."""
     config = read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(directory / "special_tokens_map.json")
@@ -505,22 +515,22 @@ def read_config(directory: Path) -> dict:
 
 
 def token_text(token: str | dict | None) -> str | None:
-    """The hub writes a control token as a text or as a dictionary."""
+    """Return a control token's text. Files have a string or a dictionary."""
     return token["content"] if isinstance(token, dict) else token
 
 
-# The largest share of a model's rows that no token has. Makers pad to a multiple of 64 or more:
-# Qwen 2.5 has 151,936 for 151,665 tokens (0.2%); the most found is DeepSeek LLM's, 102,400 for
-# 100,015 (2.3%).
+# The largest share of a model's rows that may have no token. Models pad their rows to a multiple of
+# 64 or more: Qwen 2.5 has 151,936 rows for 151,665 tokens (0.2%). The largest share found was in
+# DeepSeek LLM, 102,400 rows for 100,015 tokens (2.3%).
 MOST_PADDING = 0.03
 
-# The names that transformers knows, in the order in which it adds their tokens.
+# Names of control tokens in transformers, in the order in which it adds the tokens.
 NAMED = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 FIELDS = {"content", "single_word", "lstrip", "rstrip", "normalized"}
 
 
 def named_tokens(config: dict) -> dict[str, str | dict]:
-    """{"eos_token": token, ..}, with those that only this model names."""
+    """Return {"eos_token": token, ..}, including names that only this model has."""
     named = dict.fromkeys(NAMED) | config
     named = {key: value for key, value in named.items() if key.endswith("_token")}
     if isinstance(extra := config.get("extra_special_tokens"), dict):
@@ -529,7 +539,7 @@ def named_tokens(config: dict) -> dict[str, str | dict]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, config: dict):
-    """Add the tokens that only tokenizer_config.json has, or that it describes otherwise."""
+    """Add tokens that only tokenizer_config.json has, or that it describes differently."""
     listed = config.get("added_tokens_decoder", {})
     backend.add_tokens([AddedToken(**listed[i]) for i in sorted(listed, key=int)])
     existing = {token.content for token in backend.get_added_tokens_decoder().values()}
@@ -546,9 +556,10 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):
     """
-    Raises TokenizerError where the model beside the tokenizer lacks rows for its vocabulary or its
-    end of text, or has more rows without a token than makers pad with, or its own end of text among
-    them. Other added tokens (of images) may have none: a prompt with one is refused.
+    Raise TokenizerError if the tokenizer does not belong to the model in the same directory: the
+    model has too few rows for the vocabulary or the end-of-text token, or more rows without a token
+    than padding explains, or one of these rows is its own end of text. Other added tokens (for
+    example, for images) may lack a row: a prompt with such a token is refused.
     """
     try:
         config = read_json(directory / "config.json")
@@ -557,7 +568,7 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
         ends = config.get("eos_token_id") or 0
         end = int(max(ends) if isinstance(ends, list) else ends)
     except MALFORMED:
-        return  # a broken model is reported when the model is loaded
+        return  # loading the model will report that it is broken
     ids = tokenizer.backend.get_vocab(with_added_tokens=False).values()
     needed = max([*ids, tokenizer.eos_token_id or 0]) + 1
     has = tokenizer.vocab_size

@@ -1,17 +1,18 @@
 """
-Train a small GPT and leave a checkpoint directory that serve.py, transformers and vLLM can open.
+Train a small GPT, and write a checkpoint directory that serve.py, transformers and vLLM can open.
 
     python train.py                              # the Python standard library, 2 min 15 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
-    python train.py --data text                  # your texts, by data/text/prepare.py -> out/text
-    python train.py --init smollm2 --data chat   # train further a model that exists
+    python train.py --data text                  # your texts, from data/text/prepare.py -> out/text
+    python train.py --init smollm2 --data chat   # finetune an existing model
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
-    python train.py --compare out/stdlib out/b   # their losses in one picture
+    python train.py --compare out/stdlib out/b   # draw their losses in one picture
 
-It prepares the corpus if that is missing. Ctrl-C saves and stops. Everything random is a function
-of (seed, step), so a resumed run sees the losses of an uninterrupted one. Below: knobs, recipe,
-the run and its loop; `train_and_report` sums up. Letters: B sequences a step, T tokens of each.
+The corpus is prepared if it is missing. Ctrl-C saves and stops. Everything random is a function of
+(seed, step), so a resumed run has the same losses as an uninterrupted one. In this file: flags,
+recipe, the run and its loop; for an overview, read `train_and_report`. Letters: B sequences per
+step, T tokens per sequence.
 """
 
 import json
@@ -73,19 +74,20 @@ from training.report import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Knobs. A flag's default stands in its own line. A preset is flags, for a CPU and for a GPU, that
-# stand before those typed: the last one counts. A recipe that was tuned with GPT-2 keeps it.
+# Flags. The defaults are in `build_parser`. A preset is a string of flags, one for a CPU and one
+# for a GPU. It is put before the flags that were typed, so typed flags override it. Presets tuned
+# with GPT-2's architecture still use it.
 
-# Tuned for runs of two minutes on two cores. What counts is that the model learns to copy from
-# further back, as code does: that takes three layers and some 600 steps, comes earlier with weight
-# decay, and is worth 0.1 bits per byte. A vocabulary of 4,096, that of data/stdlib, beat smaller
-# ones: its logits cost more, but each token is more text.
+# Tuned for runs of two minutes on two cores. In code, names recur, so the model must learn to copy
+# from far back. That is worth 0.1 bits per byte. It takes three layers and about 600 steps, and
+# happens earlier with weight decay. The vocabulary of data/stdlib has 4,096 tokens. Its logits cost
+# more than those of a smaller vocabulary, but each token covers more text.
 SMALL = (
     "--n_layer 3 --n_embd 128 --context_length 512 --short_context 128 --eval_every 200 "
     "--matrix_lr 0.03 --vector_lr 0.02 --momentum 0.9 --matrix_decay 0.5 --vector_decay 0.1 "
     "--beta2 0.99 --decay 0.6"
 )
-# 11M parameters, the size that nanoGPT trains on Shakespeare
+# 11M parameters, as nanoGPT trains on Shakespeare
 MIDDLE_SIZED = "--n_layer 6 --n_head 6 --n_embd 384 --batch_size 64 --steps 1500"
 SHAKESPEARE_CPU = (
     "--data shakespeare_char --arch gpt2 --n_layer 3 --n_embd 128 --context_length 128 "
@@ -95,8 +97,9 @@ SHAKESPEARE_CUDA = (
     f"{MIDDLE_SIZED} --data shakespeare_char --arch gpt2 --dropout 0.2 --matrix_decay 2.0 "
     "--vector_decay 2.0 --steps 1715 --eval_every 350"  # 28 epochs
 )
-# GPT-2 small, with OpenAI's activation; without biases, which take a GPU 3% of a step. It reads its
-# corpus some ten times: dropout and decay bring the held-out loss from 2.21 to 1.69, rates to 1.63.
+# GPT-2 small with its original activation, but without biases, which cost 3% of a step on a GPU.
+# The run reads its corpus about ten times, so dropout and weight decay lower the held-out loss from
+# 2.21 to 1.69; tuned learning rates lower it to 1.63.
 GPT2 = (
     "--arch gpt2 --n_layer 12 --n_head 12 --n_embd 768 --context_length 1024 "
     "--activation gelu_new --data stdlib_gpt2 --batch_size 32 --steps 1000 --dropout 0.2 "
@@ -107,63 +110,64 @@ PRESETS = {
     "shakespeare_char": {"cpu": SHAKESPEARE_CPU, "cuda": SHAKESPEARE_CUDA},
     "gpt2-124M": {"cpu": GPT2, "cuda": GPT2},
 }
-# with --init, instead of a preset; and flags that would describe another model
+# used with --init instead of a preset; and flags that --init does not allow
 FINETUNE = "--batch_size 4 --vector_lr 5e-5 --eval_every 50 --out out/finetuned"
-OF_A_MODEL = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
-OF_A_MODEL |= {"matrix_lr", "matrix_decay", "momentum"}  # or of Muon
-LONG_SHARE = 0.25  # the last share of a run, in windows of the whole context
-# Losses are read after this many steps. To read one is to wait for the device: free on a CPU
+MODEL_FLAGS = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
+MODEL_FLAGS |= {"matrix_lr", "matrix_decay", "momentum"}  # flags of Muon, which --init does not use
+LONG_SHARE = 0.25  # the last share of a run, which trains on windows of the whole context
+# Steps between two reads of the losses. A read waits for the device, which is free on a CPU.
 STRIDES = {"cpu": 1, "cuda": 10}
-# settings that may differ from the interrupted run when --resume continues it
+# settings that --resume may change
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
 
 
 def build_parser() -> Parser:
     about = (
-        "Train a small GPT. A preset sets some of the flags; a flag that you name overrides it. "
-        "The defaults below apply where neither sets a flag."
+        "Train a small GPT. A preset sets some of the flags; flags that you give override it. The "
+        "defaults below apply to flags that neither sets."
     )
     parser = Parser(description=about, allow_abbrev=False)
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
-    flag("--preset", "a corpus, and model and recipe for the device", "stdlib", choices=PRESETS)
-    flag("--init", "directory of a model to train further, all its weights; replaces a preset")
+    about = "corpus, model and recipe, suited to the device"
+    flag("--preset", about, "stdlib", choices=PRESETS)
+    flag("--init", "directory of a model to finetune, with all its weights; replaces a preset")
     about = "directory of the checkpoint; default: out/DATA, out/PRESET, with --init out/finetuned"
     flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
-    flag("--overwrite", "start again in the --out named, deleting the checkpoint there", False)
-    flag(
-        "--compare", "only draw the losses of these runs, in compare.png", nargs="+", metavar="DIR"
-    )
-    flag("--data", "corpus: a recipe's name under data/, or a folder that one has made", "stdlib")
+    flag("--overwrite", "delete the checkpoint in --out, and start again there", False)
+    about = "only draw the losses of these runs, in compare.png"
+    flag("--compare", about, nargs="+", metavar="DIR")
+    flag("--data", "corpus: name of a recipe in data/, or a folder that a recipe made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
     flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=("gpt2", "llama"))
-    flag("--n_layer", "layers", 4)
-    flag("--n_head", "attention heads", 2)
-    # with more, not even the number of weights can be counted
+    flag("--n_layer", "number of layers", 4)
+    flag("--n_head", "number of attention heads", 2)
+    # above the limit, the number of weights would overflow
     flag("--n_embd", "width, a multiple of n_head", 256, at_least(1, below=2**24))
-    flag("--context_length", "tokens the model sees; nanoGPT calls it block_size", 256)
-    about = "tokens of a window until the last quarter of the run; default: --context_length"
+    flag("--context_length", "tokens the model sees (nanoGPT: block_size)", 256)
+    about = "tokens per window until the last quarter of the run; default: --context_length"
     flag("--short_context", about, kind=positive)
     about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
-    flag("--bias", "biases in linear layers and norms, of GPT-2 alone", False, action=with_no)
-    flag("--dropout", "for corpora that are read many times", 0.0, at_least(0, float, below=1))
+    flag("--bias", "biases in linear layers and norms, only for GPT-2", False, action=with_no)
+    about = "dropout probability, useful if the corpus is read many times"
+    flag("--dropout", about, 0.0, at_least(0, float, below=1))
 
     add_recipe_flags(parser.add_argument_group("recipe"))
 
-    flag = partial(add_flag, parser.add_argument_group("watching"))
+    flag = partial(add_flag, parser.add_argument_group("monitoring"))
     flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
     flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
-    about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES chooses which"
+    about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES selects it"
     flag("--device", about, choices=("cpu", "cuda"))
-    about = "of matrix products; default: bfloat16 where the hardware has it"
+    about = "dtype of matrix products; default: bfloat16 if the hardware supports it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
-    about = "torch.compile the blocks, and replay a GPU's steps as CUDA graphs; default: on GPUs"
+    about = "compile the blocks with torch.compile, and use CUDA graphs on a GPU; default: on GPUs"
     flag("--compile", about, action=with_no)
     return parser
 
@@ -171,41 +175,44 @@ def build_parser() -> Parser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
-    about = "time of a run without --steps, once the corpus is made"
+    about = "duration of a run without --steps; the time to make the corpus does not count"
     flag("--minutes", about, 2.25, at_least(0.01, float))
-    about = "optimizer steps, nanoGPT's max_iters; default: as many as there is time for"
+    about = "optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
-    flag("--batch_size", "sequences of context_length tokens a step, over all devices", 8)
-    about = "parts in which a device computes its share of that, one by one, for less memory"
+    flag("--batch_size", "sequences of context_length tokens per step, over all devices", 8)
+    about = "number of parts in which a device computes its share of the batch, to save memory"
     flag("--accumulate", about, 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
-    flag("--vector_lr", "peak learning rate of AdamW: embeddings and norms, with --init all", 4e-3)
-    flag("--momentum", "of Muon: the share of its mean gradient that a step keeps", 0.95, share)
-    about = "of AdamW: the share of its mean squared gradient that a step keeps"
+    about = "peak learning rate of AdamW, which trains embeddings and norms, with --init everything"
+    flag("--vector_lr", about, 4e-3)
+    flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
+    about = "decay rate of AdamW's running mean of the squared gradient"
     flag("--beta2", about, 0.95, share)
-    about = "weight decay of Muon, times the learning rate; it falls to zero with it, too"
+    about = "weight decay of Muon; it is multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
-    flag("--vector_decay", "weight decay of AdamW, for embeddings, with --init matrices", 0.0)
-    flag("--warmup", "steps over which the learning rate rises", 10)
-    about = "last share of the run, over which the learning rate falls to zero"
+    about = "weight decay of AdamW, for embeddings, with --init for all matrices"
+    flag("--vector_decay", about, 0.0)
+    flag("--warmup", "number of steps during which the learning rate rises", 10)
+    about = "last share of the run, during which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
-    flag("--clip", "largest norm of the gradient", 1.0)
-    flag("--seed", "of weights, batches, dropout and samples", 1337, at_least(0, below=2**62))
+    flag("--clip", "maximum norm of the gradient", 1.0)
+    about = "seed of weights, batches, dropout and samples"
+    flag("--seed", about, 1337, at_least(0, below=2**62))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
     """
-    Flags over preset over defaults. Exits with a message on unknown flags and impossible
-    combinations.
+    Parse the command line: typed flags override the preset, and the preset overrides the defaults.
+    Exit with a message if a flag is unknown, or if flags contradict each other.
     """
     parser = build_parser()
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
-    # argparse fills in its defaults only where a namespace has nothing
+    # argparse sets a default only if the namespace does not have the attribute yet
     typed = vars(parser.parse_args(argv, Namespace(**dict.fromkeys(vars(args)))))
     typed = {name for name, value in typed.items() if value is not None}
-    reason = "--init brings the whole model, and AdamW trains it"
-    fixed = typed & OF_A_MODEL if args.init else set()
+    reason = "--init fixes the model, and AdamW trains it"
+    fixed = typed & MODEL_FLAGS if args.init else set()
     if args.resume:
         reason = "--resume continues a run with the settings it began with"
         fixed = typed - RESUMABLE
@@ -214,10 +221,10 @@ def parse_args(argv: list[str] | None) -> Namespace:
     if "overwrite" in typed and "out" not in typed:
         parser.error("--overwrite deletes a model: name its directory with --out DIR")
     base = read_about(args.data).get("init")
-    if base and not (args.init or args.resume or typed & OF_A_MODEL):
+    if base and not (args.init or args.resume or typed & MODEL_FLAGS):
         parser.error(
-            f"--data {args.data} has the tokens of {base}: did you mean --init {base}? For a new "
-            "model in these tokens name a flag of the model, such as --n_layer 4"
+            f"--data {args.data} has the tokens of {base}: did you mean --init {base}? To train a "
+            "new model on these tokens, give a flag of the model, such as --n_layer 4"
         )
     settings = PRESETS[args.preset][pick_device(args.device).type]
     if args.init:
@@ -226,11 +233,11 @@ def parse_args(argv: list[str] | None) -> Namespace:
         if "context_length" in typed and args.context_length > limit:
             parser.error(f"--context_length is larger than the model's own, {limit}: lower it")
     args = parser.parse_args([*settings.split(), *argv])
-    if "minutes" in typed and "steps" not in typed:  # exactly these: the preset may have steps
+    if "minutes" in typed and "steps" not in typed:  # override a preset's --steps
         args.steps = None
     if args.arch == "llama":
         if args.bias:
-            parser.error("--bias: Llama has no biases, leave it out or take --arch gpt2")
+            parser.error("--bias: Llama has no biases, leave it out or use --arch gpt2")
         if "activation" not in typed:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
@@ -240,7 +247,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
 
 
 def model_fields(args: Namespace) -> dict:
-    """The fields of GPTConfig that the flags decide."""
+    """Return the fields of GPTConfig that the flags determine."""
     names = GPTConfig.__dataclass_fields__
     fields = {name: value for name, value in vars(args).items() if name in names}
     if args.arch == "llama":
@@ -250,9 +257,9 @@ def model_fields(args: Namespace) -> dict:
 
 def gated_width(n_embd: int) -> int:
     """
-    The width of an MLP of three matrices with as many weights as GPT-2's, which has two and is
-    4 n_embd wide: 8 / 3 n_embd, to the nearest multiple of 8, or of 64 for the wide models that
-    GPUs train, since they multiply in tiles.
+    Return the width of a gated MLP that has as many weights as GPT-2's. GPT-2's has two matrices
+    and a width of 4 n_embd; a gated one has three, so its width is 8 / 3 n_embd. Round to a
+    multiple of 8, or of 64 for wide models, because GPUs multiply in tiles.
     """
     tile = 64 if n_embd >= 384 else 8
     return max(1, round(8 * n_embd / 3 / tile)) * tile
@@ -264,10 +271,10 @@ def gated_width(n_embd: int) -> int:
 
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     """
-    Muon for the matrices inside the blocks; AdamW for vectors and embeddings (also the head). With
-    --init AdamW for all: that is how these models were trained before.
+    Return the optimizers: Muon for the matrices inside the blocks, AdamW for vectors, embeddings
+    and the head. With --init, AdamW for everything, because it trained those models before.
     """
-    # Orthogonal updates are for maps from hidden state to hidden state; an embedding is a table.
+    # Muon's orthogonal updates suit maps between hidden states, but an embedding is a table.
     blocks = [] if args.init else model.h
     matrices = {p: maps for block in blocks for p, maps in maps_of(block).items()}
     rest = [p for p in model.parameters() if p not in matrices]
@@ -286,8 +293,8 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
     """
-    Factor (0 to 1) of the peak learning rates: warmup-stable-decay (WSD), linear. `step` counts
-    from 0, `share` is how much of the run is done.
+    Return the factor (0 to 1) for the peak learning rates, by a linear warmup-stable-decay (WSD)
+    schedule. `step` counts from 0. `share` is the share of the run that is done.
     """
     warmup = min(1.0, (step + 1) / args.warmup)
     decay = min(1.0, (1 - share) / args.decay)
@@ -296,8 +303,8 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
 
 def tokens_and_targets(rows):
     """
-    rows (B, T + 1) int64 of a corpus -> tokens (B, T), and targets (B, T), the token after each:
-    -100, no target, where that is stored as ~id.
+    Split rows (B, T + 1) int64 of a corpus into tokens (B, T) and targets (B, T), the token after
+    each. A corpus stores ~id for a token that should not be predicted; its target is -100.
     """
     tokens = torch.maximum(rows, ~rows)
     targets = rows.masked_fill(rows < 0, -100)
@@ -307,28 +314,28 @@ def tokens_and_targets(rows):
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | None = None):
     """
-    Cross-entropy on the held-out text: (nats in all, number of tokens scored). The text is cut into
-    windows of T tokens. Each token is scored once; the very first only if the tokenizer has an
-    end-of-text token to precede it. With `limit`, score about that many tokens, in evenly spaced
-    windows.
+    Return the cross-entropy on the held-out text: (total nats, number of tokens scored). The text
+    is cut into windows of T tokens. Each token is scored once, but the very first only if the
+    tokenizer has an end-of-text token to put before it. With `limit`, score only about that many
+    tokens, in evenly spaced windows.
     """
     eos = corpus.tokenizer.eos_token_id
-    # one long row of tokens, filled up so that it is cut into windows without a rest
+    # one long row of tokens, padded to a whole number of windows
     tokens = torch.from_numpy(corpus.val.astype(np.int64))
     if eos is not None:
         tokens = F.pad(tokens, (1, 0), value=eos)
     missing = -(len(tokens) - 1) % T
-    tokens = F.pad(tokens, (0, missing), value=-1)  # negative: not to be predicted
-    windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1): each begins with the last one's end
+    tokens = F.pad(tokens, (0, missing), value=-1)  # negative tokens are not predicted
+    windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1): neighbours overlap by one token
     windows = windows[(windows[:, 1:] >= 0).any(-1)]
     if limit is not None:
         count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
-    # in float64: the order in which losses are added then hardly matters
+    # float64, so that the order of the sum hardly matters
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
-    own = windows[process.rank :: process.world]  # none, where processes are more than windows
-    # few at a time: in a vocabulary of 256,000, the logits of 8,192 tokens take 8 GiB
+    own = windows[process.rank :: process.world]  # empty if there are more processes than windows
+    # small batches: with a vocabulary of 256,000, the logits of 8,192 tokens take 8 GiB
     B = max(1, 2**13 // T)
     for start in range(0, len(own), B):
         rows = own[start : start + B].to(process.device)  # (B, T + 1)
@@ -352,12 +359,12 @@ def new_model(args: Namespace, tokenizer: Tokenizer, process: Process) -> GPT:
     config = GPTConfig(tokenizer.vocab_size, eos_token_ids=ends, **model_fields(args))
     check_memory(empty_model(config), args, process, "lower --n_embd or --n_layer")
     torch.manual_seed(args.seed)
-    # weights are drawn on the CPU, so that a seed means the same model on every device
+    # initialise on the CPU, so that a seed gives the same model on every device
     return GPT(config)
 
 
 class Run:
-    """Everything that is saved and resumed: weights, optimizers, step, settings, log."""
+    """The state of a run that is saved and resumed: weights, optimizers, step, settings, log."""
 
     def __init__(self, args: Namespace, corpus: Corpus, process: Process):
         self.args = args
@@ -367,7 +374,7 @@ class Run:
         if count_windows(corpus.train, args.context_length) < 1:
             raise ValueError(
                 f"{len(corpus.train)} training tokens are too few for windows of "
-                f"{args.context_length}: take more text, or lower --context_length"
+                f"{args.context_length}: use more text, or lower --context_length"
             )
         if args.init:
             model = load_to_train(args, corpus, process)
@@ -376,39 +383,39 @@ class Run:
         self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         if process.compile:
-            for block in self.model.h:  # alike: what the first one took time for serves all
+            for block in self.model.h:  # the blocks are alike, so only the first takes time
                 block.compile(dynamic=False)
             if process.device.type == "cuda":
                 self.train_step = CudaGraph(self.train_step)
         self.step = 0
-        self.share = 0.0  # of the run that is done: of its steps, or of its minutes
+        self.share = 0.0  # share of the run's steps (or minutes) that is done
         self.log = []  # the lines of log.jsonl
 
     def window(self) -> int:
         """
-        Tokens of each sequence of the next step. Attention over short windows is cheap, so most of
-        a run takes these; a model learns the rest of its context quickly.
+        Return the tokens per sequence of the next step. Attention over short windows is cheap, so
+        most of a run uses these. A model learns to use its full context quickly at the end.
         """
         is_long = self.share >= 1 - LONG_SHARE
         return self.args.context_length if is_long else self.args.short_context
 
     def next_batch(self):
-        """Tokens and targets (B / world, T) int64 of the next step, this process's share."""
+        """Return this process's tokens and targets (B / world, T) int64 for the next step."""
         args = self.args
         process = self.process
         T = self.window()
-        B = args.batch_size * (args.context_length // T)  # as many tokens in short windows
+        B = args.batch_size * (args.context_length // T)  # keeps the number of tokens
         place = (args.seed, self.step, process.rank, process.world)
         rows = torch.from_numpy(batch_rows(self.corpus.train, B, T, *place))
         if process.device.type == "cuda":
-            # from pinned memory the copy overlaps with what the GPU still computes
+            # the copy from pinned memory overlaps with the GPU's current work
             rows = rows.pin_memory().to(process.device, non_blocking=True)
         return tokens_and_targets(rows)
 
     def update(self, x, y) -> torch.Tensor:
-        """One step on x, y (B, T) int64; counts it. Returns loss, gradient norm (2,) on device."""
+        """Train one step on x, y (B, T) int64. Return (loss, gradient norm) (2,) on the device."""
         args = self.args
-        # dropout, too, is a function of (seed, step): nothing about randomness has to be saved
+        # dropout is also a function of (seed, step), so no random state has to be saved
         torch.manual_seed(args.seed + self.step * self.process.world + self.process.rank)
         result = self.train_step(x, y, learning_rate(self.step, self.share, args))
         self.step += 1
@@ -418,7 +425,8 @@ class Run:
 
     def train_step(self, x, y, rate) -> torch.Tensor:
         """
-        `update` on the device: gradients, then weights. rate: a number, or a tensor () in a graph.
+        Compute the gradients and update the weights: the part of `update` on the device. `rate` is
+        a number or, in a CUDA graph, a tensor ().
         """
         process = self.process
         parts = self.args.accumulate
@@ -426,12 +434,12 @@ class Run:
         for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
             with process.autocast():
                 _, part = self.model(x_part, y_part, process.ops)
-            # the mean over parts and processes, each of which has the mean of its own targets
+            # average the parts and the processes; each has averaged over its own targets
             part = part / parts
             (part / process.world).backward()
             loss += part.detach()
         process.sum_gradients(self.model)
-        # a rare batch with a huge gradient would undo many steps
+        # otherwise a rare batch with a huge gradient could undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -443,8 +451,8 @@ class Run:
 
     def record(self, **line: float):
         """
-        Add a line to log.jsonl, which is written when the run is saved. Exits if a number is not
-        finite: the last checkpoint is good, the model is not.
+        Append a line to the log (`save` writes log.jsonl). Exit if a number is not finite: then the
+        model is broken, but the last checkpoint is still good.
         """
         if all(map(math.isfinite, line.values())):
             self.log.append(line)
@@ -453,27 +461,27 @@ class Run:
             self.write_log()
         numbers = ", ".join(f"{name} {value}" for name, value in line.items())
         sys.exit(
-            f"{numbers}: stopped; what was saved before is kept. Start again with a lower "
-            f"--matrix_lr (now {self.args.matrix_lr}, without effect beside --init) or --vector_lr "
+            f"{numbers}: stopped; the last checkpoint is kept. Start again with a lower "
+            f"--matrix_lr (now {self.args.matrix_lr}, no effect with --init) or --vector_lr "
             f"(now {self.args.vector_lr})"
         )
 
     def evaluate_and_sample(self) -> str:
-        """Evaluate on a part of the held-out text, and sample. Returns the lines to print."""
+        """Evaluate on part of the held-out text, and sample. Return the lines to print."""
         nats, count = evaluate(
             self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
         )
         self.record(step=self.step, val_loss=round(nats / count, 5))
         return (
             f"step {self.step}, {self.share:.0%} of the run: held-out loss {nats / count:.3f} nats "
-            f"a token; a sample:\n{textwrap.indent(generate_text(self), '    ')}"
+            f"per token; a sample:\n{textwrap.indent(generate_text(self), '    ')}"
         )
 
     def save(self):
         """
-        Write train_state.pt, which --resume reads, then the checkpoint, which everything else
-        reads. A kill between the two leaves them of different steps; both load, and `load` writes
-        the checkpoint again.
+        Write train_state.pt, which --resume reads, and then the checkpoint, which everything else
+        reads. If the process is killed between the two, they are from different steps. Both still
+        load, and `load` writes the checkpoint again.
         """
         if self.process.is_main:
             state = {
@@ -496,10 +504,10 @@ class Run:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
-        """Go on from what `save` wrote."""
-        self.model.load_state_dict(state.pop("model"))  # no second copy stays in memory
+        """Restore the state that `save` wrote."""
+        self.model.load_state_dict(state.pop("model"))  # pop, so that no second copy is kept
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            # the settings are this run's: a GPU's differ from a CPU's
+            # keep this run's settings, because a GPU's differ from a CPU's
             optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
         self.step = state["step"]
         self.share = state["share"]
@@ -508,7 +516,10 @@ class Run:
 
 
 def open_out(args: Namespace) -> dict | None:
-    """The state to resume from, None for a new run; or exit. Nothing is deleted yet."""
+    """
+    Return the state to resume from, or None for a new run. Exit if --out cannot be used. Nothing is
+    deleted yet.
+    """
     out = Path(args.out)
     path = out / "train_state.pt"
     # torchrun --max-restarts runs the same command again
@@ -520,25 +531,25 @@ def open_out(args: Namespace) -> dict | None:
                 raise ValueError("another version of train.py wrote it")
             if args.resume or is_same_run(state["args"], args):
                 return state
-        except Exception as error:  # a damaged file raises errors of any kind
+        except Exception as error:  # a damaged file can raise any error
             sys.exit(
                 f"nothing to resume, {path} cannot be read ({error!r:.200}): name the run with "
-                "--out, or start anew: without --resume, with --overwrite where there is a model"
+                "--out, or start a new one without --resume (with --overwrite if --out has a model)"
             )
     if args.init and Path(args.init).resolve() == out.resolve():
-        sys.exit(f"--init and --out are both {out}: name another folder, as --out {out}-2")
+        sys.exit(f"--init and --out are both {out}: name another folder, for example --out {out}-2")
     if (out / "config.json").exists() and not args.overwrite:
         sys.exit(
             f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
-            f"alone continues it, --overwrite --out {out} deletes it and starts again"
+            f"continues it, --overwrite --out {out} deletes it and starts again"
         )
     return None
 
 
 def is_same_run(saved: dict, args: Namespace) -> bool:
     """
-    Return whether the flags are those of the run that was saved, except those that the run filled
-    in.
+    Return whether the flags are the same as in the saved run, not counting flags that the run set
+    itself.
     """
     names = saved.keys() - RESUMABLE - {"dtype", "init"}
     return all(saved[name] == getattr(args, name) for name in names)
@@ -546,22 +557,22 @@ def is_same_run(saved: dict, args: Namespace) -> bool:
 
 def delete_checkpoint(out: Path):
     """
-    Delete the model that --overwrite gives up. Called when the new run can begin, so that a
-    mistyped flag costs no model.
+    Delete the old model for --overwrite. Called when the new run is ready to start, so that a
+    mistyped flag does not cost a model.
     """
-    # loss.png shows the Makefile that the training is done, config.json makes a directory a
-    # checkpoint: they go first
+    # Delete these two first: loss.png tells the Makefile that training is done, and config.json
+    # makes a directory a checkpoint.
     names = ["loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"]
-    for name in names + COMPANIONS:  # these of another model, perhaps
+    for name in names + COMPANIONS:  # companions may belong to another model
         for path in out.glob(name):
             path.unlink()
 
 
 def train(run: Run, caught: list[int], clock: Clock) -> bool:
     """
-    Step until the run is done (True) or a signal was caught (False), and save. Without --steps the
-    clock decides how much is done: the learning rate follows it, so the run ends in time and well,
-    also where something else slows the machine down.
+    Train until the run is done (return True) or a signal was caught (return False), and save.
+    Without --steps, the clock determines the share that is done. The learning rate follows it, so
+    the run ends in time and with a full decay, even if something else slows the machine down.
     """
     args = run.args
     process = run.process
@@ -580,12 +591,12 @@ def train(run: Run, caught: list[int], clock: Clock) -> bool:
         step_seconds = (time.perf_counter() - began) / len(losses)
         for step, (loss, norm) in enumerate(losses, run.step - len(losses) + 1):
             run.record(step=step, loss=round(loss, 5), norm=round(norm, 4))
-        # all processes must stop alike
+        # all processes must stop at the same step
         votes = torch.tensor(
             [bool(caught), clock.share(step_seconds)], dtype=torch.float64, device=process.device
         )
         stop, share = process.mean(votes).tolist()
-        if not args.steps:  # with --steps, `update` knows the share
+        if not args.steps:  # with --steps, `update` sets the share
             run.share = share
         print_progress(run, loss, step_seconds)
         ends = run.share == 1 or stop
@@ -597,27 +608,27 @@ def train(run: Run, caught: list[int], clock: Clock) -> bool:
 
 
 def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
-    """A whole run: from `state`, or, if None, a new one. Exits where it cannot begin."""
+    """Do a whole run, a new one or from `state`. Exit with a message if it cannot start."""
     began = time.perf_counter()
     try:
-        if state:  # the settings of the interrupted run, except the machine's
+        if state:  # use the interrupted run's settings, except those in RESUMABLE
             now = {name: getattr(args, name) for name in RESUMABLE}
             args = Namespace(**state["args"] | now | {"resume": True})
-            args.init = args.init and args.out  # it has all that is needed
+            args.init = args.init and args.out  # --out has everything that --init had
 
         process = init_process(args)
         corpus = load_corpus(args.data, process)
-        started = time.perf_counter()  # --minutes begin here: making the corpus is no part of them
+        started = time.perf_counter()  # --minutes start here, after the corpus is made
         parts = process.world * args.accumulate
         if args.batch_size % parts:
             sys.exit(
-                f"--batch_size {args.batch_size} does not divide into {parts} parts, processes "
-                "times --accumulate: take a multiple"
+                f"--batch_size {args.batch_size} is not divisible by {parts}, the number of "
+                "processes times --accumulate: choose a multiple"
             )
         if state and state.get("corpus", corpus.digest) != corpus.digest:
             sys.exit(
-                f"the corpus has changed since: --data {args.data} has other tokens than "
-                f"{args.out}: make it as it was, or begin a new run with another --out"
+                f"the corpus has changed: --data {args.data} has different tokens than when "
+                f"{args.out} was trained: restore it, or start a new run with another --out"
             )
         run = Run(args, corpus, process)
         if state:
@@ -625,32 +636,31 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         elif process.is_main:
             with exit_if_unwritable(run.out):
                 delete_checkpoint(run.out)
-                if args.init:  # all of it: a resumed run does without that directory
+                if args.init:  # copy everything, so that resuming does not need that directory
                     copy_companions(args.init, run.out)
                     save_checkpoint(run.model, run.out)
                 else:
                     corpus.tokenizer.save(run.out)
-    except ValueError as error:  # of a model or a tokenizer, and written to be read
+    except ValueError as error:  # about a model or a tokenizer; the message is for the user
         sys.exit(str(error))
     process.print(introduce(run))
 
-    # loop
     clock = Clock(run, started)
     if train(run, caught, clock):
         process.print(f"scoring {len(corpus.val):,} held-out tokens ..")
-        # every held-out token once, after the last checkpoint was written
+        # score every held-out token once, after the last checkpoint was written
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)
     else:
         again = f"python train.py --resume --out {run.out}"
-        if "MAKELEVEL" in os.environ:  # `make run` was typed, perhaps without an active environment
+        if "MAKELEVEL" in os.environ:  # started by `make run`, maybe without an active environment
             again = "make run"
         process.print(f"stopped and saved at step {run.step}: `{again}` continues")
     process.print(
-        f"{plural(run.step, 'step')}, {time.perf_counter() - began:.0f} s in all; checkpoint in "
+        f"{plural(run.step, 'step')}, {time.perf_counter() - began:.0f} s in total; checkpoint in "
         f"{run.out}"
     )
-    run.train_step = None  # NCCL waits for the end of a graph with its messages
+    run.train_step = None  # free the CUDA graph first, because NCCL's shutdown waits for it
     process.shut_down()
 
 
@@ -660,11 +670,11 @@ def main(argv: list[str] | None = None):
         if args.compare:
             return compare(args.compare)
         state = open_out(args)
-    except ValueError as error:  # of a model, and written to be read
+    except ValueError as error:  # about a model; the message is for the user
         sys.exit(str(error))
     if is_compiled(args):
         start_compiler(args)
-    caught = catch_signals()  # not in the compiler's processes, which SIGTERM ends
+    caught = catch_signals()  # after start_compiler, so that SIGTERM ends the compiler's processes
     with only_run_in(args.out):
         train_and_report(args, state, caught)
 

@@ -1,17 +1,21 @@
 """
-One decode step of eight requests, served eleven ways: from no cache at all to what the engine does.
+One decode step of eight requests, computed in eleven ways: from no cache at all to what the engine
+does.
 
-    python walkthrough.py        # stages 0 to 10, half a minute; on a terminal, Enter goes on
-    python walkthrough.py 3      # that stage alone
+    python walkthrough.py        # stages 0 to 10, half a minute; at a terminal, Enter goes on
+    python walkthrough.py 3      # only stage 3
 
-The prompts have 20 to 400 tokens, and each request has got the first token of its answer: the step
-computes that token, to find the second. The model is small and random: 4 layers, 4 heads of 32, in
-fp32, so keys and values (K and V) of a token take 2 * 4 * 4 * 32 numbers, 4 KiB. Each stage says
-how many KiB of them it keeps, copies to append a token to each text, and gathers to attend to them,
-and its launches, to store, gather and attend. All give the same logits. Answers: REFERENCE.md.
+The prompts have 20 to 400 tokens, and each request already has the first token of its answer. The
+step computes that token, to find the second one. The model is small and random: 4 layers, 4 heads
+of size 32, fp32. So the keys and values (K and V) of one token are 2 * 4 * 4 * 32 numbers, 4 KiB.
+
+Each stage prints how many KiB of K and V it keeps, how many it copies to append one token to each
+text, and how many it gathers to attend to them. It also prints the number of launches (operations
+started on the device) that store, gather and attend. All stages compute the same logits. Each ends
+with a question; the answers are in REFERENCE.md.
 """
 
-# ruff: noqa: E402  triton is imported only once it is known where kernels run
+# ruff: noqa: E402  TRITON_INTERPRET must be set before triton is imported
 import os
 import sys
 from contextlib import redirect_stdout, suppress
@@ -37,22 +41,22 @@ from ops import gather, inputs
 from ops.choice import TORCH_OPS
 from params import Settings
 
-LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens of the prompts
-REAL = 1018  # tokens that have K and V after the step: the prompts', and one more of each request
-IN_BLOCKS = 16 * 68  # tokens that their 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks have room for
+LENGTHS = (20, 30, 40, 60, 80, 130, 250, 400)  # tokens per prompt
+REAL = 1018  # tokens with K and V after the step: all prompts, and one more for each request
+IN_BLOCKS = 16 * 68  # slots in their 2 + 2 + 3 + 4 + 6 + 9 + 16 + 26 blocks
 L, H, D, S = 4, 4, 32, 16  # layers, heads, head size, block size
 
 
 def prefilled(kind: str) -> Engine:
-    """An engine that has computed the prompts (see stage 6), into blocks in no order."""
+    """Return an engine that has computed the prompts (see stage 6) into randomly chosen blocks."""
     torch.manual_seed(8)
     config = model.GPTConfig(512, 512, n_layer=L, n_head=H, n_embd=H * D)
     gpt = model.GPT(config).to(DEVICE)
     for weight in gpt.requires_grad_(False).parameters():
-        weight *= 5 if weight.dim() == 2 else 1  # else attention would hardly change a logit
+        weight *= 5 if weight.dim() == 2 else 1  # otherwise attention hardly changes the logits
     engine = Engine(gpt, Settings(num_blocks=80, token_budget=2048, attention=kind, overlap=False))
     engine.scheduler.block_allocator.free = torch.randperm(80).tolist()
-    engine.device.pool.kv.fill_(1e3)  # so that reading an unwritten slot is noticed
+    engine.device.pool.kv.fill_(1e3)  # makes it noticeable if an unwritten slot is read
     for n in LENGTHS:
         engine.add_request(n, torch.randint(512, (n,)).tolist(), fixed_length(100))
     engine.step()
@@ -61,9 +65,10 @@ def prefilled(kind: str) -> Engine:
 
 def next_step(engine, kv=None, **own):
     """
-    The inputs of the engine's next step, a kernels.Batch, and a function that computes its logits
-    [8, V], of the first eight requests, with plain torch and, in its place, `own` operators; on the
-    pool, or on `kv`, which has something for each layer. The engine itself does not move.
+    Return the inputs of the engine's next step (a kernels.Batch), and a function that computes the
+    logits [8, V] of the first eight requests. The function uses plain torch, except for the
+    operators in `own`, and the engine's pool, or `kv`, which has an entry for each layer. The
+    engine itself does not advance.
     """
     plan = engine.scheduler.plan()
     device = engine.device
@@ -82,7 +87,7 @@ def next_step(engine, kv=None, **own):
 
 
 def next_logits(engine):
-    """Let the engine launch its next step, overlapped, whose logits these will be."""
+    """Let the engine launch its next step, with overlap. Return that step's logits."""
     engine.overlap = True
     engine.step()
     return engine.in_flight.launched.logits
@@ -93,11 +98,12 @@ def row(name: str, values, width: int = 7):
 
 
 def no_cache(engine):
-    """0. No cache: the whole text again for each token
-    Attention mixes, for each token, the values of all tokens up to itself, weighted by how well
-    their keys fit its query. So the newest token needs K and V of the whole text, and those of
-    earlier tokens never change. Without a cache a step computes them all again: 1,018 for 8 new.
-    Now read model.py: GPT.generate. Of all tokens that one call computes, whose logits are used?"""
+    """0. No cache: compute the whole text again for each token
+    For each token, attention mixes the values of all tokens up to that one, weighted by how well
+    their keys match its query. So the newest token needs K and V of the whole text. K and V of
+    earlier tokens never change, but without a cache a step computes them all again: here 1,018
+    tokens, to get 8 new ones.
+    Now read model.py: GPT.generate. One call computes many tokens: whose logits are used?"""
     texts = [torch.tensor([r.tokens_so_far], device=DEVICE) for r in engine.scheduler.active]
     whole = [partial(engine.device.model, text) for text in texts]
     row("prompt, tokens", LENGTHS)
@@ -106,13 +112,13 @@ def no_cache(engine):
 
 
 def unpaged(engine):
-    """All K, V out of their blocks, in the order of the texts: [L, 2, 8, 512, H, D]."""
+    """Return all K and V, copied from the blocks in text order: [L, 2, 8, 512, H, D]."""
     tables = engine.device.known.block_tables[:8].long()
     return engine.device.pool.kv[:, :, tables].transpose(4, 5).flatten(3, 4)
 
 
 def attend_each(q, caches, attn, batch):
-    """One request after the other attends to its K, V [2, n, H, D]. Returns [8, H, D]."""
+    """Attend, one request after another, each to its K and V [2, n, H, D]. Return [8, H, D]."""
     pairs = zip(q[:, :, None], caches, strict=True)
     attend = partial(model.attention, attn_mask=None, scale=attn.scale)
     mixed = [attend(x, *kv.transpose(1, 2)) for x, kv in pairs]
@@ -121,10 +127,10 @@ def attend_each(q, caches, attn, batch):
 
 def cat(engine):
     """1. A cache that grows: torch.cat
-    K and V are kept, a tensor for each request and layer, and a step computes one token for each
-    request. But a tensor does not grow in place: torch.cat makes a new one, of all tokens so far
-    and one more. So a text is copied again for each of its tokens. Better: reserve room.
-    Now read walkthrough.py: cat. How many tokens does a text of 1,000 copy in all?"""
+    Keep K and V, one tensor for each request and layer. Then a step computes just one token per
+    request. But a tensor cannot grow in place: torch.cat makes a new one for all tokens so far and
+    one more. So the whole text is copied again for each new token. It is better to reserve space.
+    Now read walkthrough.py: cat. How many tokens are copied in all while a text grows to 1,000?"""
     lengths = list(enumerate(LENGTHS))
     caches = [[kv[:, i, :n] for i, n in lengths] for kv in unpaged(engine)]
 
@@ -137,33 +143,35 @@ def cat(engine):
 
 def slabs(engine):
     """2. Slabs against blocks: a map of memory
-    Each request gets a slab as long as its text may become, here 512 tokens, and a step writes in
-    place: nothing is copied. But most of a slab stays empty (internal fragmentation). Slabs that
-    are just long enough leave holes when they end (external fragmentation): in the map, 1,400
-    tokens are free, but no hole is long enough for g. So memory is cut into blocks, here of 16
-    tokens. They may lie anywhere, so each free one is of use; a text wastes at most 15 slots.
-    Now read paged.py: BlockAllocator. Why is no free block ever too small or in a wrong place?"""
+    Give each request a slab for the longest text allowed, here 512 tokens, and write in place:
+    nothing is copied. But most of a slab stays empty (internal fragmentation). Slabs that are just
+    long enough leave holes when their requests end (external fragmentation). In the map below,
+    1,400 tokens are free, but no hole is long enough for g. So cut the memory into blocks, here of
+    16 tokens. A text's blocks may lie anywhere, so every free block is useful, and a text wastes at
+    most 15 slots.
+    Now read paged.py: BlockAllocator. Why is no free block ever too small or in the wrong place?"""
 
     def store(k, v, kv, batch):
         kv[:, range(8), batch.positions] = torch.stack((k, v))
         return [kv[:, i, : n + 1] for i, n in enumerate(LENGTHS)]
 
-    print(f"slabs of 512: {REAL:,} of 4,096 tokens are filled, {1 - REAL / 4096:.1%} waste")
+    print(f"slabs of 512: {REAL:,} of 4,096 slots are filled, {1 - REAL / 4096:.1%} waste")
     print(f"blocks of 16: {REAL:,} of {IN_BLOCKS:,} are filled, {1 - REAL / IN_BLOCKS:.1%} waste")
-    used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # of 50 tokens each
-    print(f"{used} 50 tokens each; b, d, f ended: {50 * used.count('.'):,} free, 600 together")
-    print(f"{used.replace('.', 'g', 16)} in blocks of 50, g has the {50 * 16} tokens that it wants")
+    used = f"{8 * 'a'}{12 * '.'}{10 * 'c'}{10 * '.'}{12 * 'e'}{6 * '.'}"  # 50 tokens per letter
+    print(f"{used} 50 tokens each; b, d, f ended: {50 * used.count('.'):,} free, 600 in a row")
+    print(f"{used.replace('.', 'g', 16)} in blocks of 50, g gets the {50 * 16} tokens it needs")
     return next_step(engine, unpaged(engine), store_kv=store, attend=attend_each)[1]
 
 
 def post(engine):
     """3. The post's pool: gather, pad on the left
-    A block table says which block has a request's tokens 0 to 15, which the next 16, and so on. A
-    token's place, its slot, is block_table[position // 16] * 16 + position % 16. Three blocks have
-    slots for positions 0 to 47; for the 49th token the table gets a fourth. "Adding Paged Attention
-    to NanoGPT" keeps its model, which wants K and V side by side: for every layer, request and head
-    they are gathered from the blocks and padded on the left to the longest, so that all requests
-    are one batch. Memory is well used, but K and V are copied again, in many pieces, and padded.
+    A request's block table says which block stores its tokens 0 to 15, which the next 16, and so
+    on. The place of a token's K and V, its slot, is block_table[position // 16] * 16 + position %
+    16. For example, three blocks have slots for positions 0 to 47; the 49th token needs a fourth
+    block. The blog post "Adding Paged Attention to NanoGPT" does not change its model, which needs
+    contiguous K and V. So for every layer, request and head, it gathers them from the blocks, and
+    pads them on the left to the longest text, to make one batch of all requests. This uses memory
+    well, but K and V are copied again, in many small pieces and with padding.
     Now read paged.py: gather_kv_from_pool. In which slot are K and V of request 2's token 35?"""
     layers = [block.attn for block in engine.device.model.h]
     longest = LENGTHS[-1] + 1
@@ -182,18 +190,19 @@ def post(engine):
     a, b, c = engine.scheduler.active[2].block_table
     print(f"request 2, block table {[a, b, c]}: positions 0 to 15 in slots {a * S} to {a * S + 15}")
     print(f"16 to 31 in {b * S} to {b * S + 15}, 40 in block_table[40 // 16] * 16 + 8: {c * S + 8}")
-    print(f"{2 * L * 8 * H} gathers of K or V, filled to {1 - REAL / 8 / longest:.0%} with padding")
+    print(f"{2 * L * 8 * H} gathers of K or V; the result is {1 - REAL / 8 / longest:.0%} padding")
     return next_step(engine, attend=attend)[1]
 
 
 def pool(engine):
-    """4. One tensor and a slot mapping: a gather for each layer
-    The pool is one tensor, so one indexing with all block tables gathers K and V of all requests
-    and heads. Writing takes no table: the slots of a step's tokens, the slot mapping, are found
-    once for all layers. In a layer's pool, [2, blocks, H, S, D], a slot has a row of D numbers for
-    each head: row (block * H + head) * S + offset. In each layer one gather does for the 64 before.
-    It still pads, now on the right, so most of what it copies is not real.
-    Now read ops/gather.py: pool_rows. With S = 4 and 2 heads, which are the rows of slot 21?"""
+    """4. One tensor and a slot mapping: one gather for each layer
+    The pool is one tensor, so one indexing operation with all block tables gathers K and V of all
+    requests and heads. In each layer, it replaces the 64 gathers of stage 3. To write, no table is
+    needed: the slots of the step's new tokens (the slot mapping) are computed once for all layers.
+    In one layer's pool [2, blocks, H, S, D], a slot has a row of D numbers for each head: row
+    (block * H + head) * S + offset. The gather still pads, now on the right, so most of what it
+    copies is padding.
+    Now read ops/gather.py: pool_rows. With S = 4 and 2 heads, which rows belong to slot 21?"""
     kv = engine.device.pool.kv[0]
     batch, compute = next_step(engine)
     width = batch.block_tables.shape[1] * S
@@ -207,12 +216,13 @@ def pool(engine):
 
 def flat(engine):
     """5. One flat token axis: decodes and a chunk of a prompt in one pass
-    A ninth request comes, with a prompt of 64 tokens. In a rectangle, all nine would be padded to
-    64 tokens, and most rows of the model's matrix products would be padding. But each token is
-    computed by itself, except for attention. So all new tokens are laid on one axis, one request
-    behind the other; `query_start` says where each begins, its context length what it sees. (The
-    repo's gather pads only contexts of similar length to each other, so it copies less, too.)
-    Now read kernels.py: Batch. How many rows are 3 decodes and a chunk of 100; how many, padded?"""
+    A ninth request arrives, with a prompt of 64 tokens. In a rectangular batch, all nine requests
+    would be padded to 64 tokens, and most rows of the model's matrix products would be padding. But
+    only attention mixes tokens; everything else computes each token by itself. So put all new
+    tokens on one axis, one request after another. `query_start` says where each request begins, and
+    its context length says how much it sees. (From this stage on, the gather pads only contexts of
+    similar length together, so it also copies less.)
+    Now read kernels.py: Batch. How many rows are 3 decodes and a chunk of 100? And padded?"""
     engine.add_request(64, torch.randint(512, (64,)).tolist(), fixed_length(1))
     batch, compute = next_step(engine)
     for name, values in ("position", batch.positions), ("slot", batch.slot_mapping):
@@ -226,11 +236,16 @@ def flat(engine):
 
 def planned(engine):
     """6. The scheduler: who computes what, in which blocks
-    Before each step the scheduler plans it: every running request decodes a token, the rest of a
-    budget (here 16 tokens) goes to chunks of prompts: c[0:+11] computes c's first 11 tokens. Below,
-    four requests and f, a fork of a, have six blocks of four tokens and meet it all: backpressure,
-    a hit, copy-on-write, eviction, preemption, resume. The page's guided tour explains them.
-    Now read paged.py: Scheduler._preempt_for. Who would go if d needed a block, not c?"""
+    The scheduler plans each step. Every running request decodes one token, and the rest of a token
+    budget (here 16) goes to chunks of prompts: c[0:+11] means that c computes 11 tokens from
+    position 0 on. In the table below, four requests, and f, a fork of a, share six blocks of four
+    tokens. Step 1: b finds its first block in the prefix cache (a hit), and a copies the block that
+    it shares with f before it writes there (copy-on-write). Step 2: c and d do not fit, and wait
+    (backpressure). Steps 3 and 4: they enter, and take blocks that are free or evicted from the
+    cache. Step 5: c needs another block and none is left, so the request that arrived last, d, is
+    preempted: it loses its blocks and waits. Step 6: d enters again, finds two of its blocks still
+    in the cache, and computes only the rest.
+    Now read paged.py: Scheduler._preempt_for. Who would be preempted if d needed a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
     print(f"  {'computes':25} {'block tables':29} what happens")
@@ -255,12 +270,13 @@ def planned(engine):
 
 def online(engine):
     """7. Online softmax: attention block by block
-    A softmax divides by a sum over all keys, so it seems to need them at once. Online softmax takes
-    a block at a time and keeps, for each query, the maximum of the scores, the sum of the weights
-    e^(score - maximum), and the total of the values, so weighted. When a block has a new maximum,
-    sum and total are first multiplied by e^(old - new). At the end total / sum is the answer. (So
-    two parts merge, too: bring both to the higher maximum, then add.) Blocks are read in place.
-    Now read kernels.py: merge. What if two parts were merged without factors e^(..)?"""
+    A softmax divides by a sum over all keys, so it seems to need all keys together. Online softmax
+    takes one block at a time. For each query it keeps three things: the maximum score so far, the
+    sum of the weights e^(score - maximum), and the total of the values times their weights. When a
+    block has a new maximum, first multiply sum and total by e^(old - new). At the end, total / sum
+    is the answer. (Two separate parts of a text can be merged in the same way: rescale both to the
+    higher maximum, then add.) Now blocks are read in place, and nothing is gathered.
+    Now read kernels.py: merge. What would go wrong if parts were merged without factors e^(..)?"""
 
     def attend(q, kv, attn, batch):
         out = torch.empty_like(q)
@@ -286,7 +302,7 @@ def attend_kernel(
     q, kv, out, lse, block_tables, context_lens, scale, k_to_v, M,
     H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """A program: one head of one request, TILE keys at a time. `split`, `lse`: see stage 9."""
+    """One program: one head of one request, TILE keys at a time. For `split` and `lse` see 9."""
     head, request, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     t, d = tl.arange(0, TILE)[:, None], tl.arange(0, D)[None, :]
     query = tl.load(q + (request * H + head) * D + d)  # [1, D]
@@ -296,23 +312,23 @@ def attend_kernel(
     for start in range(split * TILE, context, SPLITS * TILE):
         position, real = start + t, start + t < context  # [TILE, 1]
         block = tl.load(block_tables + request * M + position // S, mask=real)
-        at = kv + ((block * H + head) * S + position % S) * D + d  # stage 4's rows
-        k = tl.load(at, mask=real, other=0.0)  # [TILE, D]
-        v = tl.load(at + k_to_v, mask=real, other=0.0)
+        rows = kv + ((block * H + head) * S + position % S) * D + d  # as in stage 4
+        k = tl.load(rows, mask=real, other=0.0)  # [TILE, D]
+        v = tl.load(rows + k_to_v, mask=real, other=0.0)
         score = tl.where(real, tl.sum(k * query, axis=1, keep_dims=True) * scale, -float("inf"))
         new_top = tl.maximum(top, tl.max(score, axis=0, keep_dims=True))
         weight, shrink = tl.exp(score - new_top), tl.exp(top - new_top)
         weights = weights * shrink + tl.sum(weight, axis=0, keep_dims=True)
         total = total * shrink + tl.sum(weight * v, axis=0, keep_dims=True)
         top = new_top
-    to = (request * H + head) * SPLITS + split
-    weights = tl.maximum(weights, 1e-30)  # a split may have no tile
-    tl.store(out + to * D + d, total / weights)
-    tl.store(lse + to + tl.zeros([1, 1], tl.int32), top + tl.log(weights))
+    index = (request * H + head) * SPLITS + split
+    weights = tl.maximum(weights, 1e-30)  # avoids 0 / 0 for a split without any tile
+    tl.store(out + index * D + d, total / weights)
+    tl.store(lse + index + tl.zeros([1, 1], tl.int32), top + tl.log(weights))
 
 
 def launch(q, kv, attn, batch, splits):
-    """Launch the kernel, and merge the splits: [8, H, D]."""
+    """Launch the kernel, and merge its splits. Return [8, H, D]."""
     out = q.new_empty(8, H, splits, D)
     lse = q.new_empty(8, H, splits)
     pointers = q.contiguous(), kv, out, lse, batch.block_tables, batch.context_lens
@@ -323,45 +339,48 @@ def launch(q, kv, attn, batch, splits):
 
 def kernel(engine):
     """8. The same as one kernel: a program for each KV head and request
-    A GPU runs a kernel as many programs at once. Here a program is stage 7's inner loop for one KV
-    head of one request: it reads the block table, then K and V where they are. So attention of a
-    layer is one launch, and copies nothing. (On a CPU Triton interprets it: that shows that it is
-    right, not how fast.) But an H200 has 132 processors, and one request gives 4 of them work.
+    On a GPU, a kernel runs as many programs in parallel. Here, one program is the inner loop of
+    stage 7 for one KV head of one request: it reads the block table, then K and V in place. So
+    attention in a layer is one launch, and copies nothing. (On a CPU, Triton interprets the kernel.
+    That shows that it is correct, not how fast it is.) But an H200 has 132 processors, and a single
+    request keeps only 4 of them busy.
     Now read kernels.py: attention_kernel. Why are a KV head's query heads in one program?"""
-    print(f"{H} KV heads * 8 requests = {H * 8} programs; {H} for a request alone")
+    print(f"{H} KV heads * 8 requests = {H * 8} programs; {H} for a single request")
     return next_step(engine, attend=partial(launch, splits=1))[1]
 
 
 def splits(engine):
     """9. Splits: several programs for one context (flash-decoding)
-    One more axis of the grid cuts a context: of 4 splits the first takes the tiles (of 64 keys) 0,
-    4, 8, .., the second 1, 5, 9, .. Each leaves its own mixture, total / sum, and its log-sum-exp,
-    maximum + log(sum): the logarithm of the sum of its e^score. Its share of the whole softmax is
-    e^lse, divided by that of all splits together. The mixtures, weighted by share, are the answer.
-    Now read kernels.py: load_state. Why are splits merged in order, not as they come?"""
+    A third axis of the grid divides each context. With 4 splits, the first program takes tiles (of
+    64 keys) 0, 4, 8, .., the second one 1, 5, 9, .., and so on. Each split stores its own result,
+    total / sum, and its log-sum-exp (lse), maximum + log(sum): the logarithm of the sum of e^score
+    over its keys. A split's share of the whole softmax is its e^lse, divided by the sum of all
+    splits' e^lse. So the answer is the sum of the splits' results, each times its share.
+    Now read kernels.py: load_state. If a split has no tile at all, what is its share?"""
     print(f"request 7's tiles, by split: {[list(range(split, 7, 4)) for split in range(4)]}")
-    print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a request alone")
+    print(f"{H} heads * 4 splits * 8 requests = {H * 4 * 8} programs; {H * 4} for a single request")
     return next_step(engine, attend=partial(launch, splits=4))[1]
 
 
 def overlapped(engine):
-    """10. Graphs and overlap: the host out of the way
-    Between two steps little changes in what the host sends: which rows decode, and the last block
-    of each, new once in 16 steps. Tokens, positions and lengths stay on the device, where the next
-    step reads them. If rows are padded, after all, to a few sizes, steps of a size are the same
-    launches on the same memory: recorded once as a CUDA graph, they are one. A plan needs lengths,
-    not tokens: the host plans the next step while the device computes this one, with None for a
-    token to come (overlap). So a step takes the longer of both times; on a CPU it takes their sum,
-    and is recorded, too (ops/cpu.py: record).
+    """10. Graphs and overlap: get the host out of the way
+    The host sends little for a step: which rows decode, and each row's last block, which changes
+    once in 16 steps. Tokens, positions and lengths stay on the device, where the next step reads
+    them. If the number of rows is padded to one of a few sizes, steps of the same size make the
+    same launches on the same memory. So they can be recorded once as a CUDA graph, and replayed by
+    a single launch. And because a plan needs lengths but not tokens, the host can plan the next
+    step while the device computes this one, with None in place of a pending token (overlap). So a
+    step takes only the longer of the two times. On a CPU it takes their sum; there, steps are also
+    recorded (ops/cpu.py: record).
     Now read engine/engine.py: Engine.step. What would a plan have to wait for, without overlap?"""
     done = [next_logits(engine).clone()]
-    print("request 0's answer while it is computed:", engine.scheduler.active[0].generated_tokens)
+    print("request 0's answer during the step:", engine.scheduler.active[0].generated_tokens)
     return lambda: done.pop() if done else next_logits(engine)
 
 
 STAGES = [no_cache, cat, slabs, post, pool, flat, planned, online, kernel, splits, overlapped]
 TABLE = """\
-KiB of K and V in a step, launches      kept    copied  gathered  launches
+KiB of K and V per step, and launches   kept    copied  gathered  launches
 0. No cache                                0         0         0        32
 1. A cache that grows                  4,072     4,040         0        64
 2. Slabs against blocks               16,384         0         0        36
@@ -377,11 +396,11 @@ KiB of K and V in a step, launches      kept    copied  gathered  launches
 
 
 def show(number, before):
-    """Run a stage, with its text before and after. Returns its logits, which must be as before."""
+    """Run a stage and print its text. Return its logits, which must equal `before`, if given."""
     *text, question = STAGES[number].__doc__.split("\n")
     print(*text, "", sep="\n")
     if number in (8, 9) and not triton:
-        print("this stage is left out: it needs the package triton (pip install triton)\n")
+        print("skipped: this stage needs the package triton (pip install triton)\n")
         return before
     compute = STAGES[number](prefilled("auto" if number == 10 else "torch"))
     heading, *accounts = TABLE.splitlines()
@@ -389,12 +408,12 @@ def show(number, before):
     print(accounts[number])
     logits = compute()
     if number in (8, 9) and INTERPRETED:
-        print("interpreted: no time")
+        print("interpreted, so not timed")
     else:
-        print(f"{1e3 * median_seconds(lambda: compute().cpu(), 3):.1f} ms a step")
+        print(f"{1e3 * median_seconds(lambda: compute().cpu(), 3):.1f} ms per step")
     if before is not None:
         torch.testing.assert_close(logits, before, atol=1e-4, rtol=0)
-        print(f"logits as before, to {(logits - before).abs().max():.0e}")
+        print(f"the same logits as before, within {(logits - before).abs().max():.0e}")
     print(question + "\n")
     return logits
 
@@ -405,7 +424,7 @@ def main():
     if chosen[0] in ("-h", "--help"):
         return print(__doc__)
     if not set(chosen) <= set(numbers):
-        sys.exit(f"{' '.join(chosen)}: wanted a stage, 0 to 10, or nothing for all of them")
+        sys.exit(f"{' '.join(chosen)}: wanted a stage from 0 to 10, or no argument for all of them")
     torch.set_num_threads(1)  # the tensors are tiny
     logits = None
     if chosen[0] != "0":
@@ -414,7 +433,7 @@ def main():
     on_terminal = sys.stdin.isatty() and sys.stdout.isatty()  # neither is piped
     for i, number in enumerate(chosen):
         if i > 0 and on_terminal:
-            input("Enter goes on ")
+            input("Press Enter to go on ")
         logits = show(int(number), logits)
     if chosen == numbers:
         print(TABLE)

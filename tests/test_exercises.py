@@ -227,7 +227,7 @@ def test_a_hunt_ends_when_its_bug_has_gone(out, capsys):
         exercises.check("hunt-1")
     assert "The bug is still there" in capsys.readouterr().out
     exercises.solution("hunt-1")
-    assert exercises.bug_of("hunt-1")["right"].strip() in capsys.readouterr().out
+    assert len(re.findall(r"^[+-] .+", capsys.readouterr().out, re.M)) == 1, "the line of the bug"
     shutil.copy(ROOT / "paged.py", out / "hunt-1/paged.py")
     exercises.check("hunt-1")
     assert capsys.readouterr().out.startswith("right: ")

@@ -92,7 +92,7 @@ def test_a_model_is_refused_at_one_byte_too_few_and_not_at_just_enough(kind, mon
 def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch):
     """Integers on a GPU are also refused."""
     save_checkpoint(random_model(**LLAMA), tmp_path)
-    monkeypatch.setattr(checkpoint, "give", lambda *_: pytest.fail("it is loaded"))
+    monkeypatch.setattr(checkpoint, "set_weight", lambda *_: pytest.fail("it is loaded"))
     set_memory(monkeypatch, 1000)
 
     def load(settings: Settings, device: str = "cpu"):
@@ -100,16 +100,15 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         load_checkpoint(tmp_path, device, dtype=torch.bfloat16, convert=convert)
 
     words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
-    words += r"end .*--max-model-len, or .*--dtype bf16, on a CPU --quantize int8"
+    words += r"end .*--max-model-len, or .*--dtype bf16, --quantize int8 \(on a CPU\)"
     with refused(words):
         load(Settings())
     with refused("bfloat16 take .* and 4 KV blocks"):
         load(Settings(num_blocks=4))
-    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, here the device is cuda"):
+    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, and the device is cuda"):
         load(Settings(quantize="int8"), "cuda")
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Packed, or converted to integers, while they are loaded
 
@@ -159,7 +158,7 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
         function = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *call: events.append(name) or function(*call))
 
-    note(checkpoint, "give")
+    note(checkpoint, "set_weight")
     for kind in packed.PanelLinear, packed.Int8Linear, packed.Bf16Linear:
         note(kind, "fill")
     flags = f"--model={tmp_path} --device=cpu --quantize={quantize} --dtype={dtype}"
@@ -167,7 +166,7 @@ def test_serve_packs_each_matrix_once(dtype, quantize, tmp_path, monkeypatch):
     assert events.count("fill") == 13 + (quantize == "int8")  # including the embedding
     # each as soon as it is loaded; the first after the embedding and a norm
     assert events.index("fill") <= 3
-    assert events[-2:] == ["give", "fill"]
+    assert events[-2:] == ["set_weight", "fill"]
 
 
 MEASURE = """
@@ -244,7 +243,6 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     assert is_without_compiler == "True"
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Free memory, and copies
 

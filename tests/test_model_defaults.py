@@ -10,7 +10,7 @@ import pytest
 from wires import House
 
 import serve
-from params import TAKEN, model_defaults
+from params import GENERATION_FIELDS, model_defaults
 
 ALL = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
 IDS = {"eos_token_id": [2, 5], "_from_model_config": True, "do_sample": True, "num_beams": 4}
@@ -34,7 +34,7 @@ def folder(tmp_path):
 
 SAVED = [(ALL | IDS | {"max_new_tokens": 99}, ALL | {"max_tokens": 99})]
 SAVED += [({"top_k": -1}, {"top_k": 0})]  # vLLM has two values that mean all tokens
-SAVED += [(dict.fromkeys(TAKEN), {})]
+SAVED += [(dict.fromkeys(GENERATION_FIELDS), {})]
 
 
 @pytest.mark.parametrize(("saved", "taken"), SAVED)
@@ -49,7 +49,7 @@ def test_what_vllm_takes_is_taken(folder, saved, taken):
     assert model_defaults("other", place) == (defaults, note)
     assert model_defaults(place, "vllm") == model_defaults("no/such") == ({}, "")
     values = ", ".join(f"{name} {value}" for name, value in taken.items())
-    start = f"{place}/generation_config.json: by default {values} (--generation-config vllm"
+    start = f"{place}/generation_config.json: by default {values} (to ignore this file: "
     assert note.startswith(start) if taken else note == ""
 
 

@@ -169,7 +169,6 @@ def test_the_configuration_that_is_saved(tmp_path):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # A directory, changed
 
 
@@ -187,20 +186,20 @@ def write_changed(bpe, folder, spec="{}", config="{}"):
 
 # what tokenizer.json says -> the refusal, or nothing
 CHANGES = r"""
-{"pre_tokenizer": {"type": "Digitz"}} -> has a step of the type 'Digitz': not supported
+{"pre_tokenizer": {"type": "Digitz"}} -> has a step of the type 'Digitz': this is not supported
 {"normalizer": {"type": "Sequence", "normalizers": [{"type": "Digitz"}]}} -> the type 'Digitz'
 {"decoder": {"type": "Digitz", "prefix": "##", "cleanup": true}} -> the type 'Digitz'
-{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> makes text of tokens by {"type": "CTC
+{"decoder": {"type": "CTC", "pad_token": "a", "word_delimiter_token": "b", "cleanup": true}} -> has the decoder step {"type": "CTC
 {"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 0}} ->
-{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> makes text of tokens by
+{"decoder": {"type": "Strip", "content": " ", "start": 1, "stop": 1}} -> has the decoder step
 {"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}} ->
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> makes text of
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> makes text of tokens by
-{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> makes text of
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 2, "stop": 0}]}} -> has the decoder step
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteFallback"}]}} -> has the decoder step
+{"decoder": {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": true}]}} -> has the decoder step
 {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "("}, "behavior": "Isolated", "invert": false}} -> unmatched parenthesis.*restore it
 {"model": {"merges": [["a", "zz"]]}} -> restore it
 {"model": {"type": 5}} -> restore it
-{"model": {"dropout": 0.1}} -> is a BPE with dropout: a text has other ids each time
+{"model": {"dropout": 0.1}} -> is a BPE with dropout, which encodes a text differently each time
 """  # noqa: E501
 
 
@@ -358,7 +357,6 @@ def test_a_tokenizer_of_fewer_tokens_than_padding_explains_is_refused(row, tmp_p
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # The same ids and texts as transformers
 
 
@@ -419,7 +417,6 @@ def test_real_tokenizers_have_the_ids_and_texts_of_transformers(name):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Streams of tokens whose text depends on their position
 
 
@@ -469,7 +466,6 @@ def test_tokens_that_are_no_characters_cost_as_much_as_others(bpe):
     assert len("".join(pieces[:10])) >= 9
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # The smallest number of tokens for a text
 

@@ -29,7 +29,7 @@ SAYS = {  # one of the numbers that a stage prints, computed by hand
     4: "rows [1160, 1176, 1192, 1208]",  # block 18, 4 heads of 16 rows: 18 * 64 + 8, and so on
     5: "9 * 64 = 576 rows, on one axis 72",
     6: "block 3 evicted, block 1 evicted",
-    8: "32 programs; 4 for a request alone",
+    8: "32 programs; 4 for a single request",
     9: "[[0, 4], [1, 5], [2, 6], [3]]",
     10: ", None]",  # a token to come
 }
@@ -52,8 +52,10 @@ def walk(monkeypatch, capsys, *arguments) -> str:
 
 def check(number: int, out: str):
     assert "kept    copied  gathered  launches" in out
-    timed = "1.0 ms a step" in out
-    assert timed == (number not in (8, 9) or not INTERPRETED) != ("interpreted: no time" in out)
+    timed = "1.0 ms per step" in out
+    assert (
+        timed == (number not in (8, 9) or not INTERPRETED) != ("interpreted, so not timed" in out)
+    )
     assert SAYS.get(number, "") in out
 
 
@@ -161,7 +163,7 @@ def test_without_triton(monkeypatch, capsys):
 
 
 def test_a_stage_that_is_not_there(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match=r"^11: wanted a stage, 0 to 10, or nothing"):
+    with pytest.raises(SystemExit, match=r"^11: wanted a stage from 0 to 10, or no"):
         walk(monkeypatch, capsys, "11")
     assert "python walkthrough.py 3 " in walk(monkeypatch, capsys, "--help")
 

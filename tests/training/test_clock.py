@@ -131,7 +131,7 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
     printed = capsys.readouterr().out
     steps = len(seconds.steps)
     assert done == f"{steps} {seconds.steps[-1][1]:.3f}"
-    assert f"\n{steps} steps, {seconds.now - 1000:.0f} s in all; checkpoint in" in printed
+    assert f"\n{steps} steps, {seconds.now - 1000:.0f} s in total; checkpoint in" in printed
     early, late = printed.split("scoring")
     least, again, then = AGAIN[who]
     for text, warning in zip((early.partition("evaluated")[0], late), warnings, strict=True):

@@ -84,7 +84,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # What is left behind, and resumed
 
 
@@ -140,7 +139,6 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     assert (out / "my_tokens.json").exists()
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Models that cannot be trained
 
@@ -200,7 +198,7 @@ def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpu
     with pytest.raises(SystemExit, match=r"has a text_config, .* save only the text model"):
         finetune(base, corpus, out)
     write_json(base / "config.json", config)
-    message = r"tokenizer\.json is not a tokenizer .* or its tokenizer_config.json .*: restore it"
+    message = r"tokenizer\.json is not a tokenizer .* or tokenizer_config.json .*: restore it"
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (base / name).write_text("{")
         with pytest.raises(SystemExit, match=message):

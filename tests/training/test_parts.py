@@ -66,12 +66,11 @@ def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
     assert torch.equal(x[:, 1:], x[:, :-1] + 1)
     assert torch.equal(y, torch.where((x + 1) % 3 > 0, x + 1, -100))
     run.corpus.train = run.corpus.train[:64]
-    message = "64 training tokens are too few for windows of 32: take more text, or lower"
+    message = "64 training tokens are too few for windows of 32: use more text, or lower"
     with pytest.raises(ValueError, match=message):
         train.Run(run.args, run.corpus, MACHINE)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # The recipe
 
@@ -162,7 +161,6 @@ def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
     assert score == train.evaluate(run.model, run.corpus, MACHINE, 32)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Operators
 
@@ -349,7 +347,6 @@ def test_an_evaluation_multiplies_for_no_gradients():
     assert operations(ops) == operations(TORCH_OPS) > 0
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # The model that training begins with
 

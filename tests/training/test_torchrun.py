@@ -18,7 +18,6 @@ from tokenizer import TokenizerError
 from training import machine
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Devices
 
 
@@ -124,7 +123,6 @@ def test_a_thread_for_each_core_that_may_be_used(monkeypatch, row):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Several processes
 
 
@@ -210,7 +208,8 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
 def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
     monkeypatch.setattr(train, "init_process", lambda args: replace(MACHINE, world=3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
-    with pytest.raises(SystemExit, match="--batch_size 4 does not divide into 3 parts, processes"):
+    message = "--batch_size 4 is not divisible by 3, the number of processes"
+    with pytest.raises(SystemExit, match=message):
         train.main([*tiny, "--steps=2"])
     assert not out.exists()
 

@@ -33,7 +33,6 @@ from training import report
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # The whole run
 
 
@@ -185,7 +184,7 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     assert windows == [(16, 64), (16, 64), (32, 64), (32, None)]
     logged = [(line["step"], line["val_loss"]) for line in read_log(out, "val_loss")]
     assert logged == [(5, 2.5), (10, 2.5), (15, 2.5), (20, 2.5)]
-    shown = "step 5, 25% of the run: held-out loss 2.500 nats a token; a sample:"
+    shown = "step 5, 25% of the run: held-out loss 2.500 nats per token; a sample:"
     assert shown in capsys.readouterr().out
 
 
@@ -245,7 +244,6 @@ def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Flags
 
 
@@ -257,13 +255,13 @@ MISTAKES = """
 --minutes=nan -> --minutes: nan is too small
 --dropout=2 -> --dropout: 2 is too large, wanted less than 1
 --n_embd=1000000000 -> --n_embd: 1000000000 is too large, wanted less than 16777216
---bias -> --bias: Llama has no biases, leave it out or take --arch gpt2
+--bias -> --bias: Llama has no biases, leave it out or use --arch gpt2
 --data=CHAT -> has the tokens of smollm2: did you mean --init smollm2?
 --init=nowhere -> there is no directory nowhere
 --init=out --preset=gpt2-124M --no-bias --n_head=3 -> AdamW trains it: leave out --bias, --n_head, --preset
 --init=out --arch=gpt2 --matrix_lr=0.1 --momentum=0.9 -> it: leave out --arch, --matrix_lr, --momentum
 --init=out --context_length=34 -> --context_length is larger than the model's own, 33
---init=out --out=out/../out --data=nowhere -> out: name another folder, as --out
+--init=out --out=out/../out --data=nowhere -> out: name another folder, for example --out
 --init=out --out=out/../out --data=nowhere --overwrite -> --init and --out are both
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
 RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or make a corpus
@@ -343,7 +341,8 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, t
         split = change.removeprefix("less to ")
         ids = np.array(read_corpus(folder, split))[::-1]
         ids[: 40 if change != split else None].tofile(folder / f"{split}.bin")
-    with pytest.raises(SystemExit, match=r"--data .*corpus has other tokens than .*out: make it"):
+    changed = r"--data .*corpus has different tokens than when .*out was trained: restore it"
+    with pytest.raises(SystemExit, match=changed):
         train.main(["--resume", f"--out={out}"])
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
@@ -419,7 +418,6 @@ def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # The output of a run
 
 
@@ -475,7 +473,6 @@ def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     assert not torch.equal(first, other)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Signals
 
