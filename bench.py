@@ -4,7 +4,7 @@ The measurements behind the figures in README.md and REFERENCE.md.
     python bench.py scheduler     # Python time of plan + update, per step
     python bench.py kernels       # one layer of attention on a GPU: each backend, several block
                                   # sizes, and the floor
-    python bench.py engine        # tokens per second of a mixed workload; latency of 1 and 32
+    python bench.py engine        # tok/s of a mixed workload; latency of 1 and 32 requests
     python bench.py equality      # greedy answers with and without graphs and overlap, and those of
                                   # the dense model
     python bench.py overhead      # where the time of a decode step goes, on the device and the host
@@ -373,10 +373,10 @@ def write_gguf(gpt: GPT, path: str, format: str):
 
 def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> dict:
     """
-    Compare answers with drafts (--speculate) and without, one at a time and by turns. The prompts
-    are 16 tokens over and over, and code of paged.py (for random weights, its bytes), both greedy;
-    code at temperature 0.8; and random tokens at temperature 1. The figures are output tokens per
-    second, tokens a step, and how many of the answers are equal.
+    Compare answers with drafts (--speculate) and without, one at a time and by turns, in four
+    cases: 16 tokens over and over, greedy; code of paged.py (for random weights, its bytes),
+    greedy; the same code at temperature 0.8; and random tokens at temperature 1. The figures are
+    output tokens per second, tokens a step, and how many of the answers are equal.
     """
     settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
     settings = replace(settings, max_num_seqs=8)
@@ -576,12 +576,12 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 
 def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
     """
-    Measure the engine offline and its latency. Offline: 256 requests that arrive together, 100 to
+    Measure the engine's throughput and latency. Offline: 256 requests that arrive together, 100 to
     1024 tokens in, as many out, temperature 0.6, for each of three seeds. Latency: 1 and 32
-    concurrent requests of 512 tokens in and 512 out. In bf16 on a GPU, in fp32 on a CPU. Lengths
-    are divided for a model of shorter context. The numbers of tokens in and out are asserted. With
-    --vllm, measure both engines by turns instead, on the same requests: greedy, without prefix
-    cache.
+    concurrent requests of 512 tokens in and 512 out. The model is in bf16 on a GPU, in fp32 on a
+    CPU. Lengths are divided for a model of shorter context. The numbers of tokens in and out are
+    asserted. With --vllm, measure both engines by turns instead, on the same requests: greedy,
+    without prefix cache.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
@@ -724,8 +724,8 @@ def bench_overhead(model="gpt2-124M") -> dict:
 def bench_choices(model="gpt2-124M") -> dict:
     """
     Measure decode steps of 256 answers (32 on a CPU), 64 tokens from a context of 768 on (or less,
-    if the model's is shorter), without prefix cache: first answers to a prompt each, then choices
-    of one prompt, which share its blocks. The figures are output tokens per second.
+    if the model's is shorter), without prefix cache. First each answers a prompt of its own; then
+    all are choices of one prompt, and share its blocks. The figures are output tokens per second.
     """
     engine, n, context = engine_for_decodes(build_model(model, DEVICE), 768)
     result = {"answers": n}
@@ -860,9 +860,9 @@ def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=
     """
     Measure runs of train.py, one for each seed. Their held-out loss is nanoGPT's estimate, 200
     batches of random windows, made 20 times a run. Only the seconds of steps count. The first
-    twentieth of a run includes compiling, so it is counted as the second one. Before that, train.py
-    itself is timed with the first seed, from start to end, with nothing compiled before. The recipe
-    must give the number of steps.
+    twentieth of a run includes compiling, so the time of the second counts in its place. Before
+    that, train.py itself is timed with the first seed, from start to end, with nothing compiled
+    before. The recipe must give the number of steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = [*recipe.split(), "--overwrite", "--out", f"{folder}/out", "--seed"]

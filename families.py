@@ -439,6 +439,8 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
         parameters = with_yarn_defaults(parameters)
     if kind == "dynamic" and saved["model_type"] == "hunyuan_v1_dense":  # just a different base
         D = saved["head_dim"]
+        if D is None:
+            D = saved["hidden_size"] // saved["num_attention_heads"]
         theta = parameters["rope_theta"] * parameters["alpha"] ** (D / (D - 2))
         kind, parameters = "default", {"rope_theta": theta}
     if kind not in ROPE_TYPES:

@@ -63,4 +63,4 @@ def main(about: str, commands: dict[str, Callable], flags: dict[str, str]):
     result = {"bench": name, **arguments, **machine, **figures}
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result, default=str))  # such as a path
+    print(json.dumps(result, default=str))  # str: for paths

@@ -75,7 +75,7 @@ class Stream:
         tokens = self.request["body"]["max_tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
             ending = self.tail.decode(errors="replace")
-            raise ValueError(f"wanted {tokens} tokens, the answer ends with {ending}")
+            raise ValueError(f"wanted {tokens} tokens, but the answer ends with {ending}")
         times = [moment - self.due for moment in self.arrivals]
         gaps = [after - before for before, after in itertools.pairwise(times)]
         end = self.request["delay"] + times[-1]

@@ -188,7 +188,7 @@ def read_bandwidth(device="cpu") -> float:
 def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
     Serve requests that all wait at the start. Returns the seconds that it took, and the answers.
-    Asserts that all prompts were computed and all answers have their length.
+    Asserts that all prompts were computed and all answers have the right length.
     """
     prompts = [prompt for prompt, _ in work]
     params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]

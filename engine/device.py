@@ -78,8 +78,7 @@ class Launched:
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; each further shape has twice as many
 # The number of rows that take hardly longer than one: the smallest tile of ops/linear.py, and the
-# rows that ops/cpu.c multiplies together. It limits the guessed tokens of a step, summed over all
-# requests.
+# rows that ops/cpu.c multiplies together. A step with guesses has at most this many rows.
 CHEAP_ROWS_ON_GPU = 16
 CHEAP_ROWS = 8
 # Numbers of decodes in shapes with chunks. They are few, because in a step of many tokens some more
@@ -359,7 +358,7 @@ class Device:
         started = time.perf_counter()
         largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
-            packed = upload(self.padding(shape), self.device, to=self.static_inputs)
+            packed = upload(self.padding(shape), self.device, out=self.static_inputs)
             stream.wait_stream(torch.cuda.current_stream())  # its inputs were made there
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)

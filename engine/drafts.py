@@ -40,7 +40,7 @@ class GrowingText:
         self.tokens: list[int] = []  # prompt and answer, as far as known at the last guess
         self.place_after: dict[tuple, int] = {}  # n-gram -> the place after its last occurrence
         self.num_indexed = MATCHED  # the next place to index; never the end of the text
-        # how well it was guessed so far determines these
+        # set by `learn`, from how well the text was guessed so far
         self.length = 1  # maximum length of the next draft
         self.pause = 1  # number of tokens without a draft, after the next wrong draft
         self.pause_ends = 0  # no draft before the text has this many tokens
@@ -100,8 +100,8 @@ class Drafts(Stage):
 
     def waits_for(self, step: Step) -> bool:
         """
-        Return True if the step in flight must end before the next one is planned. This is the case
-        if it has drafts, or if some text is likely to get one.
+        Return True if the step in flight must end before the next one is planned: if it has drafts,
+        or if some text is likely to get one.
         """
         if not self.is_on or step.plan.guesses:
             return self.is_on
@@ -173,8 +173,8 @@ class Drafts(Stage):
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
     """
-    Return how many tokens of a draft equal the sampled ones. Counting ends at the first difference,
-    and at a stop token.
+    Return how many tokens of a draft equal the sampled ones, up to the first difference or stop
+    token.
     """
     for i, token in enumerate(draft):
         if token != sampled[i] or token in stop_token_ids:

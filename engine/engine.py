@@ -47,7 +47,7 @@ class Engine:
         """
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
-        # a step's own memory must be taken before the pool is sized by the memory that is free
+        # allocate a step's own memory first, because the pool is sized by the free memory
         if on_gpu and settings.num_blocks is None:
             with explain_lack_of_memory("the weights and a step"):
                 Device(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
@@ -208,9 +208,9 @@ class Engine:
 
     def abort(self, id: int | str):
         """
-        Forget a request, whatever its state, and free its blocks. It is no error if the request has
-        already finished. Its other answers are not started, unless they were already forked: those
-        go on, and have ids of their own to abort them by.
+        Forget a request, whatever its state, and free its blocks. Does nothing if the request has
+        already finished. Other answers to its prompt are not started. Those that were forked
+        before go on; to stop them, abort their own ids.
         """
         self.promised.pop(id, None)
         request = self.requests.get(id)

@@ -56,10 +56,10 @@ class Recorder(Stage):
             self.has_tokens = tokens
             self.scheduler = self.engine.scheduler
             self.line = {}  # the fields of the next line
-            self._take_stock()
+            self._save_state()
         self.listeners.append(listener)
 
-    def _take_stock(self):
+    def _save_state(self):
         """Save the present state, as a snapshot shows it. Later lines have the changes since."""
         scheduler = self.scheduler
         everyone = scheduler.waiting + scheduler.running
@@ -164,7 +164,7 @@ class Recorder(Stage):
             self._write(self._text("step", self.line))
             self.line = {}
         if self.lines_left <= 0:
-            self._take_stock()
+            self._save_state()
             self._write(self.snapshot())
         if has_changed and not self.engine.has_work:
             self._write(self._text("idle", {}))

@@ -90,7 +90,7 @@ class Grammars:
                 stdin=theirs,
                 stdout=subprocess.DEVNULL,
                 cwd=Path(__file__).parents[1],
-                process_group=0,  # Ctrl-C at a terminal is the engine's
+                process_group=0,  # so that Ctrl-C at a terminal only reaches the engine
             )
 
     def compile(self, *key: str) -> "Grammar":
@@ -159,8 +159,8 @@ class Grammars:
 
 class Question:
     """
-    A question to a grammar's process. `reply` is None until the reply comes. If the process ends
-    instead, it is the reason, a string.
+    A question to a grammar's process, and its `reply`. This is None until the reply comes. If the
+    process ends without a reply, it is the reason (str).
     """
 
     def __init__(self, kind: int | None = None):
@@ -261,7 +261,7 @@ class Compiled:
 class CompileQueue:
     """
     Has the grammars of messages compiled one at a time, taking their owners in turn. A message
-    waits until its grammar is compiled; messages without a grammar pass it. `open_grammars` is
+    waits until its grammar is compiled; messages without a grammar overtake it. `open_grammars` is
     called when the first grammar arrives.
     """
 
@@ -419,8 +419,9 @@ def soon() -> float:
 
 class Constraints(Stage):
     """
-    The grammars of an engine's requests. If a token is refused, the request goes back by that token
-    and sits out (status "paused") until the mask is computed. The other requests never wait for it.
+    The grammars of an engine's requests. If a token is refused, the token is taken back, and the
+    request sits out (status "paused") until the mask is computed. The other requests never wait
+    for it.
     """
 
     def __init__(self, engine):

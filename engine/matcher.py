@@ -121,7 +121,7 @@ class Library:
             (text, schemas), kind = json.loads(text), "lark"
         if kind == "grammar":
             if "x-guidance" in unescaped(text):
-                raise ValueError(f"the {kind} has x-guidance, whose options are not a client's")
+                raise ValueError(f"the {kind} has x-guidance, whose options clients may not set")
             schemas = schemas_within(text)
             text = self.module.grammar_from("gbnf" if "::=" in text else "lark", text)
             kind = "lark"
@@ -204,7 +204,7 @@ class Library:
         """Return (the matcher, its first mask), or (None, the reason for a refusal)."""
         try:
             matcher = self.compile(kind, *texts)
-            mask = mask_of(matcher, "no text fits it")
+            mask = mask_of(matcher, "no text matches it")
             if isinstance(mask, bytes):
                 check_start(matcher.deep_copy(), mask)
                 return matcher, mask
@@ -257,7 +257,7 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
 
 
 def check_start(answer, mask: bytes):
-    """Raise ValueError if an answer gets stuck within its first tokens. Tries one answer."""
+    """Try the first tokens of an answer. Raise ValueError if it gets stuck."""
     for _ in range(TRIED):
         bits = int.from_bytes(mask, "little")
         answer.consume_token((bits & -bits).bit_length() - 1)
@@ -271,7 +271,7 @@ def check_start(answer, mask: bytes):
 def plain(error: str, otherwise: str = "") -> str:
     """Return the library's reason without codes, internal notation, backtraces and panics."""
     if error.startswith("panic"):
-        return "the grammar library fails at it"
+        return "the grammar library crashes on it"
     for part, message in CLEARER.items():
         if part in error:
             return message

@@ -6,20 +6,21 @@ The server's loop around the engine: read messages of the HTTP process, step, se
 It runs in a thread or process of its own. These messages go over the link (link.py):
 
     in   {"op": "add", "id", "prompt", "params", "options", "grammar", "owner"}
-         options: more arguments of add_request, if any
-         grammar: {"kind", "text"} as for Grammars.compile, if the answer must follow one
-         owner: only with a grammar; compile jobs are taken from the owners in turn
+             options    more arguments of add_request, if any
+             grammar    {"kind", "text"} as for Grammars.compile, if the answer must follow one
+             owner      with a grammar: owners take turns to have grammars compiled
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}
-         on: whether there are listeners; tokens: whether they get token ids
+             on         whether there are listeners
+             tokens     whether they get token ids
     out  {"op": "ready", "max_model_len", "max_num_seqs", "vocab_size", "eos_token_ids", "stages"}
          {"op": "step", "out", "stats"}
-         out: the rows of `queue_output`
+             out        the rows of `queue_output`
          {"op": "events", "lines"}
-         what the engine does, while there are listeners: see events.py
+             lines      what the engine does, while there are listeners: see events.py
          {"op": "error", "id", "message", "kind", "tools"}
-         kind: "invalid" if the client can correct it, else "internal"
-         tools: the numbers of the tools whose schemas are refused
+             kind       "invalid" if the client can correct it, else "internal"
+             tools      the numbers of the tools whose schemas are refused
 """
 
 from engine.engine import Engine

@@ -1,6 +1,6 @@
 """
 Checks of a Lark grammar for two faults that the grammar library would notice too late: rules that
-never end, and the name of a token that ends the answer. `endless` is used for schemas, too.
+never end, and the name of a token that ends the answer. `endless` is also used for schemas.
 
     check_ends('start: "a" start | "b"')   # ok
     check_ends('start: "a" start')         # ValueError: no text of start is finite: ..

@@ -162,7 +162,8 @@ def is_exact(number: float) -> bool:
 def check_count(node: dict):
     """
     Raise ValueError if minProperties is larger than the number of properties that are sure to have
-    different names. Only required names are, because an answer may repeat any other name.
+    different names. These are the required ones and one more, because an answer may repeat any
+    other name.
     """
     least = node.get("minProperties", 0)
     most = len({*map(str, node.get("required", []))}) + 1

@@ -58,7 +58,7 @@ class Scores(Stage):
 
     def _score_sampled(self, step: Step) -> tuple[list[Request], list[Tensor]]:
         """
-        Score the sampled tokens on the device, for the requests that want it. Returns these
+        Score the sampled tokens on the device, for the requests that want scores. Returns these
         requests and the tensors of `Device.sampled_logprobs`.
         """
         scored = [r for r in step.plan.sampled if r in self.wanted]

@@ -72,7 +72,7 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
         raise ValueError(
-            f"max_model_len is {max_model_len}, possible is 1 to {longest} (context length "
+            f"max_model_len is {max_model_len}, wanted 1 to {longest} (context length "
             f"{context_length}, KV pool of {plural(num_blocks, 'block')} of {S}): lower "
             "--max-model-len or raise --kv-blocks"
         )
@@ -111,7 +111,7 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
             f"the model does not fit: its weights in {name} take {weights / 2**20:,.0f} MiB and "
             f"{plural(num_blocks, 'KV block')} {pool / 2**20:,.0f} MiB, {device} has "
             f"{free / 2**20:,.0f} MiB free: end other programs, lower --kv-blocks or "
-            "--max-model-len, or choose --dtype bf16, on a CPU --quantize int8, or a smaller model"
+            "--max-model-len, or choose --dtype bf16, --quantize int8 (on a CPU) or a smaller model"
         )
     return packed
 

@@ -34,7 +34,8 @@ def beam_search(
     requests. Raises ValueError for what does not fit.
     """
     check_beams_fit(engine, len(prompt_tokens), width, max_tokens)
-    # twice the width, because up to half of all candidates may end their answers
+    # Twice the width: of the best 2 * width extensions at most `width` end, one for each beam. So
+    # enough are left to go on.
     candidates = min(2 * width, engine.config.vocab_size)
     params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability

@@ -50,8 +50,8 @@ def plan_attention(batch, H, kv, window=0):
     # the inverse of the block tables: [request, physical block] -> logical block
     logical = torch.full((B, num_blocks), -1)
     numbers = torch.arange(M).expand(B, M)
-    # With sliding windows several entries of a table may point to one block (engine/window.py).
-    # All of them are outside the window, so any of their numbers will do.
+    # A block that a sliding window has given back may become the text's own again, at a later
+    # place. The table then has it twice, and the last entry counts.
     is_own = numbers * S < batch.context_lens[:, None]
     logical.scatter_reduce_(1, batch.block_tables.long(), numbers.where(is_own, -1), "amax")
     logical[logical < 0] = 2**40  # not a block of this text: as if it came after the text's end

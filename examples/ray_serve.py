@@ -25,7 +25,7 @@ What this does not do:
   Routers inside Ray Serve do not see the prompts of an ASGI application. A dedicated router in
   front of several serve.py does (replicas.py).
 - Limit connections, slow clients and the size of headers: Ray's proxy takes the place of
-  server/connection.py, and buffers what a client sends or does not read without a limit.
+  server/connection.py. It buffers, without a limit, what a client sends or does not read.
 - Show everything in one place: the page and /metrics show the replica that happens to answer.
 
 Measured with the default model on two cores of a CPU that was not idle. One stream of 200 tokens at

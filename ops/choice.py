@@ -1,6 +1,6 @@
 """
-The tables of operators (`Ops`), one for each kind of machine, and the choice of one. It is made
-once, when an engine is built.
+The tables of operators (`Ops`), one for each kind of machine, and the choice of one, which is
+made once, when an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why it was chosen
 
@@ -62,7 +62,7 @@ def triton_tables() -> tuple[Ops, Ops]:
         sample=sampling_kernels.sample_triton,
         send=fused.send,
         fixed_shapes=True,
-        group_finder=prefix.GroupFinder,  # delete this line and ops/prefix.py to share none
+        group_finder=prefix.GroupFinder,  # delete this line and ops/prefix.py to share no prefixes
     )
     return fastest, fastest._replace(
         add_norm=linear.norm_now,
@@ -115,7 +115,7 @@ def choose_ops(
 
 
 def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Ops, str]:
-    """Return what `choose_ops` returns, but deterministic or not."""
+    """Do what `choose_ops` does, deterministic or not."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
         raise ValueError(f"--quantize int8 is for CPUs, and the device is {device}: leave it out")

@@ -355,9 +355,9 @@ static int64_t mask(const int32_t *bits, float *scores, int64_t count)
     return words;
 }
 
-// The best token by its score x [R, K], divided by the row's temperature and with noise added (a
-// temperature of 0 is greedy), of those that are allowed and not below `lowest`. Of equal scores
-// the first wins. The result is -1 if the best score is not finite.
+// Choose the token with the best score x [R, K], divided by the row's temperature and with noise
+// added (a temperature of 0 is greedy), among those that are allowed and not below `lowest`. Ties
+// go to the first token. The result is -1 if the best score is not finite.
 static void choose(const Op *op, int64_t r)
 {
     enum { INFINITE = 0x7f800000 }; // its bits; larger ones are NaN
@@ -531,7 +531,7 @@ INLINE float online_softmax(
     return shrink;
 }
 
-// Index of a KV head's query i among all heads, `heads` per row. G of its queries are in each row.
+// Index of query i of a KV head among all heads: a row has `heads` heads, G of them for a KV head.
 INLINE int64_t query(int64_t i, int64_t G, int64_t heads, int64_t head)
 {
     return i / G * heads + head * G + i % G;
@@ -808,7 +808,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-// A forked process has none of the threads, but a lock that one of them may have held.
+// A forked process has none of the threads, but it has their lock, which one may have held.
 static void notice_fork(Pool *pool)
 {
     if (pool->process == getpid())

@@ -57,7 +57,7 @@ FLAGS = [
     "-pthread",
 ]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")  # if the CPU has them
+    FLAGS.append("-mprefer-vector-width=512")  # if the CPU has vectors of that width
 
 
 def c_compiler() -> list[str]:
@@ -187,8 +187,8 @@ class CpuKernels:
 
     def table(self, other: Ops) -> Ops:
         """Return the table `other` with these operators in place of its own."""
-        exp = partial(self.of_numbers, "exponentials")
-        log_softmax = partial(self.of_numbers, "log_softmax")
+        exp = partial(self.unary, "exponentials")
+        log_softmax = partial(self.unary, "log_softmax")
         return other._replace(
             name="cpu",
             embed=self.embed,
@@ -324,7 +324,7 @@ class CpuKernels:
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
         """Compute sampling.choose, in a thirtieth of the time."""
         op = Op("choose", scores.contiguous())
-        op.N = 32  # a score costs this many products: `run` counts them
+        op.N = 32  # a score costs about this many products, which `run` counts
         op.temperature = temperature
         op.lowest = lowest
         if allowed is not None:
@@ -334,7 +334,7 @@ class CpuKernels:
         y = torch.empty(len(scores), dtype=torch.int64)
         return self.compute(op, y)
 
-    def of_numbers(self, kind: str, x: Tensor) -> Tensor:
+    def unary(self, kind: str, x: Tensor) -> Tensor:
         """Compute "exponentials", e^x, or "log_softmax" of each row of x [R, K]. Returns [R, K]."""
         x = x.contiguous()
         op = Op(kind, x)

@@ -3,8 +3,8 @@
 whatever other rows are in the step. A sum of floats depends on the order of its additions, so here
 that order never depends on the batch. A matrix product is a sum of parts (split-K), added first to
 last. The number of parts depends only on the layer. Each part is summed in the order of its inputs.
-The shape of the tiles does not change that order, because tensor cores add alike in all of them. So
-the number of rows may decide the tiles, and which program adds up which parts.
+The shape of the tiles does not change that order, because tensor cores add in the same order in all
+of them. So the number of rows may decide the tiles, and which program adds up which parts.
 
 Attention is deterministic in any case (kernels.py). ops/choice.py makes the table. Letters as in
 linear.py.

@@ -1,6 +1,6 @@
 """
 Attention through block tables in torch: gather the context of each request, then compute scaled
-dot-product attention. It runs anywhere; ops/choice.py takes it for CPUs without cpu.c and for
+dot-product attention. It runs anywhere; ops/choice.py chooses it for CPUs without cpu.c and for
 `--attention torch`. Its Triton twins in kernels.py have the same signatures and in-place effects,
 and read K and V where they are.
 
@@ -28,12 +28,12 @@ class Gather(NamedTuple):
     """Requests that attend in one call: b requests with n queries each, contexts padded to C."""
 
     tokens: slice | Tensor  # indices of their b * n queries on the flat axis
-    kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, as `pool_rows`
+    kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, from `pool_rows`
     mask: Tensor | None  # [b, 1, G * n, C]: 0 if a query may see a key, else -inf; None: sees all
 
 
 class GatherPlan(NamedTuple):
-    """The result of `plan_attention_torch`, in batch.attention_plans for each window."""
+    """The result of `plan_attention_torch`. batch.attention_plans has one for each window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
     calls: list  # of `Gather`

@@ -138,7 +138,7 @@ class Int8Linear(Packed):
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
         self.columns = nn.Parameter(torch.zeros(weight.shape[1]), False)
-        if self.parts == 1:  # cpu.c reads whole panels, and drops the outputs of padding
+        if self.parts == 1:  # cpu.c reads whole panels; outputs of padding are not used
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 

@@ -64,8 +64,8 @@ def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tup
     """
     Return the groups as [(first, end, blocks)]: requests first .. end - 1, at most `most` of them,
     have their first `blocks` blocks in common. Only full blocks are shared; `full` [n] is the
-    number of full blocks of each request. A request that has fewer blocks in common with the group
-    than its members have joins it if that saves more reads.
+    number of full blocks of each request. A request that shares fewer blocks than the group so far
+    still joins it, if that saves more reads.
 
     >>> tables = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 6], [1, 2, 7], [1, 2, 8], [1, 9, 9]]
     >>> find_groups(tables, [2, 2, 1, 2, 2, 2, 3], most=64)

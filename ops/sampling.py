@@ -67,7 +67,7 @@ class SamplingRow(NamedTuple):
     seed: int
     choice: int = 0  # index of the answer among those to its prompt
     prompt_tokens: Sequence[int] = ()
-    generated_tokens: Sequence[int] = ()  # some, after a preemption
+    generated_tokens: Sequence[int] = ()  # not empty after a preemption
     stop_token_ids: Iterable[int] = ()
 
     def floats(self) -> Floats:
@@ -199,8 +199,8 @@ def choose(
     sample of the softmax (the Gumbel-max trick, Gumbel 1954). Only tokens that are `allowed` (see
     `masked`), and whose score / temperature is at least `lowest` [R], can be chosen. A row with
     temperature 0 is greedy: it gets no noise. Without temperatures (None) all rows are greedy.
-    `key` holds the arguments of `gumbel_noise`. Of equal scores the lowest token wins. A row
-    without a finite maximum (NaN anywhere, or all -inf) gets NO_TOKEN.
+    `key` holds the arguments of `gumbel_noise`. Ties go to the lowest token. A row without a finite
+    maximum (NaN anywhere, or all -inf) gets NO_TOKEN.
     """
     scores = masked(scores, allowed)
     if temperature is not None:
@@ -296,8 +296,8 @@ def threshold(
 ) -> Tensor:
     """
     Return the lowest score [R] that all filters [R] keep, for scores [R, V]: the largest of the
-    lowest scores that each filter keeps. Scores that tie with it are kept, so the best token always
-    is. `exp` computes e^x of [R, V].
+    filters' own thresholds. Scores that tie with it are kept, so the best token always is. `exp`
+    computes e^x of [R, V].
     """
     V = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
@@ -315,7 +315,7 @@ def threshold(
     weights = shares.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
-    needed = mass - weights < share * mass[:, -1:]  # more likely tokens are not enough
+    needed = mass - weights < share * mass[:, -1:]  # the tokens before are not enough
     of_top_p = last_score(ranked, needed)
     # a top_p of 1 keeps all, but because of rounding the sum may reach 1 before the last token
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
@@ -349,10 +349,10 @@ def logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     Return log-probabilities: the log-softmax of the raw logits [R, V], before temperature and
-    penalties. The three results are those of the chosen tokens [R], as [R] fp32; and the n most
-    likely tokens, best first, as token ids [R, n] and log-probabilities [R, n] fp32. The lowest
-    value is LOWEST_LOGPROB, which also stands for NaN in a row and for NO_TOKEN. A row's results do
-    not depend on the other rows, on threads, or on n.
+    penalties. The three tensors are the log-probabilities of the chosen tokens [R], as [R] fp32;
+    the ids of the n most likely tokens [R, n], best first; and their log-probabilities [R, n] fp32.
+    The lowest value is LOWEST_LOGPROB. It also stands for NaN in a row, and for NO_TOKEN. A row's
+    results do not depend on the other rows, on threads, or on n.
     """
     _, V = logits.shape
     scores = log_softmax(logits)

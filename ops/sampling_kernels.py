@@ -52,7 +52,7 @@ def row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride
 @jit
 def load_adjusted(view, t):
     """
-    Load the logits of tokens t, adjusted as by `sampling.adjust`: fp32, after bias, ban of stop
+    Load the logits of tokens t, adjusted as in `sampling.adjust`: fp32, after bias, ban of stop
     tokens and penalties; -inf beyond the last token.
     """
     logits, floats, _, bias, token_flags, V, biased, banned, penalised = view
@@ -254,7 +254,7 @@ def gumbel(word):
     """
     Return the Gumbel noise of words uint32, as in `sampling.gumbel_noise`: -log(E) with E =
     -log(u). The chip's own logarithm is three times as fast as an exact one, but inaccurate for u
-    close to 1. The tokens that win have such a u, so there E is computed as a series in 1 - u.
+    close to 1. The winning tokens have such a u, so there E is computed as a series in 1 - u.
     """
     # v is 1 - u, exactly (the factor is 2^-23). The xor computes ~, which older interpreters refuse
     # for unsigned words.
@@ -314,7 +314,7 @@ def gumbel_max_kernel(
             best, token = running_argmax(best, token, scores[i], t + i, noise[i], inverse, floor)
     highest = tl.max(best, axis=0)
     tl.store(partial + r * SPLITS + split, highest)
-    first = tl.min(tl.where(best == highest, token, V), axis=0)  # of equal scores the lowest token
+    first = tl.min(tl.where(best == highest, token, V), axis=0)  # ties go to the lowest token
     tl.store(partial_token + r * SPLITS + split, first)
     if finishes_last(finished + r, SPLITS):
         part = r * SPLITS + tl.arange(0, SPLITS)

@@ -86,8 +86,8 @@ class Choice:
         Begin the answer with the prompt as the client sent it. Control tokens are shown by name; a
         BOS that the tokenizer added is left out. Stop strings are not searched in the prompt, but a
         character may begin in it and end in the answer. With log-probabilities the prompt is
-        processed token by token, because each token needs its offset. The number of
-        log-probabilities is limited, but other prompts may be long, so these are processed at once.
+        processed token by token, because each token needs its offset. (The number of
+        log-probabilities is limited.) Other prompts may be long, and are processed in one call.
         """
         was_text = isinstance(self.body.prompt[0], str) and self.body.add_special_tokens
         was_added = was_text and self.prompt[:1] == tokenizer.bos != []
@@ -389,9 +389,9 @@ class Job:
         if self.body.tools:
             self.call_tags = chat.call_tags
             if is_free and not any(self.call_tags):
-                why = "this model's chat template does not show tools, or has no JSON in tags for"
-                remedy = 'calls: send "required", "none" or a function'
-                raise ApiError(400, f'tool_choice is "auto", but {why} {remedy}', "tool_choice")
+                why = "this model's chat template supports no tools, or no calls as JSON in tags"
+                remedy = 'send "required", "none" or a function'
+                raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
             lark = tools.grammar_of_calls(self.body, self.call_tags, chat.tokens)
             dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
             schemas = [dump(tools.schema_of(function)) for function in self.body.functions]

@@ -73,8 +73,8 @@ class Service:
 
     def check_room(self, count: int):
         """
-        Raises ApiError if the queue has no room for `count` choices: 429 if it has none now, 400 if
-        it can never have.
+        Raises ApiError if the queue has no room for `count` more choices: 429 if it has none at the
+        moment, 400 if it never will.
         """
         self.check_ready()  # again: the engine may have died while the prompts were encoded
         waiting = len(self.client.choices)
@@ -84,13 +84,13 @@ class Service:
             raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
             choices = plural(count, "choice")
-            message = f"{choices} beside {waiting} in work: at most {capacity} are accepted"
+            message = f"{choices} on top of {waiting} in work: at most {capacity} are accepted"
             raise ApiError(429, f"{message}, try again later", code="queue_full")
 
     async def parse_body(self, http, kind):
         """Parse the call's JSON as a body of this class (see protocol.py). Raises ApiError."""
-        # Against CSRF: a browser lets pages of other origins send some media types without asking
-        # the server, but JSON is not among them.
+        # Against CSRF: a page of another origin can send a few media types without a preflight.
+        # JSON is not one of them.
         media_type = http.headers.get("content-type", "").partition(";")[0]
         if media_type.strip().lower() != "application/json":
             message = "the body must be JSON, sent with the header Content-Type: application/json"
@@ -373,7 +373,7 @@ class Service:
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
-        while self.client.choices and time.monotonic() < self.deadline:
+        while (self.client.choices or self.listeners.behind) and time.monotonic() < self.deadline:
             await asyncio.sleep(0.02)
         self.client.refuse_all(ApiError(503, STOPPED, code="stopping"))
         self.listeners.end()

@@ -131,8 +131,8 @@ class EngineClient(asyncio.Protocol):
 
     def listen(self, is_on: bool, tokens: bool):
         """
-        Say whether there are listeners. If so, the engine publishes its record, beginning with a
-        snapshot; `tokens`: with token ids.
+        Tell the engine whether there are listeners. If so, it publishes its record, beginning with
+        a snapshot. `tokens`: with token ids.
         """
         self._write(op="listen", on=is_on, tokens=tokens)
 
@@ -143,8 +143,8 @@ class EngineClient(asyncio.Protocol):
 
     def trouble(self) -> str:
         """
-        Return why the engine is not alive, or "" if it is. It is not if it is gone, or if it has
-        work but has sent nothing for STALL_SECONDS.
+        Return why the engine is not alive, or "" if it is. An engine that has work, but has sent
+        nothing for STALL_SECONDS, is not alive either.
         """
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
         return self.reason or (f"no step in {STALL_SECONDS} s" if stalls else "")

@@ -148,8 +148,8 @@ class Connection(HttpToolsProtocol):
     def watch_client(self):
         """
         Start or stop the timer that cuts off a client that is slow to send a request or to read an
-        answer. The same timer runs for both, and is not restarted while either is due. So a client
-        that starts a request while it does not read has only the rest of its time.
+        answer. There is one timer for both, and it is not restarted while one of them is pending.
+        So a client that starts a request while it does not read has only the remaining time.
         """
         is_owing = self.is_sending or self.flow.write_paused
         if is_owing and not self.timer:
@@ -268,7 +268,7 @@ class Connection(HttpToolsProtocol):
             self.timer.cancel()
 
     def refuse(self, error: ApiError):
-        """Answer with an error that belongs to no call (not HTTP, too many connections); close."""
+        """Send an error to a connection that is not HTTP, or one too many, and close it."""
         self.note_end(self.client, error.status, {"error": error.reason})
         response = error_response(error)
         response.headers["x-request-id"] = request_id(b"")

@@ -1,5 +1,5 @@
 """
-Which calls are let in: API keys, host names, origins of web pages; and the log, a line a call.
+Checks who may call: API keys, host names, and origins of web pages. Logs a line for each call.
 
     uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers what passes
 

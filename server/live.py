@@ -36,6 +36,7 @@ MAX_OF_ONE = 8  # of the same API key or, without keys, of the same address
 KEPT_LINES = 2000  # the last lines, and those before them back to a snapshot
 LINES_AN_EVENT = 200  # at most, so that other calls need not wait for a long history
 SNAPSHOT = '{"event":"snapshot"'
+STEP = '{"event":"step"'
 ENDED = '{"event":"engine","state":"ended"}'
 
 
@@ -83,9 +84,14 @@ class Listeners:
         del self.lines[: max(starts, default=0)]
         for listener in self.all:
             listener.unsent += lines
-            if len(listener.unsent) > len(self.lines):  # the listener is behind the kept lines
+            if len(listener.unsent) > len(self.lines):  # its next line was dropped
                 listener.unsent = self.lines.copy()
             listener.changed.set()
+
+    @property
+    def behind(self) -> bool:
+        """Whether a listener lacks the last lines: after the last step's comes "idle"."""
+        return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 
     def engine_ended(self):
         """

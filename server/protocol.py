@@ -5,8 +5,8 @@ The bodies of calls: their fields, types and limits, and the messages of refusal
     body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
 Not run by itself: app.py parses each call with it. The fields are those of OpenAI's API, and vLLM's
-extensions. Sampling fields have the defaults and ranges of `SamplingParams` (params.py). Defaults
-of the model's own take precedence; they are passed as pydantic's `context`.
+extensions. Sampling fields have the defaults and ranges of `SamplingParams` (params.py). A model's
+own defaults take precedence; they are passed as pydantic's `context`.
 
 Three rules hold for every field. Types are strict: for example, a bool is not an int. Numbers are
 finite and within a stated range. And `null` means "not sent". Bad input gets status 400 and a
@@ -332,7 +332,7 @@ def grammar_of_format(value) -> dict | None:
             check_known(named, "name", "description", "schema", "strict", path=("json_schema",))
         case _:
             kinds = "text, json_object, or json_schema with json_schema.schema, an object"
-            raise Refused(f"must be of the type {kinds}")
+            raise Refused(f"must be of type {kinds}")
     return {"kind": "json", "text": schema_text(schema)}
 
 

@@ -55,8 +55,8 @@ def stream_answer(
     longest = max(1, engine.max_model_len - len(prompt))
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
     seed = secrets.randbits(32) if args.seed is None else args.seed
-    own = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
-    params = SamplingParams(**args.sampling | own)
+    flags = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
+    params = SamplingParams(**args.sampling | flags)
     # a new id each time, or a late token of an interrupted answer would count for the next answer
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)

@@ -248,13 +248,15 @@ class Chat:
             self.call_tags = tools.find_tags(tool_source or source)
             texts = f"{source}{tool_source}{backend.get_added_tokens_decoder()}"
             self.thoughts = tools.find_thoughts(texts)
+        sources = [source, tool_source or source]
+        # OpenAI's newer name of the role: most templates would leave its messages out
+        self.system_role = "developer" if "developer" in "".join(sources) else "system"
         markers = self.call_tags + self.thoughts
         self.tokens = {m: id for m in markers if (id := backend.token_to_id(m)) is not None}
         self.control_names = ControlNames(tokenizer.control)
         self.names_in_answers = ControlNames(tokenizer.control.keys() - self.tokens)
         environment = make_environment()
         environment.globals |= token_names
-        sources = [source, tool_source or source]
         try:  # the templates without and with tools
             self.templates = [environment.from_string(with_clock(environment, s)) for s in sources]
         except Exception as error:  # of jinja2, or of an expression that it evaluates already
@@ -280,6 +282,8 @@ class Chat:
         model's own answers become tokens, because templates look for them.
         """
         options = self.variables | options
+        role = {"role": self.system_role}
+        messages = [m | role if m.get("role") == "developer" else m for m in messages]
         disguised, options, originals = disguise(
             messages, options, self.control_names, self.names_in_answers
         )
@@ -303,10 +307,12 @@ class Chat:
                 raise TokenizerError(f"the chat template {limit}: shorten it")
 
         unset = {"tools": None, "documents": None}
+        has_tools = options.get("tools") is not None
+        if has_tools:
+            unset["xml_tools"] = options["tools"]  # SmolLM3's name
         own = {"messages": messages, "check_clock": check_clock}
-        template = self.templates[options.get("tools") is not None]
         try:
-            return template.render(unset | options | own)
+            return self.templates[has_tools].render(unset | options | own)
         except TokenizerError:
             raise
         except Exception as error:  # a template is a program, and can raise any exception

@@ -29,8 +29,8 @@ MAX_CALLS = 16  # in one answer
 # Options for the library. JSON is written as by json.dumps, like in the templates. So there is no
 # newline before the end of a call. The options replace a client's own, which could disable checks.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# </think>, </thinking>, </seed:think>, [/THINK], ..
-AFTER_THOUGHTS = re.compile(r"(?i)[<\[]/(\w+:)?(think|thinking|thought|reasoning)[>\]]")
+# </think>, </thinking>, </seed:think>, [/THINK], or <think> if a template only begins thoughts
+THOUGHTS = re.compile(r"(?i)(<|[<\[]/)(\w+:)?(think|thinking|thought|reasoning)[>\]]")
 NO_TAGS = ["", ""]  # for templates that write calls in an unknown form
 START, THINKING, TEXT, NAME = range(-2, 2)  # states of a reader; 2: in the arguments
 NEVER = "\ud800"  # a marker that never occurs: a lone surrogate is not in any text
@@ -93,8 +93,11 @@ def find_thoughts(source: str) -> list[str]:
     Return the markers before and after a model's thoughts. `source` has its chat template and the
     names of its tokens. Return [] if these contain no such markers.
     """
-    found = AFTER_THOUGHTS.search(source)
-    return [found[0].replace("/", ""), found[0]] if found else []
+    found = THOUGHTS.search(source)
+    if not found:
+        return []
+    opening = found[0].replace("/", "")
+    return [opening, f"{opening[0]}/{opening[1:]}"]
 
 
 def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
@@ -121,10 +124,10 @@ class Reader:
     def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
         before, after = tags or (NEVER, "")
-        # before the name of a call, after it, after the arguments, and those of thoughts
+        # what comes before a call, after its name, and after its arguments; then those of thoughts
         self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
-        self.place = -len(ahead)  # the state: the index in `markers` of the next one
-        self.at_border = self.place == THINKING  # newlines around thoughts are not part of them
+        self.state = -len(ahead)  # also the index in `markers` of the next marker
+        self.at_border = self.state == THINKING  # newlines around thoughts are not part of them
         self.text = ""  # not parsed yet
         self.thought = self.content = ""
         self.calls = []
@@ -136,7 +139,7 @@ class Reader:
         probe = copy(self)  # a deep copy would take 18 us for each token
         probe.calls = []
         probe.read(text, False)
-        if probe.calls or probe.place not in (START, TEXT):
+        if probe.calls or probe.state not in (START, TEXT):
             return False
         return not probe.at_border or bool(token.strip("\n"))
 
@@ -146,12 +149,12 @@ class Reader:
         beginning of a marker.
         """
         self.text += text
-        if self.place == START:
+        if self.state == START:
             start, opening = self.text.lstrip(), self.markers[START]
             if opening.startswith(start) and start != opening and not is_end:
                 return []
             self.at_border = start.startswith(opening)
-            self.place = THINKING if self.at_border else TEXT
+            self.state = THINKING if self.at_border else TEXT
             if self.at_border:
                 self.text = start.removeprefix(opening)
         deltas = []
@@ -160,37 +163,37 @@ class Reader:
             if self.at_border:
                 self.text = self.text.lstrip("\n")
                 self.at_border = not self.text
-            marker = self.markers[self.place]
+            marker = self.markers[self.state]
             end = self.text.find(marker)
             is_found = end >= 0
             if not is_found:
                 is_over = is_end and not self.calls  # then nothing is held back
                 end = len(self.text) - (0 if is_over else begun(self.text, marker))
-            if self.place == NAME and not is_found:
+            if self.state == NAME and not is_found:
                 break  # the name is incomplete
             piece = self.text[:end]
-            if self.place == THINKING:
+            if self.state == THINKING:
                 piece = piece.rstrip("\n")
                 self.at_border |= is_found
-            if piece and (self.place or not self.calls):  # not the space between calls
+            if piece and (self.state or not self.calls):  # not the space between calls
                 deltas.append(self.take(piece))
             self.text = self.text[end + len(marker) if is_found else len(piece) :]
             if is_found:
-                self.place = (self.place + 1) % 3
+                self.state = (self.state + 1) % 3
         return deltas
 
     def take(self, piece: str) -> dict:
         """Return the delta for a piece of text in the present state."""
-        if self.place <= TEXT:
+        if self.state <= TEXT:
             for marker in self.hidden:
                 piece = piece.replace(marker, "")
-        if self.place == THINKING:
+        if self.state == THINKING:
             self.thought += piece
             return thought(piece)
-        if self.place == TEXT:
+        if self.state == TEXT:
             self.content += piece
             return {"content": piece}
-        if self.place == NAME:
+        if self.state == NAME:
             function = {"name": piece.rpartition('"')[2], "arguments": ""}
             id = f"call_{secrets.token_hex(12)}"
             new = {"id": id, "type": "function", "function": function}

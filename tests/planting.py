@@ -40,7 +40,7 @@ SECONDS = 180  # a bug may be an endless loop; no run without one takes a tenth 
 PACKAGES = ["pytest", "numpy", "torch", "hypothesis", "starlette.applications", "uvicorn"]
 PACKAGES += ["httptools", "pydantic", "orjson", "httpx", "openai", "jinja2", "prometheus_client"]
 PACKAGES += ["tokenizers", "tiktoken", "transformers", "llguidance"]
-NOT_COPIED = shutil.ignore_patterns(".*", "out", "out-*", "*.bin", "*.pyc.*")
+NOT_COPIED = shutil.ignore_patterns(".*", "venv*", "out", "out-*", "*.bin", "*.pyc.*")
 
 
 def read_bugs() -> dict[str, dict]:

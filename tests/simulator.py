@@ -804,7 +804,7 @@ def read_trace(path: str) -> tuple[dict, list[dict]]:
 class RecordedWorld(World):
     """
     Keeps a record of everything its engines do, as `serve.py --record` would write it, and reads it
-    as it grows. After every step the reader's tallies must equal the allocator's.
+    as it grows. After every step the reader's state must equal the allocator's.
     """
 
     def __init__(self, *life):
@@ -831,9 +831,9 @@ class RecordedWorld(World):
 
     def flush(self, stats: dict):
         super().flush(stats)
-        self.check_tallies()
+        self.check_pool_state()
 
-    def check_tallies(self):
+    def check_pool_state(self):
         """Check that the lines so far describe the real state."""
         scheduler = self.engine.scheduler
         allocator = scheduler.block_allocator

@@ -67,7 +67,6 @@ def refused(folder: Path, words: str):
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # Written, and read again
 
 
@@ -231,6 +230,7 @@ SERVED = """
 {"model_type": "granitemoehybrid", "normalization_function": "rmsnorm", "num_experts_per_tok": 0}
 {"model_type": "hunyuan_v1_dense", "head_dim": 16, "use_qk_norm": true, "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}}
 {"model_type": "nanochat", "hidden_act": "relu2", "final_logit_softcapping": 15.0}
+{"model_type": "hunyuan_v1_dense", "rope_scaling": {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}}
 {"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "mscale": 1.0, "mscale_all_dim": 1.0}}
 {"model_type": "mistral"}
 {"model_type": "mistral", "sliding_window": null}
@@ -253,7 +253,19 @@ SERVED = """
 """  # noqa: E501
 
 
-@pytest.mark.parametrize("changes", SERVED.strip().splitlines())
+# All keys of a published file of each family, with the sizes of a small one.
+PUBLISHED = """
+{"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": null, "initializer_range": 0.02, "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention"], "max_window_layers": 28, "mlp_bias": false, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1], "pad_token_id": 128004, "pretraining_tp": 2, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": false, "use_sliding_window": false}
+{"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "initializer_range": 0.02, "pad_token_id": 100277, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.47.0", "use_cache": true}
+{"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "dtype": "bfloat16", "initializer_range": 0.02, "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "sliding_attention"], "pad_token_id": 100277, "rope_scaling": {"attention_factor": 1.2079441541679836, "beta_fast": 32.0, "beta_slow": 1.0, "factor": 8.0, "original_max_position_embeddings": 80, "rope_type": "yarn"}, "rope_theta": 500000, "sliding_window": 9, "tie_word_embeddings": false, "transformers_version": "4.57.1", "use_cache": true}
+{"model_type": "granite", "architectures": ["GraniteForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 0, "embedding_multiplier": 12.0, "initializer_range": 0.02, "logits_scaling": 8.0, "mlp_bias": false, "pad_token_id": 0, "residual_multiplier": 0.22, "rope_scaling": null, "rope_theta": 10000000.0, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.49.0", "use_cache": true}
+{"model_type": "granitemoehybrid", "architectures": ["GraniteMoeHybridForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 100257, "embedding_multiplier": 12, "initializer_range": 0.1, "logits_scaling": 10, "mamba_chunk_size": 256, "mamba_conv_bias": true, "mamba_d_conv": 4, "mamba_d_head": 16, "mamba_d_state": 256, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8, "mamba_proj_bias": false, "normalization_function": "rmsnorm", "num_experts_per_tok": 0, "output_router_logits": false, "pad_token_id": 100256, "rope_scaling": null, "rope_theta": 10000000, "router_aux_loss_coef": 0.01, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.56.0", "use_cache": true}
+{"model_type": "hunyuan_v1_dense", "add_classification_head": false, "architectures": ["HunYuanDenseV1ForCausalLM"], "attention_bias": false, "attention_dropout": 0.1, "attention_head_dim": 16, "bos_token_id": 120000, "cla_share_factor": 2, "class_num": 0, "dense_list": [1024, 0], "head_dim": 16, "im_end_id": 6, "im_newline_id": 12, "im_start_id": 5, "initializer_range": 0.02, "mask_init_id": 13, "mlp_bias": false, "norm_type": "rms", "org_vocab_size": 101, "pad_id": 120002, "pad_token_id": 120002, "pool_type": "last", "pretraining_tp": 1, "rope_scaling": {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"}, "rope_theta": 10000.0, "sep_token_id": 120007, "text_end_id": 8, "text_start_id": 7, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": true, "use_cla": false, "use_qk_norm": true, "use_rotary_pos_emb": true}
+{"model_type": "nanochat", "architectures": ["NanoChatForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 0, "dtype": "bfloat16", "final_logit_softcapping": 15.0, "hidden_act": "relu2", "initializer_range": 0.02, "pad_token_id": 1, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "tie_word_embeddings": false, "transformers_version": "5.0.0.dev0", "use_cache": true}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("changes", [*SERVED.strip().splitlines(), *PUBLISHED.strip().splitlines()])
 def test_a_configuration_is_read_as_transformers_reads_it(changes):
     """
     Both spellings are read: that of version 4, and that of version 5, which states everything.
@@ -414,7 +426,6 @@ def test_a_key_that_would_change_the_computation_is_refused(tmp_path, row):
     refused(tmp_path, rf"config\.json(:| is not a model configuration).* ?{words}")
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Weights
 

@@ -4,6 +4,9 @@ slow ones go through all exercises and hunts as a reader does.
 """
 
 import ast
+import json
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,9 +17,9 @@ from planting import ROOT, copy_repo, read_bugs
 from test_readme import names_defined
 
 import exercises
-from exercises import EXERCISES, HUNTS
+from assets import symptoms
+from exercises import EXERCISES, HUNTS, RIGHT
 
-SOLVED = {number: exercises.functions_of(number) for number in EXERCISES}
 README = (ROOT / "README.md").read_text()
 
 
@@ -32,105 +35,199 @@ def run(repo, *arguments) -> SimpleNamespace:
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
+@pytest.fixture
+def out(tmp_path, monkeypatch):
+    """Where the copies are, which are made of this repo itself."""
+    monkeypatch.setattr(exercises, "OUT", tmp_path)
+    monkeypatch.setattr(exercises, "SECONDS", 600)  # beside other tests
+    return tmp_path
+
+
 def test_each_names_functions_tests_and_places_that_exist():
     """Would catch: a function that was renamed, and its exercise was not; a test that is gone."""
-    functions = [function for pairs in SOLVED.values() for function in pairs]
-    assert len(functions) == len({*functions}), "two exercises empty one function"
-    for file, name in functions:
-        function = exercises.find(ROOT / file, name)
-        assert function.first < function.body < function.end
+    places = [(text["file"], name) for text in EXERCISES.values() for name in text["functions"]]
+    assert len(places) == len({*places}), "two exercises empty one function"
+    for file, name in places:
+        assert exercises.find((ROOT / file).read_text().splitlines(keepends=True), name)
     for exercise in EXERCISES.values():
         for test in exercise["tests"]:
             file, _, name = test.partition("::")
-            assert name.partition("[")[0] in {"", *names_defined(ROOT / file)}
+            assert name.partition("[")[0] in names_defined(ROOT / file)
         for place in exercise["read"]:
             file, _, topic = place.partition(": ")
             where = ROOT / file.partition(",")[0]
-            assert where.is_file() or place.startswith(("python ", "the page", "Milakov")), place
+            assert where.is_file() or place.startswith(("the page", "Milakov")), place
             if file == "README.md":
                 assert topic in README
     assert 12 <= len(EXERCISES) <= 16 and len(HUNTS) >= 20
+    assert [*EXERCISES] == [str(i) for i in range(1, 1 + len(EXERCISES))]
+    assert [*HUNTS] == [f"hunt-{i}" for i in range(1, 1 + len(HUNTS))]
 
 
 def test_each_hunt_has_a_bug_of_its_own():
-    bugs = [text["bug"] for text in HUNTS.values()]
+    bugs = [f"{text['file']}: {text['bug']}" for text in HUNTS.values()]
     assert {*bugs} <= {*read_bugs()} and len({*bugs}) == len(bugs)
+
+
+@pytest.mark.parametrize("number", EXERCISES)
+def test_a_copy_shows_neither_its_answer_nor_a_later_one(number, out, capsys):
+    """Those of later exercises stand at the end, below what the reader has to see, and do work."""
+    file = EXERCISES[number]["file"]
+    exercises.start(number)
+    assert f"in     {exercises.relpath(out / number)}, a copy" in capsys.readouterr().out
+    assert (out / number / RIGHT).read_text() != (out / number / file).read_text()
+    for path in RIGHT, file:
+        ast.parse((out / number / path).read_text())
+    lines = (out / number / file).read_text().splitlines(keepends=True)
+    for name in EXERCISES[number]["functions"]:
+        node = exercises.find(lines, name)
+        body = node.body[1:] if ast.get_docstring(node) else node.body
+        assert [type(x) for x in body] == [ast.Raise]
+        mine = node.end_lineno
+        for later in range(int(number) + 1, 1 + len(EXERCISES)):
+            text = EXERCISES[str(later)]
+            for other in text["functions"] if text["file"] == file else ():
+                assert exercises.find(lines, other.split(".")[-1]).lineno > mine
 
 
 def test_nothing_of_a_reader_is_lost(repo):
     """Would catch: a version that is thrown away, or written over; a file that is not as it was."""
-    number, file = "4", repo / "paged.py"
-    before = file.read_text()
-    versions = []
-    for answer in "return []", "return [1]":
-        assert "write  paged.py: commit_blocks" in run(repo, "start", number).out
-        assert ast.get_docstring(ast.parse(file.read_text())) and file.read_text() != before
+    before = (repo / "paged.py").read_text()
+    copies = repo / "out/exercises"
+    answers = ("return []", "return [1]")
+    for answer in answers:
+        assert "write  paged.py: find_cached_prefix, commit_blocks" in run(repo, "start", "4").out
+        file = copies / "4/paged.py"
         wanted = 'raise NotImplementedError("exercise 4: write commit_blocks")'
         file.write_text(file.read_text().replace(wanted, answer))
-        assert "+    return new" in run(repo, "solution", number).out
-        versions.append(f"    {answer}\n")
-        assert run(repo, "reset", number).code == 0
-        assert file.read_text() == before
-    kept = sorted((repo / "out/exercises/4").glob("mine-*"))
-    assert [path.read_text().count(text) for path in kept for text in versions] == [1, 0, 0, 1]
+        done = run(repo, "solution", "4")
+        assert f"-    {answer}\n" in done.out and "+    return new\n" in done.out
+        assert run(repo, "start", "4").code == 1
+        assert run(repo, "reset", "4").code == 0
+    kept = [(copies / name / "paged.py").read_text() for name in ("4-1", "4-2")]
+    assert [kept[i].count(f"    {answers[i]}\n") for i in (0, 1)] == [1, 1]
+    assert (repo / "paged.py").read_text() == before and not (copies / "4").exists()
 
 
 MISTAKES = """
 check 3       | 3 is not begun: start 3
 start 99      | a number from 1 to
-reset hunt-1  | wanted start, check, hint
+start 1 2     | a number from 1 to
+reset hunt-99 | wanted start, check, hint
 hunt nonsense | a level: http, kernels, paging, scheduling, sharing
 check hunt-2  | hunt-2 is not begun: start hunt-2
 """
 
 
 @pytest.mark.parametrize("line", MISTAKES.strip().splitlines())
-def test_a_mistake_has_one_line(line):
+def test_a_mistake_has_one_line(line, repo):
     command, message = (part.strip() for part in line.split(" | "))
-    done = run(ROOT, *command.split())
-    assert done.code == 1 and message in done.err and "Traceback" not in done.err
+    done = run(repo, *command.split())
+    assert done.code == 1 and message in done.err and done.err.count("\n") == 1
 
 
 def test_a_reader_whose_file_cannot_be_read_is_told(repo):
     run(repo, "start", "4")
-    file = repo / "paged.py"
+    file = repo / "out/exercises/4/paged.py"
     file.write_text(file.read_text() + "\n)")
     last = len(file.read_text().splitlines())
-    wanted = f"paged.py, line {last}: unmatched ')': mend that first\n"
-    assert {run(repo, command, "4").err for command in ("check", "reset", "solution")} == {wanted}
+    assert run(repo, "check", "4").err == f"unmatched ')' (paged.py, line {last})\n"
+    assert "-)" in run(repo, "solution", "4").out
+    file.unlink()
+    assert run(repo, "check", "4").err.count("\n") == 1
+    shutil.rmtree(repo / "out")
+    (repo / "out").write_text("no folder")
+    assert "out/exercises" in (err := run(repo, "start", "4").err) and err.count("\n") == 1
+
+
+def test_a_reader_that_stops_ends_it(repo):
+    """`python exercises.py | head -1`: no traceback."""
+    command = [sys.executable, "exercises.py", "--help"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=repo, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_an_endless_loop_has_one_line(out, monkeypatch, capsys):
+    monkeypatch.setattr(exercises, "SECONDS", 0.1)
+    exercises.start("1")
+    with pytest.raises(SystemExit, match=r"has not ended after 0\.1 s"):
+        exercises.check("1")
+
+
+OUTPUT = """
+>       assert allocator.allocate_n(3) == [0, 1, 2]
+E       {}
+
+FAILED {} - ..
+"""
+
+
+def test_a_failure_is_told_in_four_lines(out, monkeypatch, capsys):
+    """The line, the error, what that means, and a command that a shell can read."""
+    exercises.start("16")
+    test, meaning = next(iter(EXERCISES["16"]["tests"].items()))
+    output = OUTPUT.format("assert 1 == 2", test) + "During handling ..\nE  AssertionError: later"
+    monkeypatch.setattr(exercises, "run", lambda *_: output)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        exercises.check("16")
+    shown = "assert allocator.allocate_n(3) == [0, 1, 2]\nassert 1 == 2"
+    assert capsys.readouterr().out == f"not yet:\n{shown}\n{meaning}\n"
+    folder = exercises.relpath(out / "16")
+    words = shlex.split(ended.value.code, comments=True)
+    assert words == ["cd", f"{folder};", "python", "-m", "pytest", "-x", test]
+    monkeypatch.setattr(exercises, "run", lambda *_: "No module named pytest")
+    with pytest.raises(SystemExit, match=r"(?s)No module named pytest.+make .venv/tests-ready"):
+        exercises.check("16")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", EXERCISES)
-def test_emptied_it_fails_and_solved_it_passes(number, repo):
+def test_emptied_it_fails_and_solved_it_passes(number, out, capsys):
     """With the promised line. Would catch: tests that do not judge the function, or skip it."""
-    right = {file: (repo / file).read_text() for file, _ in SOLVED[number]}
-    run(repo, "start", number)
-    done = run(repo, "check", number)
-    assert done.code == 1 and f"NotImplementedError: exercise {number}: write " in done.out
-    assert any(meaning in done.out for meaning in EXERCISES[number]["tests"].values())
-    for file, text in right.items():
-        (repo / file).write_text(text)
-    done = run(repo, "check", number)
-    assert done.code == 0 and done.out.startswith("right: ")
-    assert f"{number:>7}  solved" in run(repo).out
+    exercises.start(number)
+    with pytest.raises(SystemExit):
+        exercises.check(number)
+    told = capsys.readouterr().out
+    assert f"NotImplementedError: exercise {number}: write " in told
+    assert any(meaning in told for meaning in EXERCISES[number]["tests"].values())
+    shutil.copy(out / number / RIGHT, out / number / EXERCISES[number]["file"])
+    exercises.check(number)
+    assert capsys.readouterr().out.startswith("right: ")
+    assert exercises.state_of(number) == "solved"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HUNTS)
-def test_a_hunt_shows_its_symptom(name, repo):
-    """That its test fails until it is mended: test_planted_bugs.py."""
-    done = run(repo, "start", name)
-    right, wrong = done.out.partition("as it should be:\n")[2].split("\nas it is:\n")
-    assert right != wrong.partition("\nagain")[0]
-    assert read_bugs()[HUNTS[name]["bug"]]["title"] not in done.out
+def test_a_hunt_shows_its_symptom(name, out, monkeypatch, capsys):
+    """
+    Beside what is right, which this process finds out: it has imported torch already. That its
+    test fails until it is mended: test_planted_bugs.py.
+    """
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(symptoms, "FOLDER", out)
+    symptoms.show(json.loads(json.dumps(HUNTS[name]["show"])))
+    right = capsys.readouterr().out
+    run = exercises.run
+    answers = iter([lambda *_: right, run])
+    monkeypatch.setattr(exercises, "run", lambda *arguments: next(answers)(*arguments))
+    exercises.start(name)
+    told = capsys.readouterr().out
+    shown = re.search(r"as it should be:\n(.+)\nas it is:\n(.+)\nagain", told, re.S)
+    assert shown[1] == right != shown[2]
+    assert "Error: " not in right and exercises.bug_of(name)["title"] not in told
 
 
 @pytest.mark.slow
-def test_a_hunt_ends_when_its_bug_has_gone(repo):
-    """Beside an exercise that is begun, whose function the copy has."""
-    assert run(repo, "start", "6").code == run(repo, "start", "hunt-1").code == 0
-    done = run(repo, "check", "hunt-1")
-    assert done.code == 1 and "The bug is still there" in done.out
-    shutil.copy(ROOT / "paged.py", repo / "out/exercises/hunt-1/paged.py")
-    assert run(repo, "check", "hunt-1").out.startswith("right: ")
+def test_a_hunt_ends_when_its_bug_has_gone(out, capsys):
+    exercises.start("hunt-1")
+    with pytest.raises(SystemExit):
+        exercises.check("hunt-1")
+    assert "The bug is still there" in capsys.readouterr().out
+    exercises.solution("hunt-1")
+    assert exercises.bug_of("hunt-1")["right"].strip() in capsys.readouterr().out
+    shutil.copy(ROOT / "paged.py", out / "hunt-1/paged.py")
+    exercises.check("hunt-1")
+    assert capsys.readouterr().out.startswith("right: ")

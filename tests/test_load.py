@@ -49,7 +49,7 @@ def test_an_answer_that_is_not_whole_is_no_measurement(stream):
     own, server = stream
     server.sendall(b'data: {"text":"a"}\n\ndata: {"usage":{"completion_tokens":33,"total":5}}\n\n')
     own.receive()
-    with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with data: "):
+    with pytest.raises(ValueError, match="wanted 3 tokens, but the answer ends with data: "):
         own.row()
 
 

@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         load_checkpoint(tmp_path, device, dtype=torch.bfloat16, convert=convert)
 
     words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
-    words += r"end .*--max-model-len, or .*--dtype bf16, on a CPU --quantize int8"
+    words += r"end .*--max-model-len, or .*--dtype bf16, --quantize int8 \(on a CPU\)"
     with refused(words):
         load(Settings())
     with refused("bfloat16 take .* and 4 KV blocks"):
@@ -109,7 +109,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         load(Settings(quantize="int8"), "cuda")
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Packed, or converted to integers, while they are loaded
 
@@ -244,7 +243,6 @@ def test_one_matrix_at_a_time_is_loaded_and_packed(layer, kind, tmp_path):
     assert is_without_compiler == "True"
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Free memory, and copies
 

@@ -409,7 +409,7 @@ def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     damaged.unlink()
     if content is not None:
         damaged.write_text(content)
-    with pytest.raises(ValueError, match=r"out is not a whole corpus \(.*\): make it again"):
+    with pytest.raises(ValueError, match=r"out is an incomplete corpus \(.*\): make it again"):
         load_corpus(str(tmp_path / "out"), ALONE)
 
 

@@ -225,7 +225,7 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
         dtype = read_json(directory / "meta.json")["dtype"]
         return np.memmap(directory / f"{split}.bin", dtype=dtype, mode="r")
     except (OSError, *MALFORMED) as error:
-        raise ValueError(f"{directory} is not a whole corpus ({error}): make it again") from error
+        raise ValueError(f"{directory} is an incomplete corpus ({error}): make it again") from error
 
 
 def read_about(name: str | Path) -> dict:

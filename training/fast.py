@@ -106,8 +106,8 @@ def to_gradients(logits, V: int, targets, is_scored, softcap: float):
     """
     Overwrite logits (rows, >= V) with the softmax of their first V columns, and 0 in the others.
     This is the gradient of each row's loss, except that the target's gradient is less by 1. Rows
-    that are not scored become 0. targets, is_scored (rows, 1). Return the losses and the gradients
-    of the targets, (rows, 1) fp32.
+    that are not scored become 0. targets and is_scored are (rows, 1). Return the losses and the
+    gradients of the targets, (rows, 1) fp32.
     """
     scores = logits.float()
     if softcap:
@@ -419,7 +419,7 @@ class CudaGraph:
     """
     `step(x, y, rate)`, captured once and then replayed: Python would launch its hundreds of kernels
     more slowly than a GPU runs them (Shakespeare on an H200: 6.3 instead of 10.2 ms). A batch of
-    another shape is captured anew. A replay also draws new random numbers, by the current seed.
+    another shape causes a new capture. Each replay draws new random numbers, by the current seed.
     """
 
     def __init__(self, step: Callable):

@@ -213,7 +213,7 @@ def count_cores() -> int:
 
 
 def read(path: str) -> str:
-    """Return the text of a file of the system, or "" if there is none."""
+    """Return the text of a system file, or "" if there is none."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -368,13 +368,14 @@ class Clock:
         self.run = run
         self.begun = started - 60 * run.args.minutes * run.share
         self.end = self.begun + 60 * run.args.minutes
-        self.counted = None  # until when the run's time has been counted, once it has
+        self.counted = None  # time is counted up to here; None before the first step
         self.recent = deque(maxlen=20)  # seconds of each of the last steps
 
     def share(self, step_seconds: float) -> float:
         """
-        Return the share of the run that is done; 1 when time is up. Each call adds the time since
-        the last one, as a part of what is left. `step_seconds` is the time of each step since then.
+        Return the share of the run that is done; 1 when time is up. The time since the last call
+        counts as a part of the time that was left. `step_seconds` is the time of each step since
+        then.
         """
         now = time.perf_counter()
         share = self.run.share

@@ -139,7 +139,7 @@ def report_result(run, nats: float, count: int):
 
 def compare(directories: list[str]):
     """
-    Print how far each of these runs is, and draw compare.png. Exits if one has no held-out loss.
+    Print how far each of these runs got, and draw compare.png. Exits if one has no held-out loss.
     """
     curves = {}
     for directory in directories:

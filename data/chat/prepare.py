@@ -57,8 +57,7 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
 
 def with_object(call: dict) -> dict:
     """
-    Return a call with its arguments as an object, even if they are a text of JSON: serve.py does
-    so.
+    Return a call whose arguments are an object, as in serve.py, even if they are a text of JSON.
     """
     if isinstance(call.get("arguments"), str):
         call["arguments"] = json.loads(call["arguments"])

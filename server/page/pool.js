@@ -1,13 +1,13 @@
 // ---- The pool: a cell is a block, a colour is a request ----
 
 const GUTTER = 44 // pixels, left of the cells, for the number of each row's first block
-const THEME = "paper ink quiet free cached held strong accent error good".split(" ")
+const THEME = "paper later ink quiet free cached held strong accent error good".split(" ")
 const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and chroma
 const dark = matchMedia("(prefers-color-scheme: dark)")
-const still = matchMedia("(prefers-reduced-motion: reduce)")
 const theme = {}
 const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
 let palette = []
+let ctx // of the canvas that is drawn on
 let grid // where the first `shown` blocks are; null: to be laid out again
 let ages // the shade in which each cached block was drawn, 0 to 5
 let pointed // the block under the pointer, or where the arrow keys have gone
@@ -22,10 +22,8 @@ function colour(element, r) { // page.css makes its shades of the hue
 function mixColours() {
   const style = getComputedStyle(document.body)
   for (const name of THEME) theme[name] = style.getPropertyValue(`--${name}`)
-  palette = Array.from({ length: NUM_HUES }, (_, i) => {
-    const tone = name => `oklch(${style.getPropertyValue(`--${name}-tone`)} ${20 + 150 * i})`
-    return Object.fromEntries(TONES.map(name => [name, tone(name)]))
-  })
+  palette = Array.from({ length: NUM_HUES }, (_, i) => Object.fromEntries(TONES.map(name =>
+    [name, `oklch(${style.getPropertyValue(`--${name}-tone`)} ${20 + 150 * i})`])))
 }
 
 function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
@@ -37,7 +35,7 @@ function fit(canvas) { // as many pixels as it has on the screen
   const { clientWidth: width, clientHeight: height } = canvas
   canvas.width = width * devicePixelRatio
   canvas.height = height * devicePixelRatio
-  const ctx = canvas.getContext("2d")
+  ctx = canvas.getContext("2d")
   ctx.scale(devicePixelRatio, devicePixelRatio)
   ctx.font = "11px system-ui"
   ctx.textBaseline = "middle"
@@ -46,7 +44,7 @@ function fit(canvas) { // as many pixels as it has on the screen
 
 function layOut() { // columns are a power of two, so that rows mean something; cells are wide
   mixColours()
-  const { ctx, width, height } = fit($("pool"))
+  const { width, height } = fit($("pool"))
   const { num_blocks } = state
   const n = 1.5 * tape.shown < num_blocks ? tape.shown : num_blocks
   const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
@@ -60,7 +58,7 @@ function layOut() { // columns are a power of two, so that rows mean something; 
   ages = new Int8Array(n).fill(-1)
   ctx.textAlign = "right"
   for (let row = 0; row * columns < n; row += Math.ceil(15 / h)) {
-    write(ctx, theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
+    write(theme.quiet, row * columns, GUTTER - 8, row * h + Math.max(6, h / 2))
   }
   ctx.textAlign = "left"
   state.touched = null
@@ -84,6 +82,7 @@ function blockAt({ offsetX, offsetY }) {
 
 function drawPool() { // only the cells that changed, and the cached ones whose shade has
   if (grid?.tape !== tape) layOut()
+  ctx = grid.ctx
   const changed = state.touched ?? new Set(state.owners.keys())
   const idle = [...state.idle]
   idle.forEach((block, place) => {
@@ -95,12 +94,12 @@ function drawPool() { // only the cells that changed, and the cached ones whose 
   state.touched = new Set()
 }
 
-function paint(ctx, colour, ...box) {
+function paint(colour, ...box) {
   ctx.fillStyle = colour
   ctx.fillRect(...box)
 }
 
-function write(ctx, colour, ...text) {
+function write(colour, ...text) {
   ctx.fillStyle = colour
   ctx.fillText(...text)
 }
@@ -108,7 +107,7 @@ function write(ctx, colour, ...text) {
 function drawCell(block) {
   const box = cellOf(block)
   const owners = state.owners[block]
-  grid.ctx.clearRect(...box)
+  ctx.clearRect(...box)
   if (!owners.length) drawIdle(block, box)
   else drawHeld(block, owners, box)
   writeText(block, box)
@@ -117,33 +116,32 @@ function drawCell(block) {
 function drawIdle(block, box) {
   const isCached = state.idle.has(block)
   const { cached } = palette[state.last[block]?.[0].hue] ?? theme
-  grid.ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
-  paint(grid.ctx, isCached ? cached : theme.free, ...box)
-  grid.ctx.globalAlpha = 1
+  ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
+  paint(isCached ? cached : theme.free, ...box)
+  ctx.globalAlpha = 1
 }
 
 function drawHeld(block, owners, [x, y, w, h]) {
-  const { ctx } = grid
   const seen = owners.slice(0, 4) // of more each could not be told apart
   const high = h / seen.length
   seen.forEach(([q, logical], i) => {
     const top = y + i * high
     const part = clamp(q.filled / state.block_size - logical, 0, 1)
-    paint(ctx, palette[q.hue].pale, x, top, w, high)
-    paint(ctx, palette[q.hue].fill, x, top, w * part, high)
+    paint(palette[q.hue].pale, x, top, w, high)
+    paint(palette[q.hue].fill, x, top, w * part, high)
   })
   const [[{ r, hue }]] = owners
   ctx.strokeStyle = palette[hue].strong
   if (state.committed.has(block) && w > 4) ctx.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1)
   const text = owners.length > 1 ? `×${owners.length}` : `${r}`
   const isRoom = h >= 12 && w >= 7 * text.length + 5
-  if (isRoom) write(ctx, theme.ink, text, x + 4, y + Math.min(10, h / 2 + 0.5))
+  if (isRoom) write(theme.ink, text, x + 4, y + Math.min(10, h / 2 + 0.5))
 }
 
 function writeText(block, [x, y, w, h]) { // as much of it as there is room for, below the number
   const lines = textOfBlock(block).match(RegExp(`.{1,${Math.ceil(w / 6)}}`, "gsu")) ?? []
   lines.slice(0, (h - 15) / 13).forEach((line, i) =>
-    write(grid.ctx, theme.ink, line, x + 4, y + 22 + 13 * i, w - 8))
+    write(theme.ink, line, x + 4, y + 22 + 13 * i, w - 8))
 }
 
 // ---- Over the cells: what is lit, a block table, what has just happened ----
@@ -165,7 +163,7 @@ function showEffects(events) { // page.css has how each looks, and how it ends
   happened.forEach(({ kind, r, blocks }, turn) => {
     const path = $("effect").cloneNode()
     path.setAttribute("d", kind === "copied" ? arrow(blocks, turn) : boxesOf(blocks))
-    path.setAttribute("class", kind)
+    path.className.baseVal = kind
     path.style.setProperty("--turn", turn)
     colour(path, r)
     path.onanimationend = ({ animationName }) => animationName === "fade" && path.remove()
@@ -176,8 +174,8 @@ function showEffects(events) { // page.css has how each looks, and how it ends
 function drawOver() {
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
   const moment = isLit(happened[0]?.r) ? happened : [] // blocks that were given back, too
-  const tables = litRequests().map(tableOf)
-  const blocks = new Set([...tables, ...moment.map(event => event.blocks)].flat())
+  const tables = [...litRequests().map(tableOf), ...moment.map(event => event.blocks)]
+  const blocks = new Set(tables.flat())
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
   $("marked").setAttribute("d", pointed >= 0 ? boxesOf([pointed]) : "")
   $("chain").setAttribute("points", tableOf(chosen).map(cellOf).map(centre).join(" "))
@@ -268,15 +266,18 @@ function textOfBlock(block) {
   const { prompt, names } = ownOf(q)
   const from = i * state.block_size
   const end = state.idle.has(block) ? Infinity : q.filled // a cached one is full
-  return [...prompt.names, ...names].slice(0, end).slice(from, from + state.block_size).join("")
+  return [...prompt.names, ...names].slice(from, Math.min(end, from + state.block_size)).join("")
 }
 
 function wordsOfRequest(q) {
   const { status, filled, target, generated, max_tokens, prompt, hits } = q
-  const done = `${generated} of ${count(max_tokens, "token")}`
-  const progress = status === "active" ? `answer: ${done}` : `${status}: ${filled} of ${target}`
-  const found = `${count(prompt, "prompt token")}, ${hits} of them found in the cache`
-  return [yours(q).replace("r", "R"), progress, found]
+  return [
+    yours(q).replace("r", "R"),
+    status === "active"
+      ? `answer: ${generated} of ${count(max_tokens, "token")}`
+      : `${status}: ${filled} of ${target}`,
+    `${count(prompt, "prompt token")}, ${hits} of them found in the cache`,
+  ]
 }
 
 // ---- The drawer ----
@@ -306,11 +307,10 @@ function fillParts(q) { // its bar: of how many tokens what is true; and its blo
     setText(`end-${name}`, end)
     from = end
   }
-  const entries = q.table.map((block, i) => {
+  $("entries").replaceChildren(...q.table.map((block, i) => {
     const name = isGivenBack(q, i) ? "given back" : `${block} ${visible(textOfBlock(block))}`
     return make("li", {}, `${i} → ${name.trim()}`)
-  })
-  $("entries").replaceChildren(...entries)
+  }))
   colour($("about"), q.r)
 }
 
@@ -334,7 +334,6 @@ function drawNews(now) {
   if (view.at !== tape.at || !state.touched || !grid) {
     drawPool()
     followPlace()
-    markAnswers()
     view.at = tape.at
     view.since = now
     view.isNews = true
@@ -344,7 +343,7 @@ function drawNews(now) {
   view.isNews = false
   drawTimeline()
   drawOver()
-  lightAnswers()
+  markAnswers()
 }
 
 // Before anything has run the tour's record plays faintly in the pool, and the tour is offered.
@@ -354,7 +353,8 @@ function dream(now) {
   const awake = present()
   if (sleeper) restore(sleeper)
   else begin(tourLines().slice(1), false)
-  moveTo(still.matches ? 40 : Math.floor(now / 100) % (tape.lines.length + 15)) // rests at its end
+  const place = Math.floor(now / 100) % (tape.lines.length + 15) // rests at its end
+  moveTo(matchMedia("(prefers-reduced-motion: reduce)").matches ? 40 : place)
   drawPool()
   drawOver()
   sleeper = present()
@@ -379,17 +379,16 @@ const waiting = () => [...state.requests.values()].filter(({ status }) => status
 function tellState() {
   const name = stateOf()
   const word = name === "Paused" ? `Paused at step ${state.step}` : name
-  const where = {
-    Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
-    Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
-  }
   const running = state.requests.size - waiting().length
   const { model, machine, date } = player.isLive ? server : tape.title
   document.body.dataset.state = name
   document.body.classList.toggle("replay", !player.isLive)
   document.title = `${running && name === "Live" ? `● ${running} running` : word} – pagedGPT`
   setText("state", word)
-  setText("where", where[name] ?? "")
+  setText("where", {
+    Playing: ` step ${stepsAfter(player.from) - stepsAfter(tape.at)} of ${stepsAfter(player.from)}`,
+    Behind: ` by ${count(stepsAfter(tape.at), "step")}`,
+  }[name] ?? "")
   setText("model", [tape.name, model, machine, date].filter(Boolean).join(" · "))
   $("speed").value = player.speed
   $("pause").ariaLabel = player.isPaused ? "Play" : "Pause"
@@ -397,13 +396,13 @@ function tellState() {
 
 function tellFigures(now) {
   const { num_blocks: n, requests, idle, totals } = state
-  const held = state.owners.slice(0, n).filter(({ length }) => length).length
+  const held = state.owners.filter(({ length }) => length).length
   const parts = { held, cached: idle.size, free: n - held - idle.size }
   for (const part of $("bar").children) part.style.flexGrow = parts[part.className]
   const tokens = rate(now)
   const hitRate = Math.round((100 * totals["hit tokens"]) / totals["queried tokens"])
   const isKnown = !player.isLive || server.is === "Live"
-  const texts = {
+  for (const [id, text] of Object.entries({
     held: english(held),
     of: `of ${english(n)} blocks held`,
     rest: `${english(parts.cached)} cached · ${english(parts.free)} free`,
@@ -412,20 +411,19 @@ function tellFigures(now) {
     waiting: waiting().length,
     preempted: totals.preemptions,
     size: n ? `${english(n)} blocks of ${state.block_size} tokens` : "",
-  }
-  for (const [id, text] of Object.entries(texts)) setText(id, text)
+  })) setText(id, text)
   $("steps-empty").hidden = chart.columns.length
 }
 
 function tellPlace() {
   Object.assign($("place"), { max: newest(), value: tape.at })
-  setText("said", wordsOfColumn(columnOf(tape.at)).join(" · "))
+  setText("said", wordsOfColumn(columnShown()).join(" · "))
   drawMap()
   fillDrawer()
-  // the link is to the step that is shown, unless it is the newest
-  const isNewest = player.isLive && !player.isPaused
-  const link = isNewest ? location.pathname + location.search : `#step=${state.step}`
-  if (location.hash || !isNewest) history.replaceState(null, "", link)
+  // the link is to the step that is shown, unless it is the newest, or a reload shows other steps
+  const isLinked = player.isLive ? player.isPaused : tape.name === INSIDE
+  const link = isLinked ? `#step=${state.step}` : location.pathname + location.search
+  if (location.hash || isLinked) history.replaceState(null, "", link)
 }
 
 function startPool() {
@@ -436,9 +434,9 @@ function startPool() {
   pool.onkeydown = event => {
     if (!grid) return // it is being laid out
     const { columns } = grid
-    const moves = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }
-    const move = moves[event.key]
-    if (event.key === "Enter") choose(ownerOf(pointed))
+    const { key } = event
+    const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[key]
+    if (key === "Enter") choose(ownerOf(pointed))
     if (!move) return
     event.preventDefault() // and no step is made
     const block = clamp((pointed ?? -move) + move, 0, grid.shown - 1)

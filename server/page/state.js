@@ -23,6 +23,7 @@ const hasNumber = line => line.event === "step" && line.step !== undefined
 const isSnapshot = line => line.event === "snapshot"
 
 function load(line) { // all that is, as a snapshot says
+  if (line.num_blocks > 4e6) throw new Error("its pool is too large to be drawn within seconds")
   if (line.engine !== state.engine) {
     state.last = []
     tape.shown = 32
@@ -48,7 +49,7 @@ function addRequest(told) {
   const none = { filled: 0, generated: 0, hits: 0, preemptions: 0, target: told.prompt }
   const q = { ...none, ...told, table: [], hue: tape.hues.get(idOf(told.r)) }
   state.requests.set(q.r, q)
-  setTable(q, 0, told.table ?? [])
+  setTable(q, 0, told.table)
 }
 
 // At its first block a request has the next hue that no other has, in turn, so that hues rest.
@@ -60,15 +61,16 @@ function giveHue(q) {
   tape.hues.set(idOf(q.r), q.hue)
 }
 
-function setTable(q, from, blocks) {
-  const { owners } = state
+function setTable(q, from = 0, blocks = []) {
   const left = q.table.splice(from, Infinity, ...blocks)
-  for (const block of left) owners[block] = owners[block].filter(([holder]) => holder !== q)
+  for (const block of left) {
+    state.owners[block] = state.owners[block].filter(([holder]) => holder !== q)
+  }
   if (blocks.length && q.hue === undefined) giveHue(q)
   blocks.forEach((block, i) => {
     if (isGivenBack(q, from + i)) return
     state.last[block] = [q, from + i]
-    owners[block].push(state.last[block])
+    state.owners[block].push(state.last[block])
     state.idle.delete(block)
     show(block)
   })
@@ -81,7 +83,7 @@ const isGivenBack = ({ table }, i) =>
 
 // The pool is shown up to the highest block that was ever held or cached, or a little beyond.
 function show(block) {
-  while (block >= tape.shown) {
+  while (tape.shown <= Math.min(block, state.num_blocks)) {
     tape.shown *= 2
     grid = null
   }
@@ -117,7 +119,7 @@ function applyStep(line) {
   for (const r of preempted) {
     const q = requests.get(r)
     tell("preempted", r, `gave back ${count(q.table.length, "block")}`, q.table.slice())
-    setTable(q, 0, [])
+    setTable(q)
     q.status = "waiting"
     q.filled = 0
     q.preemptions += 1
@@ -138,16 +140,16 @@ function applyStep(line) {
     totals["queried tokens"] += target
     totals["hit tokens"] += hits
     if (!q.preemptions) q.hits = hits
-    const kind = q.preemptions ? "resumed" : "hit"
-    const text = `${count(hits / size, "block")} found in the cache`
-    if (hits || q.preemptions) tell(kind, q.r, text, q.table.slice(0, hits / size))
+    const found = `${count(hits / size, "block")} found in the cache`
+    if (hits || q.preemptions) tell(
+      q.preemptions ? "resumed" : "hit", q.r, found, q.table.slice(0, hits / size))
   })
   each("chunks", (q, first, n) => fill(q, first + n))
   each("drafts", (q, n) => fill(q, q.filled + n))
   for (const block of committed) state.committed.add(block)
   each("ended", (q, reason, n) => {
     tell("ended", q.r, `${reason} after ${count(n, "token")}`)
-    setTable(q, 0, [])
+    setTable(q)
     requests.delete(q.r)
   })
   for (const block of idled) { // behind all others, if it was idle before this line too
@@ -165,10 +167,12 @@ const MOST = 50000 // lines that are kept
 function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set(),
     totals: { preemptions: 0 } }
-  tape = { lines, at: -1, noted: -1, shown: 32, title: {}, hues: new Map(), seen: new Map() }
-  const speed = isLive ? Infinity : 10
-  Object.assign(player, { isPaused: false, isLive, until: null, from: Infinity, speed })
+  tape = { lines, at: -1, noted: -1, title: {}, hues: new Map(), seen: new Map() }
+  Object.assign(player, {
+    isPaused: false, isLive, until: null, from: Infinity, speed: isLive ? Infinity : 10,
+  })
   beginChart()
+  leaveStage()
   forgetDrawing()
 }
 
@@ -234,7 +238,7 @@ function frame(now) {
   if (!player.isLive && !behind) player.isPaused = true
   // lines come in batches: to be up to half a second late is to be live
   player.isBehind = behind > (player.isBehind ? 0 : Math.min(speed, 100) / 2)
-  if (!behind && state.num_blocks && !state.requests.size) player.from = tape.at
+  if (!behind && !state.requests.size) player.from = tape.at
   draw(now)
 }
 
@@ -254,6 +258,7 @@ function seek(place, isPaused = true) {
   if (!isPaused) player.from = tape.at
   player.isPaused = isPaused
   player.until = null
+  if (!isPaused && tape.lines.length > MOST) listenInSight()
   state.touched = null
   chart.follows = true
 }
@@ -275,23 +280,27 @@ function goLive() {
   player.from = Infinity
 }
 
+const INSIDE = "the record in this page"
+
 async function replay(text, name) {
+  let before
   try { // text: of a file, or a promise of it
     const lines = readLines(await text)
     const title = lines[0]?.event === "title" ? lines.shift() : {}
     if (lines[0]?.version !== 2) throw new Error("it begins with no snapshot of version 2")
     leaveTour()
-    listening.abort()
+    before = present()
     begin(lines, false)
     tape.name = name
     tape.title = title
-    setText("notice", "")
-    $("tab-pool").checked = true
     moveTo(5000) // what the timeline shows; more of it comes when it is played
     seek(telling(lines))
+    listening.abort()
+    setText("notice", "")
+    $("tab-pool").checked = true
   } catch ({ message }) {
+    if (before) restore(before)
     setText("notice", `${name} is no record of serve.py: ${message}`)
-    player.isPaused = true
   }
 }
 
@@ -299,12 +308,11 @@ async function replay(text, name) {
 const readLines = text => text.split("\n").slice(0, -1).map(line => JSON.parse(line))
 
 function telling(lines) { // the place that says most about paging
-  const tests = [
+  const places = [
     line => line.preempted,
     line => line.copies,
     line => line.admitted?.some(([, hits]) => hits),
-  ]
-  const places = tests.map(test => lines.findIndex(test))
+  ].map(test => lines.findIndex(test))
   return places.find(place => place > 0) ?? lines.length >> 1
 }
 
@@ -340,8 +348,9 @@ async function call(path, { body, name, signal } = {}) {
   const headers = { "Content-Type": "application/json" }
   if (key) headers.Authorization = `Bearer ${key}`
   if (name) headers["X-Request-Id"] = name
-  const method = body ? "POST" : "GET"
-  const response = await fetch(path, { method, body: JSON.stringify(body), headers, signal })
+  const response = await fetch(path, {
+    method: body ? "POST" : "GET", body: JSON.stringify(body), headers, signal,
+  })
   if (response.ok) return response
   const { error } = await response.json()
   throw { ...error }
@@ -365,8 +374,8 @@ async function listen() {
     const error = (await hear(signal).catch(thrown => thrown)) ?? {}
     if (signal.aborted) return
     if (error.code === "invalid_api_key") return askForKey()
-    const states = { loading: "Loading", restarting: "Restarting", undefined: "Offline" }
-    server.is = states[error.code] ?? "Refused"
+    server.is = { loading: "Loading", restarting: "Restarting", undefined: "Offline" }[error.code]
+      ?? "Refused"
     setText("notice", wordsOf(error))
     await new Promise(resolve => setTimeout(resolve, 2000))
   }
@@ -403,15 +412,18 @@ function takeIn(lines) {
   })
   tape.lines.push(...news)
   if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
-  const runs = news.flatMap(line => line.new ?? []).sort((a, b) => a.r - b.r)
-  for (const { name, r } of runs) { // a call's are in the order of its answers
+  // a call's requests are in the order of its answers
+  for (const { name, r } of news.flatMap(line => line.new ?? []).sort((a, b) => a.r - b.r)) {
     const answer = calls.get(name)?.find(one => one.r === undefined)
     if (answer) answer.r = r
     else player.from = Infinity
   }
-  if (tape.lines.length > MOST && !player.isPaused) {
-    begin(tape.lines.slice(tape.lines.findLastIndex(isSnapshot)), true)
-    tape.seen = seen
+  if (tape.lines.length > MOST) {
+    if (player.isPaused) listening.abort() // until it goes on
+    else {
+      begin(tape.lines.slice(tape.lines.findLastIndex(isSnapshot)), true)
+      tape.seen = seen
+    }
   }
   if (tape.at < 0) moveTo(Infinity) // history
 }

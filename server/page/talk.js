@@ -13,19 +13,14 @@ const ownOf = ({ name, r }) => calls.get(name)?.find(answer => answer.r === r)
 
 // While its request runs, an answer has its colour; later that is another's.
 function markAnswers() {
-  document.querySelectorAll(".runs").forEach(({ classList }) => classList.remove("runs"))
-  for (const q of state.requests.values()) {
-    const answer = ownOf(q)
-    if (!answer) continue
-    answer.number.textContent = `request ${q.r}`
-    answer.element.classList.add("runs")
-    colour(answer.element, q.r)
-  }
-}
-
-function lightAnswers() {
-  for (const { element, r } of [...calls.values()].flat()) {
-    element.classList.toggle("lit", isLit(r))
+  for (const answer of [...calls.values()].flat()) {
+    const { r, element: { classList } } = answer
+    const runs = ownOf(state.requests.get(r) ?? {}) === answer
+    classList.toggle("lit", isLit(r))
+    classList.toggle("runs", runs)
+    if (!runs) continue
+    answer.number.textContent = `request ${r}`
+    colour(answer.element, r)
   }
 }
 
@@ -46,9 +41,11 @@ const END_TOKEN = /^<(\|.*\||\/?s|eos|pad|\w+_of_\w+)>$/
 // A choice's new tokens, as a chat has them: [{token, logprob, top_logprobs: [{token, logprob}]}].
 function scoredTokens({ logprobs }) {
   const { content, tokens = [], token_logprobs: scores, top_logprobs: tops } = logprobs ?? {}
-  const listed = top => Object.entries(top).map(([token, logprob]) => ({ token, logprob }))
-  return content ?? tokens.map((token, i) =>
-    ({ token, logprob: scores[i], top_logprobs: listed(tops[i]) }))
+  return content ?? tokens.map((token, i) => ({
+    token,
+    logprob: scores[i],
+    top_logprobs: Object.entries(tops[i]).map(([token, logprob]) => ({ token, logprob })),
+  }))
 }
 
 // Parts of a character are named "bytes:\xe2\x98": its text comes with the last of them.
@@ -60,18 +57,20 @@ function textOf(name, decoder) {
 
 // A token's text with its blanks in sight: "\n    if" is ↵␣×4if.
 function visible(text) {
-  const line = text.replaceAll("\n", "↵").replaceAll("\t", "⇥")
-  return line.replace(/ +/g, ({ length }) => (length > 1 ? `␣×${length}` : "␣"))
+  return text.replaceAll("\n", "↵").replaceAll("\t", "⇥")
+    .replace(/ +/g, ({ length }) => (length > 1 ? `␣×${length}` : "␣"))
 }
 
 function addToken(answer, scores) {
   const text = textOf(scores.token, answer.decoder)
-  const token = make("span", { className: "token", scores, answer, i: answer.names.length }, text)
-  token.classList.toggle("end", END_TOKEN.test(scores.token))
+  const token = make("span", {
+    className: END_TOKEN.test(scores.token) ? "token end" : "token",
+    tabIndex: tabIndexOfTokens(),
+    scores, answer, i: answer.names.length,
+  }, text)
   token.style.setProperty("--surprise", 1 - Math.exp(scores.logprob))
   answer.names.push(text)
   answer.text.append(token)
-  token.tabIndex = tabIndexOfTokens()
   token.onpointerenter = token.onfocus = () => tellToken(token)
   token.onpointerleave = token.onblur = () => {
     mark()
@@ -80,7 +79,7 @@ function addToken(answer, scores) {
 }
 
 // With probabilities Tab goes from token to token, and each says what else was likely.
-const tabIndexOfTokens = () => ($("probabilities").checked ? 0 : -1)
+const tabIndexOfTokens = () => $("probabilities").checked - 1 // 0 or -1
 
 function tellProbabilities() {
   for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
@@ -132,20 +131,24 @@ function addArticle(prompts, n) {
 
 function tellProgress({ names: { length }, progress, reason }, most) {
   const all = count(length, "token")
-  const words = { length: `stopped at ${all}`, stop: `ended after ${all}`, abort: "stopped" }
-  progress.textContent = words[reason] ?? (most ? `${length} of ${count(most, "token")}` : all)
+  progress.textContent = {
+    length: `stopped at ${all}`, stop: `ended after ${all}`, abort: "stopped",
+  }[reason] ?? (most ? `${length} of ${count(most, "token")}` : all)
 }
 
 // ---- Calls ----
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-async function nameTokens(prompt) { // for their blocks
+// Name a prompt's tokens, for their blocks. Returns how many more the context has room for.
+async function nameTokens(prompt) {
   if (prompt.names) return
-  const { messages, text } = prompt
-  const named = await tokenize(messages ? { messages } : { prompt: text }).catch(() => ({}))
-  prompt.names = named.token_strs
+  const { messages, tools, text } = prompt
+  const input = messages ? { messages, tools } : { prompt: text }
+  const { token_strs, count, max_model_len } = await tokenize(input).catch(() => ({}))
+  prompt.names = token_strs
   state.touched = null // all is drawn again, with texts
+  return max_model_len - count
 }
 
 let conversation = [] // messages of the chat so far
@@ -177,7 +180,7 @@ const wordsOf = ({ code, message }) =>
 
 // One call, as a browser has few connections, of prompts [{text, ids}], or of the one {text,
 // messages} of a chat; with several of them n is 1. Its answers appear token by token. Returns
-// whether it went well.
+// whether it went well, or null: it was stopped.
 async function ask(prompts, fields) {
   const name = `${pageName}-${calls.size + 1}`
   const before = conversation
@@ -188,37 +191,40 @@ async function ask(prompts, fields) {
   const path = messages ? "v1/chat/completions" : "v1/completions"
   const body = { ...input, stream: true, ...fields }
   const answers = addArticle(prompts, fields.n ?? 1)
-  const onclick = () => navigator.clipboard.writeText(curlOf(path, body))
-  const copy = make("button", { hidden: !navigator.clipboard, onclick }, "copy as curl")
-  answers.at(-1).progress.after(copy)
+  answers.at(-1).progress.after(make("button", {
+    hidden: !navigator.clipboard,
+    onclick: () => navigator.clipboard.writeText(curlOf(path, body)),
+  }, "copy as curl"))
   prompts[0].isHeld = fields.structured_outputs && fields.temperature === 0
   const stop = new AbortController()
   const { signal } = stop
   calls.set(name, answers)
   stops.add(stop)
   tellForm()
-  let error = ""
+  let isWell = true
   try {
+    // NaN, where it is not known, is sent as null: as many as there is room for
+    if (messages) body.max_tokens = clamp(body.max_tokens, 1, await nameTokens(prompts[0]))
     const answered = call(path, { body, name, signal })
     prompts.forEach(nameTokens)
     for await (const data of eventsOf(await answered)) {
       if (data !== "[DONE]") read(JSON.parse(data), answers, body.max_tokens)
     }
   } catch (thrown) {
+    isWell = signal.aborted ? null : false
     if (signal.aborted) answers[0].element.closest("details").firstChild.append(", stopped")
-    else error = wordsOf(thrown)
+    else $("articles").append(make("p", { className: "error" }, wordsOf(thrown)))
   }
   for (const answer of answers) {
     answer.reason ??= "abort"
     tellProgress(answer)
   }
-  if (error) $("articles").append(make("p", { className: "error" }, error))
   if (messages && answers[0].said && conversation === before) { // no new chat has begun
     conversation = [...messages, { role: "assistant", content: answers[0].said }]
   }
   stops.delete(stop)
   tellForm()
-  return !error
+  return isWell
 }
 
 function read({ choices, error }, answers, most) {
@@ -258,8 +264,9 @@ async function send() {
   if ($("send").disabled) return
   prompt.value = ""
   const messages = kind.value === "chat" && [...conversation, { role: "user", content: text }]
-  const isWell = await ask([{ text, messages }], knobs())
-  if (!isWell) prompt.value ||= text // what was refused can be mended
+  const fields = knobs()
+  const isWell = await ask([{ text, messages, tools: fields.tools }], fields)
+  if (isWell === false) prompt.value ||= text // what was refused can be mended
 }
 
 function stopAll() {
@@ -298,15 +305,14 @@ async function demonstrate(many, kind, times, say, begin) {
     player.until = null
     stage(text)
   }
-  if (!state.num_blocks) return setText("moment", "There is nothing to watch: no step has come.")
+  if (!state.num_blocks) return setText("notice", "There is nothing to watch: no step has come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
   stage("At ten steps a second, until it happens ..")
   try {
     const { tokens, token_strs } = await tokenize({ prompt: OPENING })
-    const opening = tokens.map((id, i) => [id, token_strs[i]])
-    if (!(await begin(opening))) finish("")
+    if (!(await begin(tokens.map((id, i) => [id, token_strs[i]])))) finish("")
   } catch (error) {
     finish("")
     setText("notice", wordsOf(error))
@@ -341,10 +347,9 @@ const demos = {
       `Seven have found ${length * S} tokens cached, in ${length} blocks.`
     demonstrate(8, "hit", 7, say, async opening => {
       const { text } = promptOf(opening.slice(0, 3.5 * S))
-      const names = "add sub mul div mod pow abs neg".split(" ")
-      const [first, ...others] = names.map(name => ({ text: `${text}\ndef ${name}(` }))
-      await ask([first], { max_tokens: 4 })
-      return ask(others, { max_tokens: 32 })
+      const [first, ...others] = "add sub mul div mod pow abs neg".split(" ").map(name =>
+        ({ text: `${text}\ndef ${name}(` }))
+      return await ask([first], { max_tokens: 4 }) && ask(others, { max_tokens: 32 })
     })
   },
 
@@ -366,13 +371,14 @@ const demos = {
     const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs)
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
     const max_tokens = Math.min(L - length, 8 * S + 2)
-    const fields = { max_tokens, temperature: 1, logprobs: 0, ignore_eos: true }
     const say = ({ r, blocks: { length } }) =>
       `The pool was full, so request ${r} gave its ${length} blocks back for others, and waits.`
     demonstrate(many, "preempted", 1, say, all => {
       const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
       const prompt = () => promptOf(Array.from({ length }, any))
-      return ask(Array.from({ length: many }, prompt), fields)
+      return ask(Array.from({ length: many }, prompt), {
+        max_tokens, temperature: 1, logprobs: 0, ignore_eos: true,
+      })
     })
   },
 }
@@ -470,12 +476,13 @@ function start() {
   document.onvisibilitychange = listenInSight
   $("file").onchange = () => {
     const [file] = $("file").files
-    if (file) replay(file.text(), file.name)
+    replay(file.text(), file.name)
+    $("file").value = "" // so that the same one can be opened again
   }
   startPool()
   startTimeline()
   requestAnimationFrame(frame)
-  if ($("record")) replay($("record").textContent, "the record in this page").then(onhashchange)
+  if ($("record")) replay($("record").textContent, INSIDE).then(onhashchange)
   else listenInSight()
 }
 

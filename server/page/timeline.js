@@ -58,14 +58,14 @@ function newColumn({ step, time, chunks: told = [], sampled = 0 }) {
   const chunks = told.map(([r, , n]) => {
     const from = 5 + prompts * scale
     prompts += n
-    return { row: rowOf(r), n, from, w: Math.max(3, n * scale) }
+    return { row: rowOf(r), from, w: Math.max(3, n * scale) }
   })
   // after a pause nobody knows when a step began
   const isTimed = isStep && before?.step >= 0 && !isRestart
   const ms = isTimed ? (time - before.time) * 1000 : 0
   const w = {
     tokens: 6 + (prompts && 5 + prompts * scale),
-    time: Math.max(0.01, ms || (before?.w.time ?? 1)),
+    time: Math.max(0.01, ms || before?.w.time || 1),
   }
   return {
     place: tape.at, engine, isRestart, step, time, ms, sampled, prompts, w, chunks,
@@ -90,8 +90,9 @@ const widthOf = ({ start, end }) => (end - start) * chart.scale
 const xOf = ({ start }) => LEFT + (start - chart.left) * chart.scale
 const endOf = column => xOf(column) + widthOf(column)
 const unitAt = x => chart.left + (x - LEFT) / chart.scale
-const columnAt = x => chart.columns.findLastIndex(({ start }) => start <= unitAt(x))
-const columnOf = place => chart.columns.findLastIndex(one => one.place <= place)
+const columnAt = x =>
+  Math.max(0, chart.columns.findLastIndex(({ start }) => start <= unitAt(x)))
+const columnShown = () => chart.columns.findLastIndex(({ place }) => place <= tape.at)
 
 // Tokens a second, in the last one before the place that is shown, or in its step, if longer.
 function rate(now) {
@@ -99,7 +100,7 @@ function rate(now) {
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
   let tokens = 0
   let seconds = 0
-  for (const one of chart.columns.slice(0, columnOf(tape.at) + 1).reverse()) {
+  for (const one of chart.columns.slice(0, columnShown() + 1).reverse()) {
     if (seconds > 1 || one.engine !== state.engine) break
     tokens += one.sampled
     seconds = time - one.time + one.ms / 1000
@@ -111,6 +112,7 @@ const span = ms => // 0.7 ms, 45.98 s
   ms < 1000 ? `${+ms.toFixed(1)} ms` : `${english(+(ms / 1000).toFixed(2))} s`
 
 function wordsOfRange(from, to) {
+  if (!to) return wordsOfColumn(from)
   const range = chart.columns.slice(from, to + 1)
   const sum = read => range.reduce((total, one) => total + read(one), 0)
   const tokens = english(sum(({ prompts, decodes }) => prompts + decodes.length))
@@ -119,20 +121,22 @@ function wordsOfRange(from, to) {
 }
 
 function wordsOfColumn(i) {
-  if (i < 0) return []
+  if (!chart.columns[i]) return []
   const { step, chunks, decodes, waiting, prompts, ms, told } = chart.columns[i]
   if (step === undefined) return ["idle: nothing to do"]
-  const parts = [`step ${step}: ${count(decodes.length, "decode")}`]
-  if (prompts) parts.push(`${count(chunks.length, "chunk")} with ${count(prompts, "token")}`)
-  if (waiting.length) parts.push(`${waiting.length} waiting`)
-  if (ms) parts.push(span(ms))
-  return [parts.join(", "), ...told]
+  const parts = [
+    `step ${step}: ${count(decodes.length, "decode")}`,
+    prompts && `${count(chunks.length, "chunk")} with ${count(prompts, "token")}`,
+    waiting.length && `${waiting.length} waiting`,
+    ms && span(ms),
+  ]
+  return [parts.filter(Boolean).join(", "), ...told]
 }
 
 // ---- Drawing ----
 
 function followPlace() { // the place that is shown stays in sight, unless somebody has dragged
-  const column = chart.columns[columnOf(tape.at)]
+  const column = chart.columns[columnShown()]
   if (!chart.follows || !column) return
   const wide = (paper.width - LEFT - 30) / chart.scale
   const { start, end } = column
@@ -141,10 +145,11 @@ function followPlace() { // the place that is shown stays in sight, unless someb
 }
 
 function drawTimeline() {
-  const { ctx, width, height } = paper
+  const { width, height } = paper
+  ctx = paper.ctx
   const { columns, rows } = chart
   ctx.clearRect(0, 0, width, height)
-  const first = Math.max(0, columnAt(LEFT))
+  const first = columnAt(LEFT)
   const last = columnAt(width)
   const seen = columns.slice(first, last + 1)
   if (!seen.length) return // a phone may show another part
@@ -168,7 +173,7 @@ function drawTimeline() {
   chart.shown.forEach(drawFlags)
   ctx.globalAlpha = 1
   ctx.clearRect(0, 0, LEFT - 4, height)
-  if (isDense) [0, all.length].forEach(n => write(ctx, theme.quiet, n, 30, bottom - n * high))
+  if (isDense) [0, all.length].forEach(n => write(theme.quiet, n, 30, bottom - n * high))
   if (chart.rowHeight > 8) chart.shown.forEach(drawLabel)
   drawRuler(seen)
   drawPlace(bottom)
@@ -178,15 +183,15 @@ function drawTimeline() {
 
 function drawLabel({ id, r, y }) {
   const high = chart.rowHeight
-  paint(paper.ctx, shadesOf(id).strong, 10, y + high / 2, 4, high / 3)
-  write(paper.ctx, theme.ink, r, 20, y + (2 * high) / 3)
+  paint(shadesOf(id).strong, 10, y + high / 2, 4, high / 3)
+  write(theme.ink, r, 20, y + (2 * high) / 3)
 }
 
 function drawCounts(column, bottom, high) { // instead of rows
   for (const [name, colour] of Object.entries(DENSE)) {
     const tall = column[name].length * high
     bottom -= tall
-    paint(paper.ctx, theme[colour], xOf(column), bottom, widthOf(column), tall)
+    paint(theme[colour], xOf(column), bottom, widthOf(column), tall)
   }
 }
 
@@ -198,14 +203,13 @@ function drawMap() { // how many run at each place
 }
 
 function drawColumn(column) {
-  const { ctx } = paper
   const x = xOf(column)
   const wide = widthOf(column)
   const unit = wide / column.w.tokens
   const high = Math.min(12, 0.6 * chart.rowHeight) // what is above is for flags
   const put = ({ id, y, alpha }, from, w, colour = shadesOf(id).strong) => {
     ctx.globalAlpha = alpha
-    paint(ctx, colour, x + from * unit, y + chart.rowHeight - high - 2, w, high)
+    paint(colour, x + from * unit, y + chart.rowHeight - high - 2, w, high)
   }
   for (const row of column.decodes) put(row, 0, 4 * unit)
   for (const { row, from, w } of column.chunks) put(row, from, w * unit)
@@ -216,11 +220,10 @@ function drawColumn(column) {
 }
 
 function drawFlags(row) { // above the ticks; the legend has their shapes
-  const { ctx } = paper
   for (const { column, kind } of row.flags) {
     const x = xOf(column)
     ctx.globalAlpha = row.alpha
-    paint(ctx, theme[FLAGS[kind]], x, row.y, 1, chart.rowHeight - 2)
+    paint(theme[FLAGS[kind]], x, row.y, 1, chart.rowHeight - 2)
     ctx.translate(x, row.y)
     ctx.fill(new Path2D($(`flag-${kind}`).getAttribute("d")))
     ctx.translate(-x, -row.y)
@@ -228,7 +231,6 @@ function drawFlags(row) { // above the ticks; the legend has their shapes
 }
 
 function drawRuler(seen) { // step numbers and times
-  const { ctx } = paper
   let limit = LEFT - 1 // to the right of it is room for words
   for (const column of seen) {
     const x = xOf(column)
@@ -238,26 +240,23 @@ function drawRuler(seen) { // step numbers and times
     const end = x + 4 + ctx.measureText(text).width
     if (end > paper.width) break
     limit = end + 40
-    paint(ctx, theme.quiet, x, RULER - 6, 1, 5)
-    write(ctx, theme.ink, text, x + 4, 8)
+    paint(theme.quiet, x, RULER - 6, 1, 5)
+    write(theme.ink, text, x + 4, 8)
   }
 }
 
 function drawPlace(bottom) { // that is shown, and where engines restarted
-  const { ctx, height } = paper
   const { columns } = chart
   for (const x of columns.filter(({ isRestart }) => isRestart).map(xOf)) {
-    paint(ctx, theme.error, x - 1, RULER, 1.5, bottom - RULER)
-    write(ctx, theme.error, "engine restarted", x + 6, bottom - 8)
+    paint(theme.error, x - 1, RULER, 1.5, bottom - RULER)
+    write(theme.error, "engine restarted", x + 6, bottom - 8)
   }
-  const column = columns[Math.max(0, columnOf(tape.at))]
+  const column = columns[Math.max(0, columnShown())]
   const x = endOf(column)
   if (x < LEFT) return
-  ctx.globalAlpha = 0.6
-  paint(ctx, theme.paper, x, RULER, endOf(columns.at(-1)) - x, height) // what comes later
-  ctx.globalAlpha = 1
-  paint(ctx, theme.accent, x - 0.75, 15, 1.5, height)
-  paint(ctx, theme.accent, x - 5, 15, 10, 7) // below the words
+  paint(theme.later, x, RULER, endOf(columns.at(-1)) - x, paper.height)
+  paint(theme.accent, x - 0.75, 15, 1.5, paper.height)
+  paint(theme.accent, x - 5, 15, 10, 7) // below the words
 }
 
 // ---- Pointer, wheel and keys ----
@@ -279,7 +278,7 @@ function fitAll() {
 }
 
 function seekTo(x) { // returns the column
-  const i = Math.max(0, columnAt(x))
+  const i = columnAt(x)
   if (chart.columns[i]) seek(chart.columns[i].place)
   return i
 }
@@ -289,8 +288,23 @@ const rowAt = y => chart.shown[Math.floor((y - RULER) / chart.rowHeight)]
 function startTimeline() {
   const timeline = $("timeline")
   const fingers = new Map() // that are down: x, and the unit that stays under it
-  let from // which column of the ruler was pressed, if it was
+  let from // the column where a range begins
   let pressed // where
+  const select = (range, x, y) => {
+    chart.range = range.sort((a, b) => a - b)
+    tip(wordsOfRange(...range), x, y)
+    view.isNews = true
+  }
+  const extend = move => { // by the place that is shown, which moves
+    const at = columnShown()
+    const column = chart.columns[at + move]
+    if (!column) return
+    if (!chart.range[1]) from = at
+    seek(column.place)
+    followPlace()
+    const { left, top } = timeline.getBoundingClientRect()
+    select([from, at + move], left + xOf(column), top + RULER)
+  }
   timeline.onpointerdown = ({ pointerId, offsetX: x, offsetY: y }) => {
     timeline.setPointerCapture(pointerId)
     fingers.set(pointerId, { x, unit: unitAt(x) })
@@ -306,11 +320,9 @@ function startTimeline() {
       return hold(one.unit, one.x, (two.x - one.x) / (two.unit - one.unit) || chart.scale)
     }
     const i = x > LEFT ? columnAt(x) : -1
-    if (finger) chart.range = [from, seekTo(x)].sort((a, b) => a - b)
-    else if (y > RULER || !chart.range[1]) chart.range = [i]
+    const stays = y < RULER && chart.range[1]
     light(i < 0 ? rowAt(y)?.r : undefined)
-    tip(chart.range[1] ? wordsOfRange(...chart.range) : wordsOfColumn(i), clientX, clientY)
-    view.isNews = true
+    select(finger ? [from, seekTo(x)] : stays ? chart.range : [i], clientX, clientY)
   }
   timeline.onlostpointercapture = ({ pointerId }) => fingers.delete(pointerId)
   timeline.onclick = ({ offsetX: x, offsetY: y }) => {
@@ -318,9 +330,8 @@ function startTimeline() {
     if (x > LEFT) seekTo(x)
     else choose(rowAt(y)?.r)
   }
-  timeline.onpointerleave = () => {
-    chart.range = []
-    view.isNews = true
+  timeline.onpointerleave = timeline.onblur = () => {
+    select([])
     point()
   }
   timeline.onwheel = event => { // what is under the pointer stays there
@@ -329,16 +340,20 @@ function startTimeline() {
     hold(unitAt(offsetX), offsetX - deltaX, chart.scale * Math.exp(-deltaY / 500))
   }
   timeline.onkeydown = event => {
-    const move = { ArrowUp: -1, ArrowDown: 1 }[event.key]
-    if (event.key === "Enter") choose(lit)
-    if (!move) return
+    const { key, shiftKey } = event
+    const move = { ArrowUp: -1, ArrowDown: 1 }[key]
+    const further = shiftKey && { ArrowLeft: -1, ArrowRight: 1 }[key]
+    if (key === "Enter") choose(lit)
+    if (!shiftKey) select([])
+    if (!move && !further) return
     event.preventDefault()
+    if (further) return extend(further)
     const at = chart.shown.findIndex(({ r }) => r === lit) + move
     light(chart.shown[clamp(at, 0, chart.shown.length - 1)]?.r)
   }
   $("widths").onchange = () => {
     setWidths()
-    chart.scale = $("widths").value === "tokens" ? 1 : (9 * chart.columns.length) / chart.end
+    chart.scale = (9 * chart.columns.length) / chart.end || 1
     chart.follows = true
     state.touched = null
   }

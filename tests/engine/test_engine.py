@@ -109,8 +109,8 @@ def test_the_pool_has_room_for_three_quarters_of_the_rows_at_full_length():
     ("settings", "message"),
     [
         ({"token_budget": 7}, "token_budget is 7, wanted at least max_num_seqs, 8"),
-        ({"max_model_len": 65}, "max_model_len is 65, possible is 1 to 64"),
-        ({"max_model_len": 41, "num_blocks": 10}, "possible is 1 to 40 (context length 64, KV pool "
+        ({"max_model_len": 65}, "max_model_len is 65, wanted 1 to 64"),
+        ({"max_model_len": 41, "num_blocks": 10}, "wanted 1 to 40 (context length 64, KV pool "
             "of 10 blocks of 4): lower --max-model-len or raise --kv-blocks"),
         ({"num_blocks": 21}, "21 blocks of 4 tokens takes 0.0 GiB, cpu has 0.0: lower --kv-blocks"),
     ],
@@ -340,7 +340,6 @@ def test_generate_leaves_the_requests_of_others_as_they_are():
     assert_idle(engine)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Steps that fail or come late
 

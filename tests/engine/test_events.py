@@ -102,14 +102,14 @@ class Renewed(RecordedWorld):
     requests a snapshot and reads on from there.
     """
 
-    def check_tallies(self):
-        super().check_tallies()
+    def check_pool_state(self):
+        super().check_pool_state()
         if self.steps % 5 == 0:
             self.recorder.listeners.clear()
             self.begin_record()
         if self.steps % 7 == 0:
             self.hear(self.recorder.snapshot())
-            super().check_tallies()
+            super().check_pool_state()
 
 
 class Long(RecordedWorld):
@@ -586,7 +586,6 @@ def test_only_the_last_line_may_be_cut_off():
         read(f"{cut[:-5]}\n{STEP}\n")
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Records in assets, and how they are shown
 

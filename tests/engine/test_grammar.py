@@ -394,7 +394,6 @@ def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # What is served beside an answer
 
 
@@ -433,7 +432,6 @@ def test_what_cannot_go_on_fails_alone(model, grammars, tmp_path, overlap):
     assert_idle(engine)
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # On the simulated engine, where right answers are known beforehand
 
@@ -504,7 +502,7 @@ class Reader(RecordedWorld):
         num_refused = constraints.num_refused
         self.lines.clear()
         outputs = self.step()
-        self.check_tallies()
+        self.check_pool_state()
         is_refused = constraints.num_refused > num_refused
         if is_refused and settings.overlap and not settings.speculate:
             assert any('"snapshot"' in line for line in self.lines), "it has no snapshot"

@@ -78,8 +78,8 @@ regex (?=a)b -> invalid regex: look-around
 {"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}} -> ["not"]
 {"allOf": [{"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}}]} -> ["not"]
 grammar start "a" -> Expected token ':'
-grammar start: a b⏎a[lazy]: /x*/⏎b: "y" -> the grammar library fails at it
-grammar start: %json {"x-guidance": {"lenient": true}} -> the grammar has x-guidance, whose options are not a client's
+grammar start: a b⏎a[lazy]: /x*/⏎b: "y" -> the grammar library crashes on it
+grammar start: %json {"x-guidance": {"lenient": true}} -> the grammar has x-guidance, whose options clients may not set
 grammar start: %json {"\u0078\u002Dguidance": {"lenient": true}} -> x-guidance
 grammar start: %json {"\u0078-guidance": {"lenient": true}, "uniqueItems": true} -> x-guidance
 {"properties": {"a": {"type": "boolean"}}, "patternProperties": {"^a$": {"type": "boolean"}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out

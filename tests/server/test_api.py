@@ -35,7 +35,6 @@ def aborted(house) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # How many at a time
 
 
@@ -72,8 +71,8 @@ def test_a_burst_does_not_pass_the_queue(stream):
         refusals = [caller.refusal for caller in callers if caller.said]
         words = "in work: at most 5 are accepted, try again later"
         assert refusals == [
-            (429, "queue_full", f"2 choices beside 4 {words}"),
-            (429, "queue_full", f"1 choice beside 5 {words}"),
+            (429, "queue_full", f"2 choices on top of 4 {words}"),
+            (429, "queue_full", f"1 choice on top of 5 {words}"),
         ]
         assert len(house.choices) == 2 + 3
         assert house.ask(n=2).status == 429
@@ -396,7 +395,8 @@ def test_a_refused_call_leaves_no_prompt_behind(house):
 def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
     """
     They may run until --drain-seconds have passed, or until the second signal. New calls are
-    refused, also one whose body was still coming. An idle server ends immediately.
+    refused, also one whose body was still coming. An idle server ends as soon as listeners have
+    its last lines.
     """
     with House("--drain-seconds", "5") as house:
         quick, slow, half = house.ask(), house.ask(), house.connect()
@@ -421,9 +421,13 @@ def test_calls_that_run_may_finish_after_the_signal(seconds, signals, capsys):
         said = capsys.readouterr().err
         assert said == "finishing 2 requests; a second signal ends them\n"
     with House() as house:
-        stop(house)
-        house.clock.run(0.1)
-        assert is_over(house)
+        house.call("/events")
+        for event, is_last in ("snapshot", False), ("step", False), ("idle", True):
+            house.engine.say({"op": "events", "lines": f'{{"event":"{event}"}}'})
+            if event == "step":
+                stop(house)
+            house.clock.run(0.1)
+            assert is_over(house) == is_last  # the page said "23 running" of a server that was gone
         assert capsys.readouterr().err == ""
 
 

@@ -7,13 +7,18 @@ because it needs all of vLLM.
 import json
 import math
 import os
+import re
+import socket
 import subprocess
+from contextlib import closing, suppress
+from http.client import HTTPConnection
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from callers import save_caller
-from processes import Process
+from processes import ROOT, Process, wait_until
 
 from checkpoint import load_checkpoint
 from tokenizer import load_tokenizer
@@ -179,7 +184,6 @@ result = [answers, *counts, chunks[-1].choices[0].finish_reason, refused]
     assert [*refused.values()] == [True] * 3
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Answers by schema, and tools: the model is random, so only the grammar makes answers fit
 
@@ -421,3 +425,178 @@ for (url, streamed), script in {scripts}.items():
 """
     results = run(every, bin, caller, tmp_path)
     assert all(len(result) >= 4 and all(result) for result in results), results
+
+
+# --------------------------------------------------------------------------------------------------
+# Agents behind a gateway
+
+KEY = "sk-alpha"  # the gateway's
+
+
+@pytest.fixture(scope="module")
+def gateway(bin, caller, tmp_path_factory):
+    """Return the address of LiteLLM's proxy before the caller, as in examples/gateway.yaml."""
+    folder = tmp_path_factory.mktemp("gateway")
+    config = (ROOT / "examples/gateway.yaml").read_text()
+    for text, own in ("http://127.0.0.1:8000", caller.url), ("openai/chat", "openai/tiny"):
+        assert config.count(text) == 1
+        config = config.replace(text, own)
+    (folder / "gateway.yaml").write_text(config)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [bin / "litellm", "--config", "gateway.yaml"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | OFFLINE | {"HOME": str(folder), "LITELLM_MASTER_KEY": KEY}
+    url = f"http://127.0.0.1:{port}"
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()[-3000:]
+        with suppress(httpx.HTTPError):
+            return httpx.get(f"{url}/health/readiness").is_success
+        return False
+
+    try:
+        wait_until(is_ready, 0.2)
+        yield url
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+# Each asks for a text and for a call, whole and as a stream. Then it sends the call's result and,
+# last, a prompt that is too long. `url` is the server's, `gateway` the gateway's.
+AGENT = """
+import httpx
+
+city = {"enum": ["x", "y"]}
+schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+schema["additionalProperties"] = False
+function = {"name": "weather", "description": "of a city", "parameters": schema}
+
+
+def count(function, called):
+    "Return the length of the prompt, asked without the gateway."
+    call = {"id": called.pop("id"), "type": "function", "function": called}
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hello"}]
+    talk.append({"role": "assistant", "tool_calls": [call]})
+    talk.append({"role": "tool", "tool_call_id": call["id"], "content": "rain"})
+    body = {"messages": talk, "tools": [{"type": "function", "function": function}]}
+    return httpx.post(url.replace("/v1", "/tokenize"), json=body).json()["count"]
+"""
+AGENTS = {
+    "responses": """
+from openai import BadRequestError, OpenAI
+client = OpenAI(base_url=f"{gateway}/v1", api_key=key, max_retries=0)
+call = {"model": "any", "instructions": "Be brief.", "temperature": 0, "store": False}
+call |= {"reasoning": {"effort": "low", "summary": "auto"}, "text": {"verbosity": "low"}}
+call |= {"include": ["reasoning.encrypted_content"], "prompt_cache_key": "a"}
+function["strict"] = False
+call["tools"] = [{"type": "function"} | function, {"type": "web_search"}]
+call["parallel_tool_calls"] = False
+said = [{"type": "input_text", "text": "hello"}]
+history = [{"type": "message", "role": "user", "content": said}]
+
+
+def ask(**fields):
+    whole = client.responses.create(input=history, **call, **fields)
+    *_, last = client.responses.create(input=history, stream=True, **call, **fields)
+    return [whole, last.response]
+
+
+texts = [one.output_text for one in ask(tool_choice="none", max_output_tokens=8)]
+calls = [one.output[-1] for one in ask(tool_choice="required")]
+called = {"type": "function_call", "name": calls[0].name, "arguments": calls[0].arguments}
+history += [called | {"call_id": calls[0].call_id}]
+history += [{"type": "function_call_output", "call_id": calls[0].call_id, "output": "rain"}]
+counts = [one.usage.input_tokens for one in ask(max_output_tokens=8)]
+del called["type"]
+counts.append(count(function, called | {"id": calls[0].call_id}))
+calls = [[one.name, json.loads(one.arguments)] for one in calls]
+refused = []
+for stream in (False, True):
+    try:
+        list(client.responses.create(model="any", input="def " * 9000, stream=stream))
+    except BadRequestError as error:
+        refused.append(str(error))
+result = [texts, calls, counts, refused]
+""",
+    "messages": """
+from anthropic import Anthropic, BadRequestError
+client = Anthropic(base_url=gateway, api_key=key, max_retries=0)
+cached = {"cache_control": {"type": "ephemeral"}}
+call = {"model": "any", "metadata": {"user_id": "a"}, "extra_body": {"temperature": 0}}
+call["system"] = [{"type": "text", "text": "Be brief."} | cached]
+call["output_config"] = {"effort": "low"}
+schemed = function | {"input_schema": function["parameters"]}
+del schemed["parameters"]
+call["tools"] = [schemed | cached, {"type": "web_search_20250305", "name": "web_search"}]
+history = [{"role": "user", "content": [{"type": "text", "text": "hello"} | cached]}]
+
+
+def ask(max_tokens=300, **fields):
+    asked = call | {"max_tokens": max_tokens, "messages": history} | fields
+    with client.messages.stream(**asked) as stream:
+        return [client.messages.create(**asked), stream.get_final_message()]
+
+
+texts = [one.content[0].text for one in ask(8, tool_choice={"type": "none"})]
+named = {"type": "tool", "name": "weather"}
+calls = [one.content[-1] for one in ask(tool_choice=named)]
+used = {"type": "tool_use", "id": calls[0].id, "name": calls[0].name, "input": calls[0].input}
+result = {"type": "tool_result", "tool_use_id": calls[0].id, "content": "rain"}
+history += [{"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+usages = [one.usage for one in ask(8)]
+counts = [one.input_tokens + (one.cache_read_input_tokens or 0) for one in usages]
+called = {"name": calls[0].name, "arguments": json.dumps(calls[0].input), "id": calls[0].id}
+counts.append(count(function, called))
+calls = [[one.name, one.input] for one in calls]
+refused = []
+long = [{"role": "user", "content": "def " * 9000}]
+for stream in (False, True):
+    try:
+        list(client.messages.create(model="any", messages=long, max_tokens=8, stream=stream))
+    except BadRequestError as error:
+        refused.append(str(error))
+result = [texts, calls, counts, refused]
+""",
+}
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_an_agent_talks_and_calls_through_a_gateway(name, bin, caller, gateway, tmp_path):
+    """
+    The calls have the forms that agents use, and the fields that they send. Would catch: a result
+    that the template never saw; a call that is only read when whole; an error without a reason.
+    """
+    names = f"gateway, key = {gateway!r}, {KEY!r}\n"
+    texts, calls, counts, refused = run(names + AGENT + AGENTS[name], bin, caller, tmp_path)
+    assert texts[0] and texts[0] == texts[1]
+    assert calls[0] == calls[1] and calls[0] in [["weather", {"city": city}] for city in "xy"]
+    assert len(counts) == 3 and len(set(counts)) == 1
+    assert ["maximum context length is 8192" in words for words in refused] == [True, True]
+
+
+def count(server: Process, metric: str) -> int:
+    text = httpx.get(f"{server.url}/metrics").text
+    return int(float(re.search(rf"\n{metric}\S* (\S+)", text)[1]))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", AGENTS)
+def test_a_hang_up_goes_through_a_gateway(path, stream, caller, gateway):
+    """Without `cancel_on_disconnect`, whole answers were computed to their end."""
+    aborted = 'vllm:request_success_total{finished_reason="abort"'
+    before = count(caller, aborted)
+    said = [{"role": "user", "content": "hi"}]
+    own = {"responses": {"input": said, "max_output_tokens": 8000}}
+    own["messages"] = {"messages": said, "max_tokens": 8000}
+    body = {"model": "any", "stream": stream, "ignore_eos": True} | own[path]
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    with closing(HTTPConnection(gateway.removeprefix("http://"))) as connection:
+        connection.request("POST", f"/v1/{path}", json.dumps(body), headers)
+        wait_until(lambda: count(caller, "vllm:num_requests_running") == 1)
+        if stream:
+            connection.getresponse().read(1)
+    wait_until(lambda: count(caller, aborted) == before + 1)

@@ -422,8 +422,9 @@ def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monk
     open_file("other.jsonl", other)
     wait_for(page, "$('model').textContent === 'other.jsonl · a model · today'")
     show(page, 1)
-    assert page("location.hash") == "#step=0"
-    open_file("again", other)  # a link to a step is of the record that was opened by it
+    # a link to a step is of the record that a reload shows, and the same file can be opened again
+    assert page("[location.hash, $('file').value]") == ["", ""]
+    open_file("again", other)
     wait_for(page, "tape.name === 'again' && tape.at === telling(tape.lines)")
     for name, lines in ("a step", LINES[1:]), ("old", [LINES[0] | {"version": 1}]), ("none", []):
         open_file(name, jsonl(lines))
@@ -440,14 +441,26 @@ def test_what_comes_is_text(open_record):
     assert page.locator("img").count() == 0
 
 
-def test_a_record_that_contradicts_itself_is_stopped(open_record):
-    """It killed the frames, so that not even a good record could be played after it."""
-    wrong = {"event": "step", "tables": 5}
-    page = open_record([*SMALL[:3], (wrong, None), *SMALL[3:]], wait="true")
-    wait_for(page, "$('notice').textContent.includes('is no record')")
+@pytest.mark.parametrize(
+    "base, fields, shown",
+    [
+        (1, {"tables": 5}, [20, 9, True, True]),
+        (0, {"num_blocks": 1e9}, [20, 9, True, True]),  # this and the next hung the tab
+        (0, {"idle": [1e999]}, [4, 2, False, False]),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_stopped(open_page, base, fields, shown):
+    """It killed the frames, so that no good record could be played after it, and the live tape."""
+    page = live_page(open_page)
+    say(page, LINES[:20])
+    page("seek(9)")
+    wrong = jsonl([*LINES[:3], LINES[base] | fields]).replace("Infinity", "1e999")
+    page("text => replay(text, 'wrong')", wrong)
+    is_refused = "$('notice').textContent.includes('is no record')"
+    assert page(f"[tape.lines.length, tape.at, player.isLive, {is_refused}]") == shown
     page("text => replay(text, 'another')", jsonl(LINES))
     page("(player.speed = 120, player.isPaused = false)")
-    wait_for(page, f"tape.at === {len(SMALL) - 1}")
+    wait_for(page, f"tape.at === {len(LINES) - 1}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -893,6 +906,13 @@ def test_the_timeline_by_keyboard(open_record):
     first, second, *_ = page("chart.shown.map(({ r }) => r)")
     press(page, "lit", ("ArrowDown", first), ("ArrowDown", second), ("ArrowUp", first))
     press(page, "chosen", ("Enter", first))
+    page("seek(chart.columns[7].place)")
+    press(page, "chart.range", *[("Shift+ArrowLeft", [i, 7]) for i in (6, 5, 4)])
+    assert page.inner_text("#tip") == "steps 3 to 6: 20 tokens, 30 ms"
+    press(page, "chart.range", ("Shift+ArrowRight", [5, 7]), ("ArrowRight", []))
+    assert not page.is_visible("#tip")
+    page("seek(1)")
+    press(page, "tape.at", ("Shift+ArrowLeft", 1))  # there is none before
 
 
 def test_a_step_is_as_wide_as_its_tokens_or_its_time(open_record):
@@ -1218,7 +1238,7 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     assert one[-1] > 0
     # times of the ruler were those of the new engine less the start of the old one
     texts = page(
-        """(() => { const texts = []; write = (ctx, colour, text) => texts.push(`${text}`);
+        """(() => { const texts = []; write = (colour, text) => texts.push(`${text}`);
             fitAll(); drawRuler(chart.columns); return texts; })()"""
     )
     assert texts and not [text for text in texts if "· -" in text]
@@ -1243,7 +1263,10 @@ def test_what_the_tape_has_is_not_taken_again(open_page):
 
 
 def test_what_was_dropped_is_not_taken_again(open_page):
-    """A page that has dropped its oldest lines, at a reconnect."""
+    """
+    A page that has dropped its oldest lines, at a reconnect. Paused it drops none: it listens no
+    more until it goes on.
+    """
     page = live_page(open_page)
     page(
         """(lines) => {
@@ -1253,6 +1276,12 @@ def test_what_was_dropped_is_not_taken_again(open_page):
         }""",
         LINES[:25],
     )
+    page("listening = new AbortController(); player.isPaused = true; takeIn(told.slice(0, 50_010))")
+    read = "[tape.lines.length, listening.signal.aborted]"
+    assert page(read) == [50_010, True]
+    page("void goLive()")
+    assert page(read) == [50_010, False]
+    page("listening.abort(), begin([], true)")
     for part in ("told", "told.slice(0, 30)"):
         page(f"takeIn({part})")
         assert page("tape.lines.map(({ event }) => event)") == ["snapshot", "idle"]

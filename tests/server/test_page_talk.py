@@ -12,6 +12,7 @@ import shlex
 
 import pytest
 from browser import (  # noqa: F401
+    CONTEXT,
     IS_IDLE,
     IS_OVER,
     IS_PLAYED,
@@ -39,10 +40,15 @@ def small_server(tmp_path_factory):
         yield server
 
 
-# The test is the server: `step(choice, ..)` is the next event of the newest answer.
+# The test is the server: `step(choice, ..)` is the next event of the newest answer. `named` is what
+# was to be tokenized.
 STEPPED = """() => {
+    const none = { count: 0, max_model_len: 4096, tokens: [], token_strs: [] };
     window.fetch = async (path, { signal, body: sent }) => {
-        if (!signal) return new Response("{}");
+        if (!signal) {
+            window.named = JSON.parse(sent);
+            return new Response(JSON.stringify(none));
+        }
         window.sent = JSON.parse(sent);
         const body = new ReadableStream({
             start(stream) {
@@ -137,6 +143,7 @@ def test_settings_are_sent_and_copied_as_curl(stepped):
     sent = stepped("sent")
     assert [sent[name] for name in ("temperature", "stop", "tools")] == [0, ["\n", "it's"], [{}]]
     assert sent["structured_outputs"] == {"json": "{"}
+    assert stepped("named.tools") == [{}]  # they are in the blocks, too
     assert "seed" not in sent
     stepped.click("text=copy as curl")
     curl, url, kind, body = shlex.split(stepped("copied"))
@@ -237,8 +244,9 @@ def test_a_block_has_its_text(live, open_page, server):
     assert live("$('tip').textContent").endswith(live("visible", texts[1]))
     written = live(
         """block => { const all = [];
-            grid.ctx.fillText = (text) => all.push(text);
-            drawCell(block); delete grid.ctx.fillText; return all.join(" "); }""",
+            ctx = grid.ctx;
+            ctx.fillText = (text) => all.push(text);
+            drawCell(block); delete ctx.fillText; return all.join(" "); }""",
         table[0],
     )
     assert written.endswith(" a prompt of 22 l")
@@ -332,6 +340,18 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     live.click("#new-chat")
     assert live("[conversation.length, calls.size]") == [0, 2]
     assert focused(live) == "prompt"
+
+
+def test_an_answer_fits_into_the_context(live):
+    """Of the default model, which has 512 tokens: each chat was refused."""
+    live.expected = "400"
+    live.click(".kinds >> text=Chat")
+    say(live, "hello")
+    (text,) = live("[...calls.values()].flat().map((one) => [one.prompt.names, one.names].flat())")
+    assert len(text) == CONTEXT
+    assert live.locator("#answers .error").count() == 0
+    say(live, "and no room is left")
+    assert "maximum context length" in live.inner_text("#answers .error")
 
 
 def test_enter_sends_in_a_chat(stepped):
@@ -493,6 +513,16 @@ def test_a_demo_that_is_left_says_nothing_more(live):
     assert live("player.until") is None
 
 
+def test_stop_ends_a_demo(stepped):
+    """Before its first line came, the page played slowly for ever, and more was sent."""
+    stepped("takeIn(readLines($('tour-lines').textContent).slice(1, 2))")
+    stepped.click("#alike")
+    wait_for(stepped, "window.step")
+    stepped.click("#stop")
+    wait_for(stepped, f"{IS_OVER} && {DEMO_IS_OVER}")
+    assert stepped("[calls.size, player.until, $('moment').textContent]") == [1, None, ""]
+
+
 def test_four_answers_to_one_prompt(live):
     """
     It stops where copies are made: of the half full block that they share. Its words are beside the
@@ -573,6 +603,7 @@ def test_the_tour(live):
         told = live.locator("#caption, #caption-number").all_inner_texts()
         assert told == [text, f"{at + 1} of 8"]
         assert live("[state.step, ...staged, player.isPaused]") == [step, r, True]
+        wait_for(live, "!location.hash")  # a reload led to such a step of another tape
         live.keyboard.press(key)
         at += -1 if key == "ArrowLeft" else 1
     assert at == 8
@@ -603,9 +634,9 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     snapshot, *more = page("readLines($('tour-lines').textContent).slice(1)")
     page.click("#take-tour")
     page.click("#next")
-    wait_for(page, "location.hash && $('held').textContent !== '0'")
+    wait_for(page, "$('held').textContent !== '0'")
     page.click("#leave")  # before anything has come: nothing of it may stay
-    wait_for(page, "!location.hash && $('offer-tour').checkVisibility()")
+    wait_for(page, "$('offer-tour').checkVisibility()")
     left = page.locator("#held, #size, #said").all_text_contents()
     assert [*left, page.get_attribute("#dim", "d")] == ["0", "", "", ""]
     page("lines => takeIn(lines)", [snapshot])

@@ -7,6 +7,7 @@ import asyncio
 import json
 import threading
 import time
+from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -592,7 +593,153 @@ def test_templates_have_the_text_and_ids_of_transformers(kind, template, tmp_pat
             assert ids.count(tokenizer.control["<s>"]) == ("bos_token" in template)
 
 
-# --------------------------------------------------------------------------------------------------
+# Similar to the hub's: what each family does with a system message, tools, calls and results.
+GRANITE3 = """{%- if tools and not available_tools %}{% set available_tools = tools %}{% endif %}
+{%- if 'citations' in controls and documents %}cite{% endif %}
+{%- if available_tools %}{{ available_tools | tojson(indent=4) }}{% endif %}
+{%- for message in messages %}
+    {{- '[' + message['role'] + ']' + message['content'] }}
+    {%- if loop.last and add_generation_prompt %}{{- '[assistant' }}
+        {%- if controls %}{{- ' ' + controls | tojson() }}{% endif %}{{- ']' }}
+    {%- endif %}
+{%- endfor %}"""
+GRANITE4 = """{%- if available_tools is defined and available_tools %}
+    {%- set tools = available_tools %}
+{%- endif %}
+{%- set ns = namespace(shown='<tools>', system_message='') %}
+{%- for tool in tools or [] %}{% set ns.shown = ns.shown + '\n' + (tool | tojson) %}{% endfor %}
+{%- if tools %}{{ ns.shown + '<tool_call>{"name": .., "arguments": ..}' }}{% endif %}
+{%- for message in messages %}{% set content = namespace(val='') %}
+    {%- if message.content is string %}{% set content.val = message.content %}{% endif %}
+    {%- if (message.role == 'user') or (message.role == 'system' and not loop.first) %}
+        {{- content.val }}
+    {%- elif message.role == 'assistant' %}{{- content.val }}
+        {%- for tool_call in message.tool_calls or [] %}
+            {%- if (loop.first and content.val) or (not loop.first) %}{{- '\n' }}{% endif %}
+            {%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
+            {{- tool_call.name }}
+            {%- if tool_call.arguments is string %}{{- tool_call.arguments }}
+            {%- else %}{{- tool_call.arguments | tojson }}{% endif %}
+        {%- endfor %}
+    {%- elif message.role == 'tool' %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != 'tool') %}{{- '[user]' }}{% endif %}
+        {{- '\n<tool_response>' + content.val }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != 'tool') %}{{- '[end]' }}{% endif %}
+    {%- endif %}
+{%- endfor %}"""
+SMOLLM3 = """{# ─── #}{%- if messages[0].role == "system" -%}
+  {%- set system_message = messages[0].content -%}
+  {%- set custom = system_message.replace("/no_think", "").replace("/think", "").rstrip() -%}
+{%- endif -%}
+{%- if "/system_override" in system_message -%}{{- "over" -}}{%- endif -%}
+{{- "Today: " ~ strftime_now("%Y") ~ "\n" -}}{%- if custom -%}{{- custom -}}{%- endif -%}
+{%- if xml_tools or python_tools -%}
+  {%- set ns = namespace(shown="<tools>\n") -%}
+  {%- for tool in xml_tools[:] -%}
+    {%- set ns.shown = ns.shown ~ (tool | string) ~ "\n" -%}
+  {%- endfor -%}
+  {{- ns.shown + '<tool_call>{"name": .., "arguments": ..}' -}}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- set content = message.content if message.content is string else "" -%}
+  {%- if message.role == "assistant" -%}
+    {% generation %}
+    {{ "<think>\n\n</think>\n" + content.lstrip("\n") + "\n" }}
+    {% endgeneration %}
+  {%- else -%}{{ content + "\n" }}{%- endif -%}
+{%- endfor -%}"""
+OLMO3 = """{%- set has_system = messages|selectattr('role', 'equalto', 'system')|list|length > 0 -%}
+{%- if not has_system -%}
+  {%- if tools is none or (tools | length) == 0 -%}{{- 'no functions' -}}
+  {%- else -%}{{- '<functions>' -}}{{- tools | tojson -}}{%- endif -%}
+{%- endif -%}
+{%- for message in messages -%}
+  {%- if message.get('content', none) is not none -%}{{- message['content'] -}}{%- endif -%}
+  {%- if message.get('function_calls', none) is not none -%}{{- message['function_calls'] -}}
+  {% elif message.get('tool_calls', none) is not none %}{{- '<function_calls>' -}}
+    {%- for call in message['tool_calls'] %}
+      {%- if call is mapping and call.get('function', none) is not none %}
+        {%- set ns = namespace(listed=[]) -%}
+        {%- for key, value in call['function']['arguments'].items() -%}
+          {%- set ns.listed = ns.listed + [key ~ '=' ~ (value | tojson)] -%}
+        {%- endfor -%}
+        {{- call['function']['name'] + '(' + ns.listed | join(', ') + ')' -}}
+      {%- endif %}
+    {%- endfor %}
+  {%- endif -%}
+  {%- if not loop.last -%}{{- '[end]' -}}{%- else -%}{{- eos_token -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|start|>assistant\n<think>' -}}{%- endif -%}"""
+HUNYUAN = """{%- if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}
+{%- endif %}
+{%- set ns = namespace(is_tool=false, system='') %}
+{%- for message in messages %}{% if message['role'] == 'system' %}
+  {%- set ns.system = ns.system + message['content'] %}{% endif %}{% endfor %}
+{{- bos_token }}{{- ns.system }}
+{%- for tool in tools or [] %}{{- tool | tojson }}{% endfor %}
+{%- for message in messages %}
+  {%- if message['role'] == 'user' %}{{- message['content'] }}{% endif %}
+  {%- if message['role'] == 'assistant' and message['tool_calls'] is defined %}
+    {%- for tool in message['tool_calls'] %}
+      {%- set arguments = tool['function']['arguments'] %}
+      {%- if arguments is not string %}{% set arguments = arguments | tojson %}{% endif %}
+      {{- '<tool_call>' + tool['function']['name'] + '\n```json\n' + arguments + '\n```' }}
+    {%- endfor %}
+  {%- elif message['role'] == 'assistant' %}{% set content = message['content'] %}
+    {%- if '<answer>' in content and not loop.last %}
+      {%- set content = content.split('<answer>')[-1].strip('</answer>').strip() %}
+    {%- endif %}
+    {{- content + eos_token }}
+  {%- elif message['role'] == 'tool' %}{% set ns.is_tool = true %}
+    {{- '<tool_response>' + message['content'] }}
+  {%- endif %}
+{%- endfor %}
+{%- if ns.is_tool %}{{- '</tool_responses>' }}{% endif %}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n' }}
+{%- endif %}"""
+CALLING = [GRANITE3, GRANITE4, SMOLLM3, OLMO3, HUNYUAN]
+OFFERED = [
+    {"type": "function", "function": {"name": "weather", "description": "é <", "parameters": {}}},
+    {"type": "function", "function": {"name": "clock"}},
+]
+CALLED = [
+    {"id": "a", "function": {"name": "weather", "arguments": {"city": "Zürich", "n": [1, None]}}},
+    {"id": "b", "function": {"name": "clock", "arguments": {}}},
+]
+RESULTS = [
+    {"role": "assistant", "content": "", "tool_calls": CALLED},
+    {"role": "tool", "content": "rain", "tool_call_id": "a"},
+    {"role": "tool", "content": "9", "tool_call_id": "b"},
+    {"role": "assistant", "content": "\n<think>hm</think><answer> wet </answer>"},
+    {"role": "user", "content": "Again?"},
+]
+
+
+@pytest.mark.parametrize("template", CALLING)
+def test_tools_calls_and_results_are_rendered_as_by_transformers(template, make):
+    """SmolLM3 has another name for tools. Previously its template showed none that were sent."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    chat = make(template)
+    tokens = dict.fromkeys(["bos_token", "eos_token"], END)
+    for talk, tools in product((TALK[:2], TALK, TALK[1:2] + RESULTS), (None, OFFERED)):
+        for ask, thinks in product((True, False), ({}, {"enable_thinking": False})):
+            options = {"add_generation_prompt": ask} | thinks
+            shown = {"xml_tools" if template == SMOLLM3 else "tools": tools}
+            its = {"chat_template": template, **tokens, **shown}
+            (text,), _ = render_jinja_template([talk], **its, **options)
+            assert chat.render(talk, tools=tools, **options) == text
+            assert "weather" in text or not tools or template == OLMO3
+
+
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_a_template_that_knows_no_developer_gets_a_system_message(role, make):
+    """Developer is OpenAI's newer name. Granite's and Qwen3's templates left such messages out."""
+    known = f"{{% for m in messages if m.role == '{role}' %}}{{{{ m.content }}}}{{% endfor %}}."
+    talk = [{"role": "developer", "content": "Be brief"}, *say("hello")]
+    assert make(known).encode(talk) == [*b"Be brief."]
+
+
 # --------------------------------------------------------------------------------------------------
 # Against prompt injection: what users write stays text
 

@@ -136,7 +136,8 @@ FOUND = """
 [THINK]{{ thought }}[/THINK] -> [THINK] [/THINK]
 <seed:think>{{ x }}</seed:think> -> <seed:think> </seed:think>
 <Thinking></Thinking> -> <Thinking> </Thinking>
-<b></b> <tool_call></tool_call> ->
+{{ 'assistant\\n<think>' }} -> <think> </think>
+<b></b> <tool_call></tool_call> {{ m[thought] }} ->
 """
 
 

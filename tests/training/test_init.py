@@ -84,7 +84,6 @@ def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path)
 
 
 # --------------------------------------------------------------------------------------------------
-# --------------------------------------------------------------------------------------------------
 # What is left behind, and resumed
 
 
@@ -140,7 +139,6 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     assert (out / "my_tokens.json").exists()
 
 
-# --------------------------------------------------------------------------------------------------
 # --------------------------------------------------------------------------------------------------
 # Models that cannot be trained
 
