@@ -264,7 +264,9 @@ PROMISED = {
     "forked (`n` answers to one prompt)": "in_random_lives",
     "with overlap; with `--speculate`": "with_drafts",
     "with CUDA graphs": "without_graphs",
-    "with any number of threads, C compiler and CPU": "with_threads test_one_digest_by_any_compiler",
+    "with any number of threads, C compiler and CPU": (
+        "with_threads test_one_digest_by_any_compiler"
+    ),
 }
 
 
