@@ -159,7 +159,9 @@ cat paged.py | wc -l
 
 
 def test_sizes_are_said_within_five_percent():
-    said = re.search(r"([\d,]+) lines of.*\s.* have ([\d,]+) of them, `paged.py` ([\d,]+)\.", README)
+    said = re.search(
+        r"([\d,]+) lines of.*\s.* have ([\d,]+) of them, `paged.py` ([\d,]+)\.", README
+    )
     sizes = [int(size) for size in shell(SIZED).split()]
     assert [int(size.replace(",", "")) for size in said.groups()] == pytest.approx(sizes, 0.05)
 
