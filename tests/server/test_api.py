@@ -269,7 +269,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
     caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
-    refusal = (500, None, "a bug of this server: KeyError")
+    refusal = (500, None, "a bug in this server: KeyError")
     assert caller.refusal == refusal
     assert not house.choices
     assert not asyncio.all_tasks(house.clock)

@@ -53,10 +53,10 @@ POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside t
 POST /detokenize {"tokens": [97, -1]} -> 400 tokens - token id -1 is outside the vocabulary, 0..256
 POST /detokenize {"tokens": [18446744073709551616]} -> 400 tokens - token id 18446744073709551616 is outside the vocabulary, 0..256
 GET /v1/models/other -> 404 model model_not_found there is no model 'other' here, only 'fake'
-GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models, a base URL ends in /v1
-POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions, a base URL ends in /v1
-POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call /v1/completions, a base URL ends in /v1
-POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions, a base ...
+GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models (a base URL ends in /v1)
+POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions (a base URL ends in /v1)
+POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call /v1/completions (a base URL ends in /v1)
+POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions (a base ...
 POST /v1/tokenize {} -> 404 - - there is no POST /v1/tokenize here; call /tokenize
 GET /v1 -> 404 - - there is no GET /v1 here; there is /v1/completions, ...
 POST /v1/completions \xef\xbb\xbf{"prompt": "a"} -> 400 - - the body must be plain UTF-8, got a byte-order mark
@@ -64,8 +64,8 @@ POST /v1/completions \xff\xfe{\0}\0 -> 400 - - the body must be plain UTF-8, got
 POST /v1/completions {\0}\0 -> 400 - - the body must be plain UTF-8, got UTF-16
 POST /v1/completions \0{\0} -> 400 - - the body must be plain UTF-8, got UTF-16
 GET /v1/nothing -> 404 - - there is no GET /v1/nothing here; there is /v1/completions, ...
-GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL ends in /v1
-PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ends in /v1
+GET /models -> 404 - - there is no GET /models here; call /v1/models (a base URL ends in /v1)
+PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions (a base URL ends in /v1)
 GET /LONG -> 404 - - there is no GET /xxx...
 DELETE /v1/completions -> 405 - - /v1/completions is for POST, not DELETE
 POST /metrics {} -> 405 - - /metrics is for GET or HEAD, not POST
