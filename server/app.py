@@ -81,7 +81,7 @@ class Service:
         waiting = len(self.client.choices)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
-            message = f"{count} prompts x n in one call, but {capacity} is the maximum: split it"
+            message = f"{count} prompts x n in one call, but the limit is {capacity}: split it"
             raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
             choices = plural(count, "choice")
@@ -202,7 +202,7 @@ class Service:
             names = None
             if body.return_token_strs:
                 if len(ids) > MAX_NAMES:
-                    message = f"works for at most {MAX_NAMES} tokens, got {len(ids)}: leave it out"
+                    message = f"works for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
                     raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
                 names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
             counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}

@@ -44,11 +44,11 @@ POST /v1/completions {"prompt": "a\0b"} -> 400 - - the body must be a JSON objec
 POST /v1/completions {"prompt": "abcd", "max_tokens": 997} -> 400 max_tokens context_length_exceeded this model's maximum context length is 1000 tokens, 4 prompt tokens and max_tokens 997 make 1,001: shorten the prompt or lower max_tokens
 POST /v1/completions {"prompt": ["b", "abcd"], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
 POST /v1/completions {"prompt": [1, 1, 1, 1], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
-POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, but 16 is the maximum: split it
+POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, but the limit is 16: split it
 POST /v1/chat/completions {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat template: use /v1/completions
 POST /tokenize {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat ...
 POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here, only ...
-POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
+POST /tokenize {} -> 400 prompt - prompt or messages must be sent, but not both
 POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
 POST /detokenize {"tokens": [97, -1]} -> 400 tokens - token id -1 is outside the vocabulary, 0..256
 POST /detokenize {"tokens": [18446744073709551616]} -> 400 tokens - token id 18446744073709551616 is outside the vocabulary, 0..256
