@@ -346,7 +346,7 @@ def test_what_grammars_need(kind, fields, monkeypatch):
     body.check_fits([[1]], 5, 99, [4])
     error = refusal_of(body.check_fits, [[1]], 5, 99)
     assert error.param == name
-    assert error.message.startswith(f"{name} cannot be combined with a model without an end-of-text")
+    assert error.message.startswith(f"{name} cannot be combined with a model without an end")
     monkeypatch.setattr(protocol, "HAS_GRAMMARS", False)
     parse(kind, response_format={"type": "text"})
     error = refusal(kind, **fields)
