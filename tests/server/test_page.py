@@ -112,7 +112,7 @@ def record(engine, arrivals: list[tuple], aborts: dict[int, int]) -> list[tuple]
         return json.loads(recorder.snapshot())
 
     told = []
-    # a step with drafts may have two lines
+    # a step with drafts may write two lines
     recorder.listen(lambda line: told.append((json.loads(line), take_snapshot())))
     told.append((take_snapshot(), take_snapshot()))
     coming = [*enumerate(sorted(arrivals))]
@@ -564,7 +564,7 @@ def test_what_is_hovered_is_lit_in_all(open_record):
     assert [is_over(page, "#dim", block) for block in (5, 6)] == [False, True]
     assert page("chart.shown.filter(({ alpha }) => alpha === 1).map(({ r }) => r)") == [2]
     page.hover("#timeline", position={"x": 20, "y": page("RULER + 1.5 * chart.rowHeight")})
-    assert page("lit === chart.shown[1].r")  # the second row
+    assert page("lit === chart.shown[1].r")  # the request of the second row
     page.mouse.move(5, 5)
     wait_for(page, "lit === undefined && !view.isNews")
     assert not page.is_visible("#tip")
@@ -769,7 +769,7 @@ def test_what_happens_is_seen(open_record, motion):
     page("seek(0); seek(1e9)")  # events that were jumped over are not shown
     assert page("$('effects').children.length") == 0
     page("$('effects').append($('effect').cloneNode())")
-    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # the tenth
+    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # the tenth arrow
     bottom = "(({ y, height }) => y + height)($('effects').lastChild.getBBox())"
     assert page(bottom) <= page("$('pool').clientHeight")
     flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
@@ -857,7 +857,7 @@ def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record)
     assert page(is_marked, [5, 5])
     assert page("lit") is None
     point(7, 8, "down")
-    # two chunks of 8 tokens after a pause, and three times four decodes
+    # two chunks with 8 tokens in all, after a pause, and three steps of four decodes
     assert point(4, 8) == "steps 3 to 6: 20 tokens, 30 ms"
     assert point(6, 8, "up") == point(1, 8) == "steps 5 to 6: 8 tokens, 20 ms"
     assert page(is_marked, [6, 7])
@@ -893,7 +893,7 @@ def test_after_a_pause_nobody_knows_how_long_a_step_took(open_page):
     lines = [LINES[0] | {"time": 0}]
     for event, time in ("step", 1), ("step", 1.002), ("idle", 1.1), ("step", 61), ("step", 61.003):
         lines.append({"event": event, "time": time, "step": len(lines), "decodes": []})
-    del lines[3]["step"]  # of idle
+    del lines[3]["step"]  # "idle" lines have no step
     page = live_page(open_page)
     say(page, lines)
     page("goLive()")
@@ -1206,7 +1206,7 @@ def test_a_normal_start_has_no_red_line(open_page):
 
 
 def engines(*numbers: int) -> list[dict]:
-    """Return a server's lines for engines that each run the small record and die before the next."""
+    """Return a server's lines for engines: each runs the small record, and dies before the next."""
     lines = []
     for number in numbers:
         ended = {"event": "engine", "state": "ended"}
@@ -1350,7 +1350,7 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
 
 
 def test_a_key_is_asked_for_and_kept_nowhere(open_page):
-    """The test acts as the server, which refuses all calls without the key (see test_gate.py)."""
+    """The test acts as the server, which refuses calls without the key (see test_gate.py)."""
 
     def answer(route):
         is_known = route.request.headers.get("authorization") == f"Bearer {KEY}"
@@ -1379,7 +1379,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page):
 
 
 def large_record():
-    """Yield lines of 256 requests that hold most of 32,768 blocks; further blocks are cached."""
+    """Yield a record of 256 requests that hold most of 32,768 blocks; more blocks are cached."""
     requests = [
         {"r": r, "filled": 1600, "table": [*range(100 * r, 100 * r + 100)]} for r in range(256)
     ]
