@@ -769,7 +769,7 @@ def test_what_happens_is_seen(open_record, motion):
     page("seek(0); seek(1e9)")  # events that were jumped over are not shown
     assert page("$('effects').children.length") == 0
     page("$('effects').append($('effect').cloneNode())")
-    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # the tenth arrow
+    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # a tenth
     bottom = "(({ y, height }) => y + height)($('effects').lastChild.getBBox())"
     assert page(bottom) <= page("$('pool').clientHeight")
     flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
@@ -1342,7 +1342,7 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "pills.includes('Restarting') && pills.at(-1) === 'Live'")
-        assert page("pills.slice(-2)") == ["Restarting", "Live"]  # before that, "Playing" may appear
+        assert page("pills.slice(-2)") == ["Restarting", "Live"]  # "Playing" may precede
         set_length(page, 5)
         send(page, "and again")
         wait_for(page, "chart.rows.size === 2 && state.requests.size === 0")
