@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-VOCABULARY = 101  # windows of 19 tokens are not a whole number of blocks, so they end inside a block
+VOCABULARY = 101  # a window of 19 is not a whole number of blocks, so it ends inside a block
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 2304, "n_layer": 3, "n_head": 4, "n_embd": 64}
 GPT2 |= {"layer_norm_epsilon": 1e-2, "eos_token_id": 7, "bos_token_id": 7}
 ROPED = {

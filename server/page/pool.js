@@ -5,7 +5,7 @@ const THEME = "paper later ink quiet free cached held strong accent error good".
 const TONES = ["fill", "pale", "strong", "cached"] // each a lightness and chroma, for every hue
 const dark = matchMedia("(prefers-color-scheme: dark)")
 const theme = {}
-const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
+const view = { at: -1, isNews: true, told: -Infinity } // what was last drawn
 let palette = []
 let ctx // context of the canvas being drawn on
 let grid // layout of the first `shown` blocks; null if it must be computed again
@@ -116,7 +116,7 @@ function drawCell(block) {
 function drawIdle(block, box) {
   const isCached = state.idle.has(block)
   const { cached } = palette[state.last[block]?.[0].hue] ?? theme
-  ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
+  ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // older blocks are paler
   paint(isCached ? cached : theme.free, ...box)
   ctx.globalAlpha = 1
 }
@@ -186,7 +186,7 @@ function drawOver() {
 let lit // the request under the pointer
 let chosen // the request shown in the drawer
 let happened = [] // events at the current place
-let staged = [] // the requests for which a demo or the tour has stopped
+let staged = [] // the requests that a demo or the tour has stopped to show
 
 function light(r) {
   if (r === lit) return

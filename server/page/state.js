@@ -35,7 +35,7 @@ function load(line) { // replace the whole state by a snapshot
     totals: { ...line.totals },
     requests: new Map(),
     committed: new Set(line.committed),
-    idle: new Set(line.idle), // in the order in which they are evicted
+    idle: new Set(line.idle), // in order of eviction
     last: line.last.slice(), // each block's last owner: [request, logical block]
     // each block's holders: [request, logical block]; the last entry is no block, see isGivenBack
     owners: Array.from({ length: line.num_blocks + 1 }, () => []),
@@ -162,7 +162,7 @@ function applyStep(line) {
   return events
 }
 
-// ---- The tape: all lines, and the current place. To go back, start at an earlier snapshot. ----
+// ---- The tape: all lines, and the current place. Going back starts at an earlier snapshot. ----
 
 const MOST = 50000 // how many lines are kept
 
@@ -407,7 +407,7 @@ async function hear(signal) { // returns when the server ends the stream
 
 // The stream begins with a history, parts of which may already be on the tape.
 function takeIn(lines) {
-  const { seen } = tape // engine -> time of its last line; Infinity: it has ended
+  const { seen } = tape // engine -> time of its last line, or Infinity once it has ended
   const news = lines.filter(({ engine = seen.last, time = Infinity }) => {
     const isNew = time > (seen.get(engine) ?? -1)
     if (isNew) seen.set(engine, time)
@@ -429,5 +429,5 @@ function takeIn(lines) {
       tape.seen = seen
     }
   }
-  if (tape.at < 0) moveTo(Infinity) // history
+  if (tape.at < 0) moveTo(Infinity) // skip the history
 }

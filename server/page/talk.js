@@ -153,7 +153,7 @@ async function nameTokens(prompt) {
   return max_model_len - count
 }
 
-let conversation = [] // messages of the chat so far
+let conversation = [] // the chat's messages so far
 
 function knobs() { // stop, schema and tools are JSON; the server reports errors in them
   const inputs = [...document.querySelectorAll(".knobs [name]")].filter(({ value }) => value)

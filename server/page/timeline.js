@@ -12,7 +12,7 @@ function beginChart() {
   chart = {
     columns: [],
     rows: new Map(),
-    shown: [], // rows
+    shown: [], // the rows that are drawn
     end: 0, // total width of all columns, in units
     left: 0, // the unit at the left edge
     scale: 1, // pixels per unit

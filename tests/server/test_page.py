@@ -667,7 +667,7 @@ def test_what_is_said(open_record):
     for (step, block), said in SAID.items():
         show(page, page(f"stepPlace({step})"))
         page.click("#pool", position=box_of(page, block))
-        wait_for(page, IS_LAID_OUT)  # beside the drawer
+        wait_for(page, IS_LAID_OUT)  # next to the drawer
         page.hover("#pool", position=box_of(page, block))
         shown = page.locator(":is(#figures, #said, #about, #tip):visible").all_inner_texts()
         bars = page.locator("#bar i, .states i")
@@ -721,7 +721,7 @@ def test_the_pool_by_keyboard(open_record):
     assert page.inner_text("#tip[role=status]").startswith("Block 0: ")
     page.keyboard.press("Enter")
     assert page.inner_text("#about h2") == "Request 2"
-    wait_for(page, f"{IS_LAID_OUT} && !view.isNews")  # beside the drawer
+    wait_for(page, f"{IS_LAID_OUT} && !view.isNews")  # next to the drawer
     assert is_over(page, "#chain", 1)
     page.keyboard.press("Escape")
     assert not page.is_visible("#drawer")
@@ -769,7 +769,8 @@ def test_what_happens_is_seen(open_record, motion):
     page("seek(0); seek(1e9)")  # events that were jumped over are not shown
     assert page("$('effects').children.length") == 0
     page("$('effects').append($('effect').cloneNode())")
-    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # a tenth
+    # even a tenth arrow stays in the pool
+    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")
     bottom = "(({ y, height }) => y + height)($('effects').lastChild.getBBox())"
     assert page(bottom) <= page("$('pool').clientHeight")
     flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
@@ -1022,7 +1023,7 @@ def test_the_map_has_all_steps_and_leads_to_each(open_record):
 
 
 # --------------------------------------------------------------------------------------------------
-# Figures, words and layout
+# Figures, texts and layout
 
 
 def test_tokens_a_second_are_by_the_clock(open_page):
@@ -1156,7 +1157,7 @@ def test_tab_goes_through_all_and_out(open_page):
 
 
 # --------------------------------------------------------------------------------------------------
-# The server comes, ends and comes again
+# The server starts, ends and starts again
 
 
 CALLS = re.compile("/(v1/models|events)$")
@@ -1342,7 +1343,8 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "pills.includes('Restarting') && pills.at(-1) === 'Live'")
-        assert page("pills.slice(-2)") == ["Restarting", "Live"]  # "Playing" may precede
+        # the prompt may have played before that
+        assert page("pills.slice(-2)") == ["Restarting", "Live"]
         set_length(page, 5)
         send(page, "and again")
         wait_for(page, "chart.rows.size === 2 && state.requests.size === 0")

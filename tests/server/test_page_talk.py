@@ -561,7 +561,7 @@ def test_more_than_the_pool_can_hold(live):
     assert f"so request {r} gave its {live('happened[0].blocks.length')} blocks back" in said
     assert live("staged") == [r]
     (shape,) = live("[...document.querySelectorAll('.preempted')].map((it) => it.outerHTML)")
-    assert live("boxesOf(happened[0].blocks)") in shape  # given back, and hatched
+    assert live("boxesOf(happened[0].blocks)") in shape  # freed blocks are hatched
     assert live("state.owners.filter((all) => all.length > 1).length") == 0
     assert live.inner_text("#articles summary:visible") == "60 answers"
     wait_for(live, IS_OVER)
