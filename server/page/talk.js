@@ -374,7 +374,7 @@ const demos = {
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
     const max_tokens = Math.min(L - length, 8 * S + 2)
     const say = ({ r, blocks: { length } }) =>
-      `The pool was full, so request ${r} gave its ${length} blocks back to the pool, and now waits.`
+      `The pool was full, so request ${r} gave its ${length} blocks back, and now waits.`
     demonstrate(many, "preempted", 1, say, all => {
       const any = () => all[Math.floor(Math.random() * all.length)] // shares no blocks
       const prompt = () => promptOf(Array.from({ length }, any))
