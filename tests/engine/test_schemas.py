@@ -73,7 +73,7 @@ regex (?=a)b -> invalid regex: look-around
 {"type": "string", "format": "foo"} -> Unknown format: foo
 {"allOf": [{"type": "string", "format": "email"}, {"type": "string", "format": "uri"}]} -> Regex is empty
 {"$ref": "#"} -> no value of # is finite
-{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: use anyOf
+{"oneOf": [{}, {}]} -> oneOf is not supported if its schemas may overlap: use anyOf
 {"type": "foo"} -> Invalid type: foo
 {"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}} -> ["not"]
 {"allOf": [{"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}}]} -> ["not"]
