@@ -330,7 +330,7 @@ def serve_forks(sock: socket.socket, library: Library):
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the engine has closed its end. Before the report, it does not send anything."""
+    """Return whether the engine has closed its end. It sends nothing before the report."""
     readable, _, _ = select.select([sock], [], [], 0)
     return bool(readable)
 
