@@ -46,20 +46,20 @@ REFUSED = r"""
 {"type": "number", "multipleOf": -0.5} -> multipleOf is -0.5
 {"type": "integer", "multipleOf": 99991} -> multipleOf is 99991, wanted above 0, and at most 20,000
 {"type": "number", "multipleOf": 99.991} -> multipleOf is 99.991
-{"minProperties": 2} -> minProperties is 2, at most 1 is served
-{"minProperties": 2, "additionalProperties": {}} -> minProperties is 2, at most 1
-{"minProperties": 3, "required": ["a", "a"], "additionalProperties": {"type": "null"}} -> minProperties is 3, at most 2
+{"minProperties": 2} -> minProperties is 2, wanted at most 1, because
+{"minProperties": 2, "additionalProperties": {}} -> minProperties is 2, wanted at most 1
+{"minProperties": 3, "required": ["a", "a"], "additionalProperties": {"type": "null"}} -> minProperties is 3, wanted at most 2
 {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": false} -> minProperties is 2
 {"properties": {"a": {"type": "integer", "required": true}}} -> required is true, wanted a list of names
 {"$defs": {"a": {"required": "b"}}} -> required is "b"
-{"type": "integer", "divisibleBy": 5} -> divisibleBy is of draft 3
+{"type": "integer", "divisibleBy": 5} -> divisibleBy is from draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
-{"$ref": "#/$defs/a"} -> no schema in it is at #/$defs/a: a $ref must be
-{"$ref": "#a"} -> no schema in it is at #a
-{"$ref": "#None"} -> no schema in it is at #None
-{"$ref": "http://a.example/b"} -> no schema in it is at http://a.example/b
+{"$ref": "#/$defs/a"} -> it has no schema at #/$defs/a: a $ref must be
+{"$ref": "#a"} -> it has no schema at #a
+{"$ref": "#None"} -> it has no schema at #None
+{"$ref": "http://a.example/b"} -> it has no schema at http://a.example/b
 {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a.example/b", "items": {"$ref": "#/$defs/c"}}}} -> an $id around a $ref
 true -> the schema is true, wanted an object: {} for any JSON
 3 -> the schema is 3
