@@ -108,7 +108,7 @@ def check_schema(text: str):
         # a reference within such a schema is relative to that schema, not to the root
         is_base = node is not root and not str(node.get("$id", "#")).startswith("#")
         if is_base and any("$ref" in part for part in all_schemas(node)):
-            raise ValueError("it has an $id around a $ref: only the root may have one, leave it out")
+            raise ValueError("it has an $id around a $ref: leave it out, except at the root")
 
 
 def check_keywords(node: dict):
