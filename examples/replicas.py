@@ -126,7 +126,7 @@ def drain(processes: list[Popen]):
 
 def main():
     parser = argparse.ArgumentParser(epilog="All other flags are serve.py's.")
-    parser.add_argument("--replicas", type=positive, default=2, help="servers to start (default: 2)")
+    parser.add_argument("--replicas", type=positive, default=2, help="servers (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
     if args.record or args.prompt or args.chat:
