@@ -164,7 +164,7 @@ def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
     """The message comes before the model is loaded; `--raw` needs no template."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     refused = run("--prompt", "x")
-    assert "needs jinja2: `pip install jinja2`, or add --raw" in refused.problem
+    assert "needs jinja2: run `pip install jinja2`, or add --raw" in refused.problem
     assert not refused.built
     assert run("--prompt", "x", "--raw").problem is None
 
