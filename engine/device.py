@@ -7,9 +7,9 @@ The engine's state on its device, and the computation of a step there.
     device.send(launched)               # copy its tokens to the host
 
 The host's part of a step is in runner.py. The code here never waits for the device during a step.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary. A step has n decodes
-and C chunks. N is the maximum number of requests that run at the same time. Each of them has a row,
-and row N is for padding.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary size. A step has n
+decodes and C chunks. N is the maximum number of requests that run at the same time. Each of them
+has a row, and row N is for padding.
 """
 
 import gc
@@ -230,7 +230,7 @@ class Device:
         if packed.shape not in self.graphs:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
-        # unchanged if the same requests each decode another token in the same block as before
+        # the inputs do not change if the same requests decode again in the same blocks
         if packed.inputs != self.last_inputs:
             upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs

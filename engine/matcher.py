@@ -68,7 +68,7 @@ TRIED = 8  # number of tokens of an answer that are tried out before a grammar i
 NO_TOKEN = "the vocabulary has no token for what must come next"
 NOTHING = {"enum": []}  # a schema that no value matches
 DEAD_END = "its patternProperties match only properties that are also declared: leave them out"
-ENDLESS = "no value of {} is finite: allow null there, or require less"
+ENDLESS = "values of {} never end: allow null there, or require less"
 # part of a library message that users would not understand -> a clearer message
 CLEARER = {
     "coerce_one_of": "oneOf is not supported if its schemas may overlap: use anyOf",
@@ -305,8 +305,8 @@ def main(directory: str, V: str, *eos: str):
 def serve_forks(sock: socket.socket, library: Library):
     """
     Fork a process for each grammar that arrives, until the engine closes its end. Only one process
-    compiles at a time; the next one starts when it has reported or ended. Raises OSError if there
-    are too many processes.
+    compiles at a time; the next one starts when that one has reported or ended. Raises OSError if
+    there are too many processes.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
@@ -376,7 +376,7 @@ def serve_answers(sock: socket.socket, matchers: dict, eos: list[int], most: int
 def reply_to(
     matchers: dict, eos: list[int], id: int, kind: int, accepted: list[int], tokens: list[int]
 ) -> int | bytes | str:
-    """Append the accepted tokens. Returns the reply to the question about `tokens` (see above)."""
+    """Append the accepted tokens, and return the reply about `tokens` (see the table above)."""
     signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts the timer
     if kind == END:
         matchers.pop(id, None)

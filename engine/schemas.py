@@ -16,7 +16,8 @@ from copy import deepcopy
 from urllib.parse import unquote
 
 # Keywords whose values are schemas, lists of schemas, or maps from names to schemas. No other value
-# is a schema, for example not a constant, nor a property that happens to be named like a keyword.
+# is a schema: for example, constants are not, nor are properties that happen to be named like a
+# keyword.
 SCHEMAS = {"items", "additionalItems", "prefixItems", "contains", "additionalProperties"}
 SCHEMAS |= {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
 SCHEMAS |= {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
@@ -36,7 +37,7 @@ UPPER = {"maximum", "exclusiveMaximum"}
 BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
 MOST = 2**63  # the library computes with integers below this, and with doubles
 EXACT = "wanted at most 2^53 in size, because larger numbers are rounded"
-MOST_REMAINDERS = 20_000  # limit for a multipleOf; each is a state of the library's automaton
+MOST_REMAINDERS = 20_000  # most remainders of a multipleOf; each is a state of an automaton
 
 
 def all_schemas(root, with_targets: bool = False) -> Iterator[dict]:

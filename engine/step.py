@@ -24,7 +24,7 @@ from engine.stages import require
 from paged import Plan, Request
 from params import GREEDY, SamplingParams
 
-# begins error messages for errors that are not the server's fault
+# prefix of messages for errors that are not the server's fault
 STUCK = "the answer cannot go on: "
 
 

@@ -1,8 +1,9 @@
 """
-Sliding windows release blocks. In some models, every layer has a sliding window. For example, in
-Mistral 7B v0.1 a token sees only the last 4,096 tokens. A running text then only needs the blocks
-in its last window. The scheduler calls `Window.slide` after each commit. Without this file, the
-answers would be the same, but a text would keep all of its blocks until its end.
+Sliding windows release the blocks that no token can see any more. In some models, every
+layer has a sliding window. For example, in Mistral 7B v0.1 a token sees only the last 4,096 tokens.
+A running text then only needs the blocks in its last window. The scheduler calls `Window.slide`
+after each commit. Without this file, the answers would be the same, but a text would keep all of
+its blocks until its end.
 
     position        0  1  2  3    4  5  6  7    8  9 10 11   12 13 14 15
     block table  [      7    ] [      2    ] [      9    ] [      4    ]   all 16 tokens computed

@@ -36,9 +36,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def convert(path: Path, directory: Path):
-    """
-    Convert a checkpoint. Raises ValueError or OSError; a broken file may raise any other error.
-    """
+    """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
     if directory.exists():
         raise ValueError(f"{directory} exists: name a new directory")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -16,8 +16,8 @@ A step of the loop, and the same step in interleaved.py (`interleaved_generate`)
     disassemble_paged_fused                           in the model: each layer stores its K and V
     softmax, multinomial                              sample_torch
 
-Letters: B requests, T and P largest numbers of new and past tokens, L layers, H query heads, Hk KV
-heads, D head size, V vocabulary size.
+Letters: B requests, T and P the largest numbers of new and past tokens, L layers, H query heads, Hk
+KV heads, D head size, V vocabulary size.
 """
 
 import argparse

@@ -20,13 +20,13 @@ checked as in serve.py. But unlike serve.py, this application starts on any addr
 so set $PAGEDGPT_API_KEY before the proxies listen elsewhere. Ray's own ports are open to the
 network, and are protected by Ray's own token.
 
-What this does not do:
+What this application does not do:
 - Route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
   Routers inside Ray Serve do not see the prompts of an ASGI application. A dedicated router in
-  front of several serve.py does (replicas.py).
-- Limit connections, slow clients and the size of headers: Ray's proxy takes the place of
-  server/connection.py. It buffers, without a limit, what a client sends or does not read.
-- Show everything in one place: the page and /metrics show the replica that happens to answer.
+  front of several serve.py instances does (see replicas.py).
+- Limit connections, slow clients and the size of headers: Ray's proxy replaces
+  server/connection.py, and buffers without limit what a client sends or does not read.
+- Show everything in one place: the page and /metrics only show the replica that happens to answer.
 
 Measured with the default model on two cores of a CPU that was not idle: 40 streams of 200 tokens,
 one at a time, alternating with 40 from serve.py. The medians are 18 ms for the first token

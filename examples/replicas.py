@@ -99,7 +99,7 @@ def router_command(args, ports: range) -> list[str]:
 
 
 def wait_until_ready(process: Popen, url: str):
-    """Wait until the URL responds. Exits if the process ends first, which has then printed why."""
+    """Wait until the URL responds. If the process ends first, exit; it has printed the reason."""
     while process.poll() is None:
         try:
             return urlopen(url, timeout=5).close()
@@ -136,7 +136,7 @@ def main():
         args.host, args.port = sock.getsockname()[:2]  # resolves a host name and port 0
     os.environ["no_proxy"] = f"127.0.0.1,{args.host}"
     ports = range(args.port + 1, args.port + 1 + options.replicas)
-    router = router_command(args, ports)  # may exit, so before torch is loaded, which takes seconds
+    router = router_command(args, ports)  # may exit, so before torch is loaded (seconds)
     serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]
