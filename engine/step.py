@@ -123,8 +123,7 @@ class Stage:
 
     def failed(self):
         """
-        Called when a step has failed. Its requests end, and the step is neither settled nor
-        resolved.
+        Called when a step has failed. Its requests end; no stage settles or resolves the step.
         """
 
     def between(self):

@@ -62,7 +62,8 @@ def beam_search(
 
 def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
     """
-    Raise ValueError unless the engine has the rows and blocks for these beams of P + max_tokens.
+    Raise ValueError unless the engine has enough rows and blocks for `width` beams of P +
+    max_tokens tokens.
     """
     scheduler = engine.scheduler
     rows = min(scheduler.max_num_seqs, MOST_BEAMS)

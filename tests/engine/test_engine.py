@@ -194,7 +194,7 @@ def test_the_statement_says_how_many_texts_fit():
 
 
 REFUSED = """
-{"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it to a list with this model's tokenizer
+{"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it to a list with this model's
 {"prompt_tokens": [-1]} -> token -1, outside 0..11
 {"prompt_tokens": [true]} -> token True, outside
 {"prompt_tokens": []} -> the prompt is empty
