@@ -123,7 +123,8 @@ class Stage:
 
     def failed(self):
         """
-        Called when a step has failed. Its requests end; no stage settles or resolves the step.
+        Called when a step has failed. Its requests end, and the step is neither settled nor
+        resolved.
         """
 
     def between(self):
