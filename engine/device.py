@@ -1,5 +1,5 @@
 """
-The engine's state on its device, and the computation of a step there.
+The engine's state on its device, and how a step is computed there.
 
     device = Device(model, settings)
     device.fill_rows(request)           # for a request that has started
@@ -105,7 +105,7 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
-            if n in COARSE or n == N:  # N, so that every step fits
+            if n in COARSE or n == N:  # N always, so that every step fits
                 shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
     return shapes
 

@@ -182,7 +182,7 @@ class Compiled:
     def __init__(self, key: tuple[str, ...], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
         self.sock = sock
-        self.unsent = unsent  # shared by all grammars of a `Grammars`
+        self.unsent = unsent  # shared by all grammars of one `Grammars` object
         self.outbox: list[tuple] = []  # questions to send
         self.report = Question()
         self.pending = deque([self.report])  # questions without a reply; replies come in order
@@ -340,7 +340,7 @@ class Grammar:
         self.mask = compiled.mask
         self.wants_mask = True
         self.accepted: list[int] = []  # accepted tokens that have not been sent to the process yet
-        self.offered: int | None = None  # the token of the last OFFER
+        self.offered: int | None = None  # the token that was offered last
         self.question: Question | None = None  # the last question
         self.failure = STUCK + NOTHING_ALLOWED  # the reason if no token may come next
 
@@ -494,7 +494,7 @@ class Constraints(Stage):
             if not guesses[r]:
                 del guesses[r]
         constrained = [r for r in step.plan.sampled if r in self.grammars]
-        # while a token is still to come, the mask is for that token
+        # while a request's token is still to come, its mask is for that token
         masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
         step.notes[self] = masked
 

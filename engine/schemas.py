@@ -162,9 +162,9 @@ def is_exact(number: float) -> bool:
 
 def check_count(node: dict):
     """
-    Raise ValueError if minProperties is larger than the number of properties that are sure to have
-    different names. These are the required properties plus one more, because an answer may repeat
-    any other name.
+    Raise ValueError if minProperties is larger than the number of properties that are guaranteed to
+    have different names. These are the required properties plus one more, because an answer may
+    repeat any other name.
     """
     least = node.get("minProperties", 0)
     most = len({*map(str, node.get("required", []))}) + 1

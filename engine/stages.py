@@ -13,7 +13,7 @@ from importlib import import_module
 
 # in the order in which they act
 STAGES = {
-    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
+    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step then checks
     "grammar": "engine.grammar.Constraints",  # checks tokens and guesses; server/tools.py needs it
     "scores": "engine.scores.Scores",  # scores the tokens that the grammars accept
     "windows": "engine.window.Window",  # frees the blocks that no token can see any more

@@ -1,7 +1,7 @@
 """
 The data of a step, and the stages that may act on it.
 
-A step computes some tokens of each of its requests, as its `paged.Plan` says. Everything else that
+A step computes some tokens for each of its requests, as its `paged.Plan` says. Everything else that
 an engine can do is done by a `Stage` in a file of its own; stages.py lists all stages.
 `Engine.step` calls each stage at these moments, in this order:
 

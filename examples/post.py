@@ -82,7 +82,7 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
 
 def assemble_paged_cache(requests, pool, block_size):
     """
-    Gather the K and V of each request from the pool, left-padded to the longest. Returns
+    Gather the K and V of each request from the pool, left-padded to the longest request. Returns
 
         past_kvs[layer][head]   K and V, [B, P, D] each
         mask                    [B, 1, P], False for padding
@@ -238,7 +238,7 @@ def interleaved_generate(
             if request is prefill_req:
                 request.prefill_cursor += chunk_size
                 if not request.is_fully_prefilled:
-                    continue  # its logits are for a token in the middle of the prompt
+                    continue  # its logits predict a token in the middle of the prompt
                 commit_completed_blocks(request, scheduler.block_cache, S, pool)
                 scheduler.promote(request)
             request.generated_tokens.append(idx_next[i].item())

@@ -7,9 +7,9 @@ prefix to the same server, which then finds the prefix in its cache.
     python examples/replicas.py --model DIR --replicas 2    # and serve.py flags: --port ..
 
 The servers listen on the ports after the router's, on this machine only. If a server dies, it is
-restarted. Its streams end with an error event, and new requests go to the other servers. SIGTERM
-and Ctrl-C let running requests finish; a second signal ends them. If this process is killed with
-kill -9, the servers and the router keep running.
+restarted. The streams of that server end with an error event, and new requests go to the other
+servers. SIGTERM and Ctrl-C let running requests finish; a second signal ends them. If this process
+is killed with kill -9, the servers and the router keep running.
 
 The router does not forward the page, /events, /tokenize, /metrics, requests without `model`, or
 prompts given as token ids. Use a server's own port for these. smg validates requests itself, with
@@ -125,7 +125,7 @@ def drain(processes: list[Popen]):
 
 
 def main():
-    parser = argparse.ArgumentParser(epilog="All other flags are serve.py's.")
+    parser = argparse.ArgumentParser(epilog="All other flags are passed to serve.py.")
     parser.add_argument("--replicas", type=positive, default=2, help="servers (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
