@@ -204,7 +204,7 @@ GRANITE = LLAMA._replace(names=LLAMA_NAMES | MULTIPLIERS)
 GRANITE4 = GRANITE._replace(
     weights=GRANITE4_WEIGHTS,
     names=GRANITE.names | {"n_inner": "shared_intermediate_size"},
-    defaults=LAYERS_DEFAULTS | {"intermediate_size": None},  # of experts
+    defaults=LAYERS_DEFAULTS | {"intermediate_size": None},  # the width of experts
 )
 HUNYUAN_FIELDS = ROPED | {"qk_norm": True, "qk_norm_late": True}
 HUNYUAN = LLAMA._replace(weights=HUNYUAN_WEIGHTS, fields=HUNYUAN_FIELDS)
@@ -231,7 +231,7 @@ FAMILIES = {  # config.json's model_type -> its family
 
 
 def window_period(saved: dict) -> int:
-    """Return Gemma 3's period: the last of every so many layers has no window."""
+    """Return Gemma 3's period p: the last of every p layers has no window."""
     return saved.get("_sliding_window_pattern", saved["sliding_window_pattern"])
 
 

@@ -120,7 +120,7 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """
-        Return a lower bound of the number of tokens in a text, without encoding it. 0 if no better
+        Return a lower bound for the number of tokens in a text, without encoding it: 0 if no better
         bound is known.
         """
         return len(text) // self.longest if self.longest else 0
@@ -178,7 +178,7 @@ class Tokenizer:
         return b"" if token in self.names else self.spelled_bytes(token)
 
     def spelled_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token like `token_bytes`, but of a control token its name's."""
+        """Return the bytes of one token; for a control token, the bytes of its name."""
         piece = self.backend.id_to_token(token)
         if piece is None:
             return b""
@@ -475,7 +475,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether it is like our own: one token per character, none for an unknown character."""
+    """Return whether each token is one character and unknown characters have none, as in ours."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]

@@ -136,7 +136,7 @@ def build_parser() -> Parser:
     about = "directory of the checkpoint; default: out/DATA, out/PRESET, with --init out/finetuned"
     flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
-    flag("--overwrite", "delete the checkpoint in --out, and start again there", False)
+    flag("--overwrite", "delete the checkpoint in the given --out, and start again there", False)
     about = "only draw the losses of these runs, in compare.png"
     flag("--compare", about, nargs="+", metavar="DIR")
     flag("--data", "corpus: name of a recipe in data/, or a folder that a recipe made", "stdlib")
@@ -183,14 +183,14 @@ def add_recipe_flags(group):
     about = "number of parts in which a device computes its share of the batch, to save memory"
     flag("--accumulate", about, 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
-    about = "peak learning rate of AdamW, which trains embeddings and norms, with --init everything"
+    about = "peak learning rate of AdamW: embeddings and norms; with --init, all weights"
     flag("--vector_lr", about, 4e-3)
     flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
     about = "decay rate of AdamW's running mean of the squared gradient"
     flag("--beta2", about, 0.95, share)
     about = "weight decay of Muon; it is multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
-    about = "weight decay of AdamW, for embeddings, with --init for all matrices"
+    about = "weight decay of AdamW, for embeddings; with --init, for all matrices"
     flag("--vector_decay", about, 0.0)
     flag("--warmup", "number of steps during which the learning rate rises", 10)
     about = "last share of the run, during which the learning rate falls to zero"

@@ -299,7 +299,7 @@ text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
 text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
 text     | MISSING       | No such file .*a\.txt
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
-text     | unknown?      | character 'u' .* is not among the 3 this tokenizer knows
+text     | unknown?      | character 'u' .* is not among the 3 that this tokenizer knows
 chatml   | {"messages": [                     | JSONDecodeError: .*; each line must be JSON like
 chatml   |                                    | JSONDecodeError
 chatml   | {"messages": [{"role": "ü"}]}      | UnicodeDecodeError: .* 0xfc

@@ -159,7 +159,9 @@ cat paged.py | wc -l
 
 
 def test_sizes_are_said_within_five_percent():
-    said = re.search(r"([\d,]+) lines of.*\s.* are ([\d,]+), `paged.py` ([\d,]+);", README)
+    said = re.search(
+        r"([\d,]+) lines of.*\s.* have ([\d,]+) of them, `paged.py` ([\d,]+)\.", README
+    )
     sizes = [int(size) for size in shell(SIZED).split()]
     assert [int(size.replace(",", "")) for size in said.groups()] == pytest.approx(sizes, 0.05)
 
@@ -262,7 +264,9 @@ PROMISED = {
     "forked (`n` answers to one prompt)": "in_random_lives",
     "with overlap; with `--speculate`": "with_drafts",
     "with CUDA graphs": "without_graphs",
-    "with any threads, C compiler and CPU": "with_threads test_one_digest_by_any_compiler",
+    "with any number of threads, C compiler and CPU": (
+        "with_threads test_one_digest_by_any_compiler"
+    ),
 }
 
 

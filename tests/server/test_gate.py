@@ -395,7 +395,7 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
         house.args.access_log = True
         caller = house.call(path, body.encode())
         for added in house.engine.of("add"):
-            house.engine.fail(f"this grammar cannot be served: {added['grammar']}", added["id"])
+            house.engine.fail(f"this grammar cannot be used: {added['grammar']}", added["id"])
         assert caller.status in (400, 404)
     (line,) = logged()
     assert line["error"]
