@@ -10,7 +10,7 @@ Takes the measurements behind the figures in README.md and REFERENCE.md.
     python bench.py overhead      # where a decode step's time goes, on the device and the host
     python bench.py choices       # decode steps for 256 answers to one prompt, and to 256 prompts
     python bench.py server        # the offline workload over HTTP, with 1, 32 and 256 streams
-    python bench.py generate      # the engine against Hugging Face's generate and llama.cpp
+    python bench.py generate      # compares the engine with Hugging Face's generate and llama.cpp
     python bench.py quality       # bits per byte for held-out text, with fp32 and int8 weights
     python bench.py drafts        # answers with and without --speculate, one at a time
     python bench.py grammar       # answers with and without a JSON schema

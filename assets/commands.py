@@ -65,4 +65,4 @@ def main(about: str, commands: dict[str, Callable], flags: dict[str, str]):
     result = {"bench": name, **arguments, **machine, **figures}
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result, default=str))  # str: for paths
+    print(json.dumps(result, default=str))  # `str` converts paths

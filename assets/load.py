@@ -61,7 +61,7 @@ class Stream:
         self.sock.sendall(head.encode() + body)
 
     def receive(self) -> bool:
-        """Read what has arrived. Returns False at the end."""
+        """Read what has arrived. Returns False at the end of the stream."""
         data = self.sock.recv(READ_SIZE)
         if b'"text"' in data:
             self.arrivals.append(time.monotonic())

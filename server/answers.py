@@ -505,7 +505,7 @@ class Job:
             message = f"not finished within {limit:g} s, this server's limit"
             self.fail(ApiError(503, message, code="timeout"))
 
-    # a whole answer
+    # sending a whole answer
 
     async def send_whole(self, send):
         if self.error:
@@ -522,7 +522,7 @@ class Job:
         counts = token_counts(prompt, sum(choice.num_tokens for choice in self.choices))
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    # a stream
+    # sending a stream
 
     async def ping(self):
         """

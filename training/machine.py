@@ -172,7 +172,7 @@ def start_compiler(args: Namespace):
     """
     gc.set_threshold(100_000)  # its objects are permanent, so searching for garbage wastes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
-    with suppress(ImportError, AttributeError):  # the names are private
+    with suppress(ImportError, AttributeError):  # these names are private
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -183,7 +183,7 @@ def start_compiler(args: Namespace):
                 sys.exit(f"{error}: install g++, set CXX to a C++ compiler, or omit --compile")
             return  # the compiler runs in threads
         try:
-            AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
+            AsyncCompile.wakeup()  # `warm_pool` would fork only at the first kernel
         except OSError as error:
             for child in multiprocessing.active_children():
                 child.kill()  # otherwise, Python would wait for these
@@ -354,8 +354,8 @@ def catch_signals() -> list[int]:
 # Seconds reserved for saving the model and drawing its loss at the end of a run. (Scoring the
 # held-out text and sampling are counted separately.)
 CLOSING_SECONDS = 5
-LEAST_STEPS = 200  # with fewer steps, not even the smallest model of a preset learns much
-LEAST_FINETUNING = 20  # this with --init; the learning rate rises over the first 10 steps
+LEAST_STEPS = 200  # with fewer steps, not even the smallest preset model learns much
+LEAST_FINETUNING = 20  # minimum with --init; the learning rate rises over the first 10 steps
 TIMED = 5  # number of timed steps after which to estimate how many steps will fit
 
 

@@ -5,7 +5,7 @@ with a BOS token if the tokenizer adds one. It ends with the end-of-text token.
     python data/text/prepare.py book.txt                            # its last tenth is held out
     python data/text/prepare.py notes/ more.txt --out data/notes    # every tenth file is held out
     python data/text/prepare.py notes/ --init DIR                   # in a checkpoint's tokens
-    python train.py --data text                                     # or notes; -> out/text
+    python train.py --data text                                     # or notes; writes out/text
 
 All files in a folder and its subfolders are read, except hidden files and pipes. Without --init, a
 byte-level BPE is learnt from the training texts. Documents are packed: see training/corpus.py.
