@@ -369,7 +369,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not COMMANDS["chat"].with_name("meta.json").exists():
-        with pytest.raises(SystemExit, match=r"of your own files .*data/chat/prepare.py"):
+        with pytest.raises(SystemExit, match=r"from your own files .*data/chat/prepare.py"):
             load_corpus("chat", ALONE)
 
 
