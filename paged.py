@@ -417,18 +417,19 @@ class Plan:
     # speculative decoding: tokens guessed to follow a decode's last token, which this step checks
     guesses: dict[Request, list[int]] = field(default_factory=dict)
     chunks: list[tuple[Request, int]] = field(default_factory=list)  # (request, number of tokens)
-    completed: list[Request] = field(default_factory=list)  # requests whose last chunk is in it
+    prefilled: list[Request] = field(default_factory=list)  # requests whose prefill ends here
     # copy-on-write: new block -> source block, copied before the step writes
     copies: dict[int, int] = field(default_factory=dict)
     admitted: list[Request] = field(default_factory=list)  # just got a row and a block table
     preempted: list[Request] = field(default_factory=list)  # lost them, and wait again
-    grown: list[Request] = field(default_factory=list)  # block table changed for the next token
+    # requests whose block table has new blocks: appended, or copied on write
+    tables_changed: list[Request] = field(default_factory=list)
     evicted: list[int] = field(default_factory=list)  # blocks removed from the prefix cache
 
     @property
     def sampled(self) -> list[Request]:
         """Requests that get a new token, or several if they have guesses."""
-        return self.decodes + self.completed
+        return self.decodes + self.prefilled
 
     def num_sampled(self, request: Request) -> int:
         """Return how many tokens it samples: one after its last token and one after each guess."""
@@ -712,7 +713,7 @@ class Scheduler:
             if not is_full and allocator.ref_counts[table[-1]] == 1:
                 return
             if allocator.num_free:
-                plan.grown.append(request)
+                plan.tables_changed.append(request)
                 block = allocator.allocate_one()
                 if is_full:
                     table.append(block)
@@ -773,7 +774,7 @@ class Scheduler:
             n = min(share, missing)
             plan.chunks.append((request, n))
             if n == missing:
-                plan.completed.append(request)
+                plan.prefilled.append(request)
             left -= n
 
     def extend_if_free(self, request: Request, n: int) -> int:
@@ -819,7 +820,7 @@ class Scheduler:
         for request, n in plan.chunks:
             request.prefill_cursor += n
             # the slot of a prompt's last token is counted in the third loop
-            request.num_filled_slots += n - (request in plan.completed)
+            request.num_filled_slots += n - (request in plan.prefilled)
             if request.is_fully_prefilled:
                 self.promote(request)
         for request, guesses in plan.guesses.items():
@@ -852,7 +853,7 @@ class Scheduler:
         for request, n in plan.chunks:
             if request.row is None:  # preempted since the launch
                 continue
-            is_last = request in plan.completed
+            is_last = request in plan.prefilled
             request.num_computed_slots += n - is_last  # the last slot is counted in the next loop
             self.commit(request)
         for request, new in tokens.items():
