@@ -47,8 +47,8 @@ class PackedPlan(NamedTuple):
 
     plan: Plan
     shape: StepShape  # including padding
-    # for each request in plan.completed, the index of its token in the sampled tokens [n + C]
-    completed_indices: list[int]
+    # for each request in plan.prefilled, the index of its token in the sampled tokens [n + C]
+    prefilled_indices: list[int]
     inputs: array  # see ops.inputs.pack; empty for a program, which reads the plan itself
 
 
@@ -73,7 +73,7 @@ class Launched:
         for request in plan.decodes:
             indices[request] = index
             index += plan.num_sampled(request)
-        return indices | dict(zip(plan.completed, self.packed.completed_indices, strict=True))
+        return indices | dict(zip(plan.prefilled, self.packed.prefilled_indices, strict=True))
 
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # number of chunk tokens; each further shape has twice as many

@@ -311,7 +311,7 @@ class Engine:
             tokens = self.runner.wait_for(step.launched)
         except BaseException as error:
             return self._fail(step, error)
-        prefilled = [r for r in plan.completed if r.num_to_come]
+        prefilled = [r for r in plan.prefilled if r.num_to_come]
         # leave out requests that have been aborted or sent back since the launch
         dropped = step.dropped
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}

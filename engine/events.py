@@ -101,7 +101,7 @@ class Recorder(Stage):
         """
         plan = step.plan
         is_step = bool(plan.decodes or plan.chunks)
-        if not self.listeners or not (is_step or plan.preempted or plan.grown):
+        if not self.listeners or not (is_step or plan.preempted or plan.tables_changed):
             return
         if is_step:
             self.line["step"] = step.number
@@ -114,7 +114,7 @@ class Recorder(Stage):
         S = self.scheduler.block_size
         writers = {
             block: r.arrival_number
-            for r in plan.grown
+            for r in plan.tables_changed
             for block in r.block_table[r.num_filled_slots // S :]
         }
         copies = [
@@ -126,7 +126,7 @@ class Recorder(Stage):
         shortfall = self.scheduler.admission_shortfall
         if shortfall:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
-        self.changed += plan.preempted + plan.admitted + plan.grown
+        self.changed += plan.preempted + plan.admitted + plan.tables_changed
 
     def resolved(self, step: Step):
         """Record the tokens of a finished step, and the blocks that it has committed."""
