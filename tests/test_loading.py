@@ -105,7 +105,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         load(Settings())
     with refused("bfloat16 take .* and 4 KV blocks"):
         load(Settings(num_blocks=4))
-    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, and the device is cuda"):
+    with pytest.raises(ValueError, match="--quantize int8 is for CPUs, but the device is cuda"):
         load(Settings(quantize="int8"), "cuda")
 
 
