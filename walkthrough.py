@@ -12,7 +12,8 @@ of size 32, fp32. So the keys and values (K and V) of one token are 2 * 4 * 4 * 
 Each stage prints how many KiB of K and V it keeps, how many it copies to append one token to each
 text, and how many it gathers to attend to them. It also prints the number of launches (operations
 started on the device) that store, gather and attend. All stages compute the same logits. Each ends
-with a question; the answers are in REFERENCE.md.
+with a question; the answers are in REFERENCE.md. If it sends you to code that is the solution of an
+exercise (see exercises.py), you may want to do that exercise first.
 """
 
 # ruff: noqa: E402  TRITON_INTERPRET must be set before triton is imported
@@ -149,7 +150,7 @@ def slabs(engine):
     1,400 tokens are free, but no hole is long enough for g. So cut the memory into blocks, here of
     16 tokens. A text's blocks may lie anywhere, so every free block is useful, and a text wastes at
     most 15 slots.
-    Now read paged.py: BlockAllocator. Why is no free block ever too small or in the wrong place?"""
+    Now read paged.py: BlockAllocator (exercise 1). Why is no free block too small or misplaced?"""
 
     def store(k, v, kv, batch):
         kv[:, range(8), batch.positions] = torch.stack((k, v))
@@ -172,7 +173,7 @@ def post(engine):
     contiguous K and V. So for every layer, request and head, it gathers them from the blocks, and
     pads them on the left to the longest text, to make one batch of all requests. This uses memory
     well, but K and V are copied again, in many small pieces and with padding.
-    Now read paged.py: gather_kv_from_pool. In which slot are K and V of request 2's token 35?"""
+    Now read paged.py: gather_kv_from_pool (exercise 3). Which slot holds request 2's token 35?"""
     layers = [block.attn for block in engine.device.model.h]
     longest = LENGTHS[-1] + 1
 
@@ -245,7 +246,7 @@ def planned(engine):
     cache. Step 5: c needs another block and none is left, so the request that arrived last, d, is
     preempted: it loses its blocks and waits. Step 6: d enters again, finds two of its blocks still
     in the cache, and computes only the rest.
-    Now read paged.py: Scheduler._preempt_for. Who would be preempted if d needed a block, not c?"""
+    Now read paged.py: Scheduler._preempt_for (exercise 9). Who goes if d needs a block, not c?"""
     scheduler = paged.Scheduler(max_kv_tokens=24)  # six blocks of four
     prompts = {"a": b"ABCDEFGHIJ", "b": b"ABCDEFGH", "c": b"KLMNOPQRSTU", "d": b"klmnopqrs"}
     print(f"  {'computes':25} {'block tables':29} what happens")
@@ -276,7 +277,7 @@ def online(engine):
     block has a new maximum, first multiply sum and total by e^(old - new). At the end, total / sum
     is the answer. (Two separate parts of a text can be merged in the same way: rescale both to the
     higher maximum, then add.) Now blocks are read in place, and nothing is gathered.
-    Now read kernels.py: merge. What would go wrong if parts were merged without factors e^(..)?"""
+    Now read kernels.py: merge (exercise 13). What would go wrong without the factors e^(..)?"""
 
     def attend(q, kv, attn, batch):
         out = torch.empty_like(q)
