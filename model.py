@@ -662,8 +662,8 @@ class GPT(nn.Module):
     def hidden(self, batch, kv) -> Tensor:
         """
         Compute everything up to the head. Return the normalised hidden states (..., T, C). `batch`
-        is a `WholeTexts` or, when serving, a `kernels.Batch`. `kv` has one entry per layer: None or,
-        when serving, the layer's part of the pool, in which new K and V are stored.
+        is a `WholeTexts` or, when serving, a `kernels.Batch`. `kv` has one entry per layer: either
+        None or, when serving, the layer's part of the pool, in which new K and V are stored.
         """
         batch.rotations = {
             window: batch.ops.rotation(batch.positions, getattr(self, f"frequencies_{window}"))
