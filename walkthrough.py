@@ -13,8 +13,8 @@ numbers, or 4 KiB.
 Each stage prints how many KiB of K and V it keeps, how many it copies to append one token to each
 text, and how many it gathers for attention. It also prints the number of launches (operations
 started on the device) that store, gather and attend. All stages compute the same logits. Each stage
-ends with a question; the answers are in REFERENCE.md. If it sends you to the solution of an exercise
-(see exercises.py), you may want to do that exercise first.
+ends with a question; the answers are in REFERENCE.md. If a stage sends you to the solution of an
+exercise (see exercises.py), you may want to do that exercise first.
 """
 
 # ruff: noqa: E402  TRITON_INTERPRET must be set before triton is imported
