@@ -1,15 +1,15 @@
 """
-The engine's state on its device, and the computation of a step there.
+The engine's state on its device, and how a step is computed there.
 
     device = Device(model, settings)
-    device.fill_rows(request)           # for a request that starts to run
-    launched = device.run(packed)       # a step: forward and sampling, in one of three ways
+    device.fill_rows(request)           # for a request that has started
+    launched = device.run(packed)       # a step: forward pass and sampling, in one of three ways
     device.send(launched)               # copy its tokens to the host
 
 The host's part of a step is in runner.py. The code here never waits for the device during a step.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary. A step has n decodes
-and C chunks. N is the most requests that run at the same time: each has a row, and row N is for
-padding.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary size. A step has n
+decodes and C chunks. N is the maximum number of requests that run at the same time. Each of them
+has a row, and row N is for padding.
 """
 
 import gc
@@ -35,7 +35,7 @@ from params import GREEDY, Settings
 
 def kv_dtype(model: GPT) -> torch.dtype:
     """
-    Return the dtype of the KV pool. It is the dtype of the weights, except on a CPU. There it is
+    Return the dtype of the KV pool. On a GPU, this is the dtype of the weights. On a CPU it is
     fp32, because attention with a single query is slow in bf16.
     """
     weight = model.wte.weight
@@ -43,26 +43,26 @@ def kv_dtype(model: GPT) -> torch.dtype:
 
 
 class PackedPlan(NamedTuple):
-    """A plan in the form that the device takes."""
+    """A plan, packed for the device."""
 
     plan: Plan
     shape: StepShape  # including padding
-    # for each request of plan.completed: the index of its token among the sampled ones [n + C]
-    completed_indices: list[int]
+    # for each request in plan.prefilled, the index of its token in the sampled tokens [n + C]
+    prefilled_indices: list[int]
     inputs: array  # see ops.inputs.pack; empty for a program, which reads the plan itself
 
 
 @dataclass
 class Launched:
-    """A step that was started on the device, and its results."""
+    """A step that has been started on the device, and its results."""
 
     packed: PackedPlan
     # on the device, valid until the next step
     tokens: Tensor  # [n + C]
     logits: Tensor  # [n + C, V]
-    hidden: Tensor  # [n + T, width], of the last layer
+    hidden: Tensor  # [n + T, width], from the last layer
     # on the host, valid once `done` has happened
-    on_host: Tensor | None = None  # the tokens [n + C], or longer
+    on_host: Tensor | None = None  # the tokens [n + C]; any further entries are unused
     done: torch.cuda.Event | None = None
 
     def token_indices(self) -> dict[Request, int]:
@@ -73,25 +73,26 @@ class Launched:
         for request in plan.decodes:
             indices[request] = index
             index += plan.num_sampled(request)
-        return indices | dict(zip(plan.completed, self.packed.completed_indices, strict=True))
+        return indices | dict(zip(plan.prefilled, self.packed.prefilled_indices, strict=True))
 
 
-FIRST_SHAPE_WITH_CHUNKS = 128  # tokens; each further shape has twice as many
-# The number of rows that take hardly longer than one: the smallest tile of ops/linear.py, and the
-# rows that ops/cpu.c multiplies together. A step with guesses has at most this many rows.
+FIRST_SHAPE_WITH_CHUNKS = 128  # number of chunk tokens; each further shape has twice as many
+# How many rows take hardly longer than one row. On a GPU, this is the smallest tile in
+# ops/linear.py. On a CPU, it is how many rows ops/cpu.c multiplies together. A step with guesses
+# has at most this many rows.
 CHEAP_ROWS_ON_GPU = 16
 CHEAP_ROWS = 8
-# Numbers of decodes in shapes with chunks. They are few, because in a step of many tokens some more
-# rows of padding hardly matter.
+# Numbers of decodes in shapes with chunks. There are only a few of them, because in a step with
+# many tokens, a few more rows of padding hardly matter.
 COARSE = (8, 32, 64, 128, 256)
-TOKENS_OF_A_CHUNK = 64  # a shape with T chunk tokens fits T / TOKENS_OF_A_CHUNK chunks, at least 8
+TOKENS_OF_A_CHUNK = 64  # a shape with T chunk tokens has room for T / 64 chunks, and at least 8
 
 
 def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     """
-    Return the shapes that steps of at most N decodes are padded to, with CUDA graphs and without.
+    Return the shapes to which steps with at most N decodes are padded, with or without CUDA graphs.
     Shapes without chunks come first. The others have chunks of up to `token_budget` tokens in
-    total. They are sorted by chunk tokens, then by decodes.
+    total, and are sorted by the number of chunk tokens, then by the number of decodes.
     """
     decodes = [n for n in (1, 2, 4, *range(8, N, 8)) if n < N]
     decodes.append(N)
@@ -104,7 +105,7 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
-            if n in COARSE or n == N:  # N, so that every step fits
+            if n in COARSE or n == N:  # N always, so that every step fits
                 shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
     return shapes
 
@@ -112,18 +113,18 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
 class Device:
     """
     The model, the KV pool, and the state of each running request. The state is kept in arrays that
-    are indexed by the request's row, so a plan carries only what changed. The last row is for
+    are indexed by the request's row, so a plan carries only what has changed. The last row is for
     padding, and its block table points only to the padding block.
 
     If the operators allow it (`Ops.fixed_shapes`), steps are padded to a few `shapes`. Each shape
-    is captured once as a CUDA graph, so that forward, sampling and the update of the arrays are one
-    launch.
+    is captured once as a CUDA graph, so that the forward pass, sampling and the updates of the
+    arrays take a single launch.
     """
 
     def __init__(self, model: GPT, settings: Settings):
         """
-        Allocate the pool and the arrays. All sizes in `settings` must be filled in (sizing.py).
-        Raises ValueError for operators that do not work here.
+        Allocate the pool and the arrays. All sizes in `settings` must have been filled in (see
+        sizing.py). Raises ValueError if the operators asked for do not work on this machine.
         """
         config = model.config
         device = model.wte.weight.device
@@ -152,7 +153,7 @@ class Device:
             counting=torch.arange(most_rows + 1, dtype=torch.int32, device=device),
             S=settings.block_size,
         )
-        self.shapes = []  # that steps are padded to; empty: steps are not padded
+        self.shapes = []  # shapes that steps are padded to; if empty, there is no padding
         if self.ops.fixed_shapes and device.type == "cuda":
             self.shapes = padded_shapes(most_rows, settings.token_budget)
         self.finder = None  # finds groups of decodes with a common prefix
@@ -169,11 +170,10 @@ class Device:
             self.program = self.ops.program(self.model, self.ops, self.pool.kv, self.known, T)
             self.run = self.run_program
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
-        # the ring of rows that graphs send their tokens to, and the number of rows sent so far: see
-        # fused.send
+        # graphs send their tokens to the rows of a ring, and count the rows sent: see fused.send
         self.ring: Tensor | None = None
         self.num_sent: Tensor | None = None
-        self.last_inputs = array("q")  # the last inputs that were written into `static_inputs`
+        self.last_inputs = array("q")  # the inputs last written to `static_inputs`
         if settings.graphs and self.shapes:
             self.capture_all()
             self.run = self.replay
@@ -181,7 +181,7 @@ class Device:
     # -- host to device ----------------------------------------------------------------------------
 
     def fill_rows(self, *requests: Request):
-        """Fill the rows of requests that start to run, resume, or were forked."""
+        """Fill the rows of requests that have started, resumed, or been forked."""
         starts = []
         for r in requests:
             tokens = r.generated_tokens or r.prompt_tokens
@@ -193,7 +193,7 @@ class Device:
         self.sampling.fill(*map(sampling_row, requests))
 
     def fill_tables(self, requests: Iterable[Request]):
-        """Fill the block tables of requests. Shorter tables are padded with the padding block."""
+        """Fill the block tables of requests, padding shorter tables with the padding block."""
         M = max(len(r.block_table) for r in requests)
         tables = array("q")
         for r in requests:
@@ -203,16 +203,16 @@ class Device:
         self.known.block_tables[tables[:, 0], :M] = tables[:, 1:].int()
 
     def copy_blocks(self, copies: dict[int, int]):
-        """Copy blocks, {copy: source}. All are read before any is written."""
+        """Copy blocks, given as {copy: source}. All sources are read before any copy is written."""
         targets = upload(list(copies), self.device)
         sources = upload(list(copies.values()), self.device)
         self.pool.copy_blocks(targets, sources)
 
     # -- a step ------------------------------------------------------------------------------------
 
-    # There are three ways to run a step, and `run` is the one that this device uses. A program is a
+    # There are three ways to run a step; `run` is the one that this device uses. A program is a
     # list of calls into C. A batch is computed operator by operator. `replay` launches the CUDA
-    # graph of the batch's shape, if there is one.
+    # graph for the batch's shape, if there is one.
 
     @torch.inference_mode()
     def run_program(self, packed: PackedPlan) -> Launched:
@@ -230,7 +230,7 @@ class Device:
         if packed.shape not in self.graphs:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
-        # equal inputs: the same requests decode another token, each in the same block as before
+        # the inputs do not change if the same requests decode again in the same blocks
         if packed.inputs != self.last_inputs:
             upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs
@@ -238,7 +238,7 @@ class Device:
         return Launched(packed, *outputs, on_host=next(self.sent))
 
     def send(self, launched: Launched):
-        """Start to copy the tokens to the host, unless a graph has done so itself."""
+        """Start copying the tokens to the host, unless a graph already does so."""
         if launched.on_host is None:
             launched.on_host = launched.tokens.to("cpu", non_blocking=True)
         if launched.tokens.is_cuda:
@@ -247,23 +247,23 @@ class Device:
 
     def compute(self, packed: Tensor, shape: StepShape, plan: Plan | None = None):
         """
-        Compute a step of n decodes and of C chunks with T tokens in total. Returns the sampled
+        Compute a step with n decodes, and C chunks with T tokens in total. Returns the sampled
         tokens [n + C], their logits [n + C, V], and the hidden states of the last layer
-        [n + T, width]. With `fixed_shapes` the host never waits for the device in here, so the step
-        can be captured as a CUDA graph. `plan` shows what can be skipped; it is None during a
-        capture.
+        [n + T, width]. With `fixed_shapes`, the host never waits for the device in this method, so
+        the step can be captured as a CUDA graph. `plan` shows which work can be skipped; it is None
+        during a capture.
         """
         batch, rows = lay_out(packed, shape, plan, self.known, self.ops)
         H = self.model.config.n_head
         kv = self.pool.kv[0]
         batch.attention_plans = {w: self.ops.plan_attention(batch, H, kv, w) for w in self.windows}
         x = self.model.hidden(batch, self.pool.kv)
-        last = x[batch.logits_index] if shape.C else x  # with only decodes, every row is wanted
+        last = x[batch.logits_index] if shape.C else x  # without chunks, every row is needed
         logits = self.model.logits(last, self.ops)
         return self.sample(logits, rows, batch.context_lens, plan), logits, x
 
     def sample(self, logits: Tensor, rows: Tensor, positions: Tensor, plan: Plan | None) -> Tensor:
-        """Sample a token for each of these rows. A request without `params` is greedy."""
+        """Sample a token for each of these rows. Requests without `params` are sampled greedily."""
         params = [getattr(r, "params", GREEDY) for r in plan.sampled] if plan else None
         return self.ops.sample(logits, rows, positions, self.sampling, params)
 
@@ -272,9 +272,9 @@ class Device:
         self, launched: Launched, requests: dict[Request, int], masks: list[np.ndarray]
     ):
         """
-        Sample again for these requests, each only among the tokens that its mask allows. A mask is
-        [V / 32] int32. `requests` maps each request to the number of its tokens of this step that
-        come before the new one.
+        Sample again for these requests, this time only from the tokens that each request's mask
+        allows. A mask is [V / 32] int32. `requests` maps each request to the number of its tokens
+        in this step that precede the new one.
         """
         index_of = launched.token_indices()
         indices = upload([index_of[r] + n for r, n in requests.items()], self.device)
@@ -288,13 +288,13 @@ class Device:
         params = [r.params for r in requests]
         logits = launched.logits[indices]
         tokens[indices] = self.ops.sample(logits, rows, positions, self.sampling, params, allowed)
-        launched.on_host = None  # a graph may have sent the old tokens: `send` copies the new ones
+        launched.on_host = None  # a graph may have sent the old tokens; `send` copies the new ones
 
     @torch.inference_mode()
     def sampled_logprobs(self, launched: Launched, indices: list[int], most: int) -> tuple:
         """
         Return the log-probabilities of the sampled tokens at these indices, with `most` candidates
-        for each (`logprobs` in ops/sampling.py).
+        for each (see `logprobs` in ops/sampling.py).
         """
         indices = upload(indices, self.device)
         return self.ops.logprobs(launched.logits[indices], launched.tokens[indices], most)
@@ -304,7 +304,7 @@ class Device:
         self, launched: Launched, rows: slice, targets: list[int], most: int
     ) -> list[Tensor]:
         """
-        Return the log-probabilities of these tokens, each predicted by the hidden state in the
+        Return the log-probability of each target, as predicted by the hidden state in the
         corresponding row, with `most` candidates for each.
         """
         logits = self.model.logits(launched.hidden[rows], self.ops)
@@ -315,23 +315,23 @@ class Device:
 
     def sync_ring(self):
         """
-        Let the host continue to read at the row of the ring that the next graph sends its tokens
-        to. Also called after Ctrl-C, which may have struck after a graph was launched but before
-        the host had counted it.
+        Make the host read next from the row of the ring to which the next graph will send its
+        tokens. Also called after Ctrl-C, which may have come after a graph was launched but before
+        the host counted it.
         """
         if self.ring is not None:
             first = self.num_sent.item() % len(self.ring)
             self.sent = itertools.islice(itertools.cycle(self.ring), first, None)
 
     def padding(self, shape: StepShape) -> array:
-        """Return the inputs of a step that consists of padding only."""
+        """Return the inputs of a step that contains only padding."""
         return pack(Plan(), shape, self.padding_row, self.pool.padding_block)
 
     @torch.inference_mode()
     def warm_up(self):
         """
-        Compute the largest step, with nothing but padding, to compile its kernels and to allocate
-        its memory. Does nothing if steps are not padded.
+        Run the largest step with only padding, to compile its kernels and allocate its memory. Does
+        nothing if steps are not padded.
         """
         if self.shapes:
             largest = max(self.shapes, key=lambda shape: shape.n + shape.T)
@@ -342,8 +342,8 @@ class Device:
     def capture_all(self):
         """
         Capture every shape as a CUDA graph. The largest shape comes first, so that the smaller ones
-        reuse its memory. Before its capture each step runs once, which compiles its kernels. At the
-        end, all existing objects are exempted from garbage collection.
+        reuse its memory. Each step is run once before it is captured, to compile its kernels. At
+        the end, all existing objects are exempted from garbage collection.
         """
         shapes = self.shapes + self.shapes_with_groups
         longest = max(sum(sizes(shape)) for shape in shapes)
@@ -359,7 +359,7 @@ class Device:
         largest_first = sorted(shapes, key=lambda shape: -shape.n - shape.T)
         for shape in tqdm(largest_first, "CUDA graphs", leave=False, disable=None):
             packed = upload(self.padding(shape), self.device, out=self.static_inputs)
-            stream.wait_stream(torch.cuda.current_stream())  # its inputs were made there
+            stream.wait_stream(torch.cuda.current_stream())  # which uploads the inputs
             with torch.cuda.stream(stream):
                 tokens, *_ = self.compute(packed, shape)
                 self.ops.send(tokens, self.ring, self.num_sent)
@@ -371,7 +371,7 @@ class Device:
             self.graphs[shape] = graph, *outputs
         self.sync_ring()
         gc.collect()
-        # these objects live as long as the process; to scan them would delay a step by 50 ms
+        # these objects live as long as the process; scanning them would delay a step by 50 ms
         gc.freeze()
         memory = (torch.cuda.memory_reserved() - reserved) / 2**20
         seconds = time.perf_counter() - started

@@ -1,54 +1,55 @@
 """
 Speculative decoding without a draft model: the text so far is used to guess how it continues.
 
-    drafts.planned(step)        # add guesses to the plan, as far as there is capacity
+    drafts.planned(step)        # add as many guesses to the plan as fit
     ...                         # compute the step, including the guesses
     drafts.settled(step)        # keep the tokens up to the first wrong guess, plus one more
 
-A step reads all weights of the model, so it takes hardly longer for a few tokens than for one. If
-the last tokens of a text have occurred in it before, the tokens that followed them there are its
-draft (prompt lookup, Saxena 2023; vLLM's method "ngram"). For example, after the last token t and a
-draft a b c, four tokens are sampled in one step:
+A step must read all of the model's weights, so it takes hardly longer for a few tokens than for
+one. If the last tokens of a text have occurred earlier in it, the tokens that followed that
+occurrence become the draft (prompt lookup, Saxena 2023; vLLM's "ngram" method). For example, with
+the last token t and the draft a b c, four tokens are sampled in one step:
 
     computed    t  a  b  c
-    sampled     a  b  x  y      a and b were right; x comes after them; y follows a wrong c: dropped
+    sampled     a  b  x  y      a, b and x are kept; y is dropped, because it follows a wrong c
 
-The noise of a token depends on its request's seed and on its position. So a wrong guess costs time,
-but it never changes a token, whether sampling is greedy or not. If logits do not depend on the
-other rows of a batch (ops/cpu.c, ops/deterministic.py), a text is equal to the bit to what it would
-be without drafts.
+A token's sampling noise depends on its request's seed and on its position. So a wrong guess costs
+time but never changes a token, whether or not sampling is greedy. If logits do not depend on the
+other rows of a batch (ops/cpu.c, ops/deterministic.py), a text is exactly what it would be without
+drafts.
 
-A guess needs all tokens before it. But with overlap, a step is planned before the last token is
-known. So the engine overlaps steps until the known tokens of some text promise a draft. From then
-on it waits for each step before it plans the next one, as long as there are drafts.
+A guess can only be made once all tokens before it are known, but with overlap, a step is planned
+before the last token is known. So the engine overlaps steps until the known tokens of some text
+suggest a draft. From then on, as long as there are drafts, it waits for each step before planning
+the next one.
 """
 
 from engine.step import Answer, Stage, Step
 from paged import Plan, Request
 from params import GREEDY
 
-MATCHED = 3  # the n of the n-grams: the last n tokens must have occurred in the text before
-LONGEST_PAUSE = 64  # tokens without a draft, after many wrong guesses in a row
+MATCHED = 3  # n of the n-grams: the last n tokens must have occurred earlier in the text
+LONGEST_PAUSE = 64  # maximum number of tokens without a draft, after many wrong guesses in a row
 
 
 class GrowingText:
-    """The text of a request, with an index of where each n-gram occurred last."""
+    """The text of a request, with an index of where each n-gram last occurred."""
 
     def __init__(self, request: Request):
         self.request = request
         self.can_guess = can_guess(request)
         self.tokens: list[int] = []  # prompt and answer, as far as known at the last guess
-        self.place_after: dict[tuple, int] = {}  # n-gram -> the place after its last occurrence
+        self.place_after: dict[tuple, int] = {}  # n-gram -> place after its last occurrence
         self.num_indexed = MATCHED  # the next place to index; never the end of the text
-        # set by `learn`, from how well the text was guessed so far
+        # set by `learn`, according to how well the text has been guessed so far
         self.length = 1  # maximum length of the next draft
         self.pause = 1  # number of tokens without a draft, after the next wrong draft
-        self.pause_ends = 0  # no draft before the text has this many tokens
+        self.pause_ends = 0  # no draft until the text has this many tokens
 
     def guess(self, most: int) -> list[int]:
         """
-        Return a draft: up to `most` tokens that may follow the known ones. Return [] if the last
-        MATCHED tokens have not occurred before.
+        Return a draft: up to `most` tokens that may follow the known ones. Returns [] during a
+        pause, or if the last MATCHED tokens have not occurred before.
         """
         if not self.can_guess or most < 1:
             return []
@@ -61,16 +62,16 @@ class GrowingText:
         place = self.place_after.get(tuple(tokens[-MATCHED:]))
         if place is None or len(tokens) < self.pause_ends:
             return []
-        # If the draft reaches the end of the text, it starts over at `place`: a text that repeats a
-        # few tokens over and over is expected to continue so.
+        # If the draft reaches the end of the text, it starts over at `place`, because a text that
+        # keeps repeating a few tokens is expected to go on repeating them.
         period = len(tokens) - place
         return [tokens[place + i % period] for i in range(min(most, self.length))]
 
     def learn(self, num_right: int):
         """
-        Adapt to the last draft, of which `num_right` guesses were right. After right guesses drafts
-        get longer. After a wrong draft the pauses get longer, because guessing does not pay while
-        half of the guesses or more are wrong.
+        Adapt to the last draft, in which `num_right` guesses were right. After right guesses,
+        drafts get longer. After a wrong draft, pauses get longer, because guessing does not pay off
+        while half of the guesses or more are wrong.
         """
         self.length = 2 * num_right + 1
         if num_right:
@@ -81,7 +82,7 @@ class GrowingText:
 
 
 class Drafts(Stage):
-    """The drafts of an engine, if its settings turn them on (`speculate`)."""
+    """Adds drafts to an engine's steps, if its settings turn them on (`speculate`)."""
 
     def __init__(self, engine):
         super().__init__(engine)
@@ -100,8 +101,8 @@ class Drafts(Stage):
 
     def waits_for(self, step: Step) -> bool:
         """
-        Return True if the step in flight must end before the next one is planned: if it has drafts,
-        or if some text is likely to get one.
+        Return whether the step in flight must end before the next one is planned, because it has
+        drafts or because some text is likely to get one.
         """
         if not self.is_on or step.plan.guesses:
             return self.is_on
@@ -114,7 +115,7 @@ class Drafts(Stage):
 
     def planned(self, step: Step):
         """
-        Add guesses to a plan that only has decodes, as far as the cheap rows of a step, the token
+        Add guesses to a plan that only has decodes: as many as the step's cheap rows, the token
         budget and the free blocks allow.
         """
         plan = step.plan
@@ -130,28 +131,28 @@ class Drafts(Stage):
                 capacity -= len(draft)
 
     def _capacity(self, decodes: list[Request]) -> int:
-        """Return the number of guesses that a step can compute in addition to these decodes."""
+        """Return how many guesses a step can compute in addition to these decodes."""
         engine = self.engine
         return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, capacity: int) -> list[int]:
-        """Return the draft of a request, at most `capacity` tokens."""
+        """Return the draft for a request, with at most `capacity` tokens."""
         if request not in self.texts:
             self.texts[request] = GrowingText(request)
         wanted = min(capacity, request.max_new_tokens - request.num_generated - 1)
         return self.texts[request].guess(wanted)
 
     def _add_draft(self, plan: Plan, request: Request, draft: list[int]):
-        """Add the draft to the plan, as far as there are free blocks for it."""
+        """Add as much of the draft to the plan as there are free blocks for."""
         num_blocks = len(request.block_table)
         num_slots = self.engine.scheduler.extend_if_free(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
-            plan.grown.append(request)
+            plan.tables_changed.append(request)
         if num_slots > 1:
             plan.guesses[request] = draft[: num_slots - 1]
 
     def launched(self, step: Step):
-        """Treat a draft that the engine has waited for, and that did not come, as a wrong one."""
+        """Treat a draft that never arrived, although the engine waited for it, as wrong."""
         if not self.promised:
             return
         for request in self.promised - step.plan.guesses.keys():
@@ -160,7 +161,7 @@ class Drafts(Stage):
         self.promised = set()
 
     def settled(self, step: Step):
-        """Keep the tokens that confirm right guesses, plus the one sampled after the last."""
+        """Keep the tokens that confirm guesses, plus the one sampled after the last of these."""
         for request, draft in step.plan.guesses.items():
             self.num_guessed += len(draft)
             tokens = step.tokens.get(request)
@@ -173,7 +174,7 @@ class Drafts(Stage):
 
 def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[int]) -> int:
     """
-    Return how many tokens of a draft equal the sampled ones, up to the first difference or stop
+    Return how many tokens of a draft match the sampled ones, before the first difference or stop
     token.
     """
     for i, token in enumerate(draft):
@@ -185,8 +186,8 @@ def num_right(draft: list[int], sampled: list[int], stop_token_ids: frozenset[in
 def can_guess(request: Request) -> bool:
     """
     Return whether a request's tokens can be guessed. They cannot if sampling depends on more than
-    the logits and the position, for example on the counts of a penalty, or on a grammar's mask that
-    comes before filters. Nor can they if log-probabilities are wanted.
+    the logits and the position, for example on the token counts for a penalty, or on a grammar's
+    mask that is applied before filters. Nor can they if log-probabilities are requested.
     """
     params = getattr(request, "params", GREEDY)
     masked_first = params.grammar and params.filters

@@ -4,10 +4,10 @@ Requests in, tokens out: each step is plan -> launch -> resolve.
     engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes. The `Runner` (runner.py) sends it to the
-`Device` (device.py). The `Engine` drives both for requests that come and go, which is continuous
-batching. Everything else that can happen in a step is done by stages (step.py). The server's loop
-is in process.py, and the post's loop in interleaved.py.
+The `Scheduler` (paged.py) decides what a step computes. The `Runner` (runner.py) sends each plan to
+the `Device` (device.py). The `Engine` calls the scheduler and the runner as requests come and go;
+this is continuous batching. Everything else that can happen in a step is done by stages (step.py).
+The server's loop is in process.py, and the blog post's loop is in interleaved.py.
 """
 
 import random
@@ -30,24 +30,22 @@ from model import GPT
 from paged import Scheduler
 from params import NO_TOKEN, SamplingParams, Settings
 
-# delays kept of each kind; `stats` empties the lists, but only servers call it
+# maximum number of delays of each kind to keep; `stats` empties the lists, but only servers call it
 MAX_DELAYS = 10_000
 BROKEN = "the model's logits are not numbers: its weights are broken"
 
 
 class Engine:
     """
-    Serves requests that come and go; each `step` computes some tokens of each. Not thread-safe:
-    call all methods from one thread.
+    Serves requests as they come and go. Each `step` computes some tokens for the running requests.
+    Not thread-safe: call all methods from one thread.
     """
 
     def __init__(self, model: GPT, settings: Settings | None = None):
-        """
-        Raises ValueError for settings that cannot work here. The message says what to change.
-        """
+        """Raises ValueError if the settings cannot work; the message says what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
-        # allocate a step's own memory first, because the pool is sized by the free memory
+        # allocate a step's own memory first, because the pool's size depends on the free memory
         if on_gpu and settings.num_blocks is None:
             with explain_lack_of_memory("the weights and a step"):
                 Device(model, replace(settings, num_blocks=1, graphs=False)).warm_up()
@@ -71,10 +69,10 @@ class Engine:
         self.started = time.monotonic()
         self.overlap = on_gpu if settings.overlap is None else settings.overlap
         self.stages = build_stages(self)
-        self.acting = by_moment(self.stages.values())  # moment of a step -> stages that act then
+        self.acting = by_moment(self.stages.values())  # moment of a step -> stages that act at it
         self.in_flight: Step | None = None
         self.requests: dict[int | str, Answer] = {}  # waiting or running
-        # a request with n > 1 -> its other answers, which are still to be forked
+        # id of a request with n > 1 -> its other answers, which have yet to be forked
         self.promised: dict[int | str, list[Answer]] = {}
         self.seeds = random.Random(settings.seed)
         self.delays = {name: deque(maxlen=MAX_DELAYS) for name in ("waited", "prefilled")}
@@ -84,7 +82,7 @@ class Engine:
 
     @property
     def blocks(self) -> str:
-        """The size of the pool for messages, for example "40 blocks of 16"."""
+        """The size of the pool as shown in messages, for example "40 blocks of 16"."""
         return f"{plural(self.num_blocks, 'block')} of {self.scheduler.block_size}"
 
     @property
@@ -106,12 +104,12 @@ class Engine:
         name: str = "",
     ) -> Answer:
         """
-        Queue a request, and return it. Lower priorities are served first. With n > 1, the request
-        is forked once its prompt is computed: n - 1 further answers get the ids "id.1", "id.2", and
-        so on. If the request fails before that, they are never started. `prompt_logprobs`: score
-        the prompt, with this many candidates for each token. `name`: the client's name for the
-        request. Raises ValueError, with the numbers, if the request could never be served or its id
-        is in use.
+        Queue a request, and return it. Requests with lower `priority` values are served first. With
+        n > 1, the request is forked once its prompt has been computed: n - 1 further answers get
+        the ids "id.1", "id.2", and so on. If the request fails before that, they are never started.
+        `prompt_logprobs` is the number of candidates per token if the prompt is to be scored.
+        `name` is the client's name for the request. Raises ValueError if the request could never be
+        served, or if its id is in use; the message gives the numbers.
         """
         prompt_tokens = list(prompt_tokens)
         params.check_vocabulary(self.config.vocab_size)
@@ -145,7 +143,7 @@ class Engine:
         return request
 
     def _announce(self, request: Answer):
-        """Register a request that is in the scheduler, and notify the stages."""
+        """Register a request that the scheduler already has, and notify the stages."""
         self.requests[request.id] = request
         for stage in self.stages.values():
             stage.added(request)
@@ -164,8 +162,8 @@ class Engine:
         for t in prompt_tokens:
             if type(t) is not int or not 0 <= t < V:  # this also refuses numpy's integers
                 raise ValueError(
-                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
-                    "tokenizer, to a list"
+                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it to a list with "
+                    "this model's tokenizer"
                 )
         length = len(prompt_tokens) + max_tokens
         if length > self.max_model_len:
@@ -178,11 +176,11 @@ class Engine:
 
     def _fork_answers(self, first: Answer):
         """
-        Start the other answers to the prompt of `first`, which was just computed (parallel
-        sampling). A fork shares all blocks of the prompt. It computes only the prompt's last token
-        again, for the logits to sample from. Sharing is not possible if no row is free, if the
-        first answer has ended, or if the prompt's last block is full and committed. Then an answer
-        waits like any request, and finds the blocks in the prefix cache.
+        Start the other answers to the prompt of `first`, which has just been computed (parallel
+        sampling). A fork shares all of the prompt's blocks. It recomputes only the prompt's last
+        token, to get logits to sample from. Sharing is not possible if no row is free, if the first
+        answer has ended, or if the prompt's last block is full and committed. In these cases, the
+        answers are queued like any other request, and find the blocks in the prefix cache.
         """
         scheduler = self.scheduler
         P = len(first.prompt_tokens)
@@ -208,9 +206,9 @@ class Engine:
 
     def abort(self, id: int | str):
         """
-        Forget a request, whatever its state, and free its blocks. Does nothing if the request has
-        already finished. Other answers to its prompt are not started. Those that were forked
-        before go on; to stop them, abort their own ids.
+        Drop a request in any state, and free its blocks. Does nothing if the request has already
+        finished. Other answers to its prompt are not started. Those already forked continue; to
+        stop them, abort their own ids.
         """
         self.promised.pop(id, None)
         request = self.requests.get(id)
@@ -229,18 +227,19 @@ class Engine:
     def step(self) -> list[Output]:
         """
         Compute one step, and return its outputs. With overlap, start one step and return the
-        outputs of the step before, so that the host works while the device does:
+        outputs of the previous one, so that host and device work at the same time:
 
             host    plan 1, launch 1   plan 2, launch 2   resolve 1   plan 3, launch 3   resolve 2
             device                  [ step 1             ][ step 2                      ][ step 3 ..
 
-        Overlap needs no token on the host to plan the next step. The last token of each request
-        stays on the device (`KnownRows.last_token`), where the next step reads it. On the host,
-        `advance` appends a placeholder (`paged.TO_COME`), and `resolve` replaces it a step later.
+        The next step can be planned before any token has reached the host: the last token of each
+        request stays on the device (`KnownRows.last_token`), where the next step reads it. On the
+        host, `advance` appends a placeholder (`paged.TO_COME`), and `resolve` replaces it one step
+        later.
 
-        Some stages must know all tokens before the next plan. For these the step in flight is
-        resolved first (`waits_for`). If a step fails, the requests in it end with an error and the
-        others continue.
+        Some stages must know all tokens before the next step is planned. For these, the step in
+        flight is resolved first (`waits_for`). If a step fails, the requests in it end with an
+        error and the others continue.
         """
         acting = self.acting
         outputs = []
@@ -255,9 +254,9 @@ class Engine:
             failed, step = self._launch()
             outputs += failed
         finally:
-            # The step before is resolved even if Ctrl-C ended this launch. Otherwise, if this plan
-            # has preempted a request that the next plan admits again, the request's chunk in flight
-            # would count for the new attempt.
+            # The previous step is resolved even if Ctrl-C has ended this launch. Otherwise, if this
+            # plan has preempted a request and the next plan admits it again, the request's chunk in
+            # flight would count towards the new attempt.
             if self.overlap:
                 step, self.in_flight = self.in_flight, step
             if step is not None:
@@ -282,7 +281,7 @@ class Engine:
             if not plan.decodes and not plan.chunks:
                 return [], None
             self.num_steps += 1
-            # before the launch: on a CPU, `launch` only returns when the step is computed
+            # before the launch, which on a CPU only returns once the step has been computed
             for request in plan.admitted:
                 if not request.num_preemptions:  # the wait after a preemption is not counted
                     request.admitted_time = self._note_delay("waited", request.arrival_time)
@@ -300,20 +299,20 @@ class Engine:
         return [], step
 
     def _note_delay(self, name: str, since: float) -> float:
-        """Note the delay since this time, for `stats`. Returns the current time."""
+        """Record the time elapsed since `since`, for `stats`. Returns the current time."""
         now = time.monotonic()
         self.delays[name].append(now - since)
         return now
 
     def _resolve(self, step: Step) -> list[Output]:
-        """Wait for a step, and pass its tokens to the scheduler. Returns the requests' outputs."""
+        """Wait until a step is done, and pass its tokens to the scheduler. Returns the outputs."""
         plan = step.plan
         try:
             tokens = self.runner.wait_for(step.launched)
         except BaseException as error:
             return self._fail(step, error)
-        prefilled = [r for r in plan.completed if r.num_to_come]
-        # leave out requests that were aborted or sent back since the launch
+        prefilled = [r for r in plan.prefilled if r.num_to_come]
+        # leave out requests that have been aborted or sent back since the launch
         dropped = step.dropped
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.acting["settled"]:
@@ -347,8 +346,8 @@ class Engine:
         return Output(request.id, [], "error", error=error)
 
     def _after_prefill(self, request: Answer, step: Step):
-        """Note the delay of a request's first token, and fork the other answers to its prompt."""
-        # After a preemption this is not the first token. A fork has no `admitted_time`.
+        """Record how long the first token took, and fork the other answers to the prompt."""
+        # After a preemption, the token is not the first. A fork has no `admitted_time`.
         is_first = request.num_known == 1 and step.tokens.get(request)
         if is_first and request.admitted_time is not None:
             self._note_delay("prefilled", request.admitted_time)
@@ -357,9 +356,9 @@ class Engine:
 
     def _fail(self, step: Step, error: BaseException) -> list[Output]:
         """
-        Abort the requests that took part in a failed step, because it is unknown what the step has
-        written to their K, V and device state. Returns their outputs. Raises Ctrl-C (any
-        BaseException that is not an Exception) again.
+        Abort the requests that took part in a failed step, because it is not known what the step
+        has written to their K, V and device state. Returns their outputs. Re-raises Ctrl-C (any
+        BaseException that is not an Exception).
         """
         took_part = dict.fromkeys([r for r, _ in step.plan.work] + step.plan.admitted)
         reason = f"{type(error).__name__}: {error}"
@@ -383,10 +382,10 @@ class Engine:
     ) -> list[list[int]]:
         """
         Continue all prompts (lists of token ids) with continuous batching. `params` is one
-        SamplingParams for all prompts, or a list with one for each. `progress` shows a bar on
-        stderr. Returns the answers in the order of the prompts; an answer that ended with a stop
-        token includes it. Raises ValueError for a prompt that does not fit, and RuntimeError if a
-        step failed. After an error or Ctrl-C, no request of the call stays in the engine.
+        SamplingParams for all prompts, or a list with one for each. `progress` shows a progress bar
+        on stderr. Returns the answers in the order of the prompts; an answer that ended with a stop
+        token includes it. Raises ValueError if a prompt does not fit, and RuntimeError if a step
+        fails. After an error or Ctrl-C, none of this call's requests remain in the engine.
         """
         prompts = list(prompts)
         if isinstance(params, SamplingParams):
@@ -405,15 +404,17 @@ class Engine:
             for request in requests:
                 self.abort(request.id)
             if not self.requests:
-                # The step in flight is not needed. Later steps may reuse its blocks, because they
-                # come after it on the same stream.
+                # The step in flight is no longer needed. Later steps may reuse its blocks, because
+                # they run after it on the same stream.
                 self.in_flight = None
         return [r.generated_tokens for r in requests]
 
     # -- for logs and metrics ----------------------------------------------------------------------
 
     def statement(self) -> str:
-        """Return a line about memory, pool, attention and graphs, printed before serving."""
+        """
+        Return a line about memory, the pool, attention and graphs, to be printed before serving.
+        """
         device = self.device
         S = self.scheduler.block_size
         size = device.pool.kv.nbytes / 2**20
@@ -443,9 +444,10 @@ class Engine:
 
     def stats(self) -> dict:
         """
-        Return the numbers for a server's metrics. Two lists cover the time since the last call:
-        `waited` has the seconds in the queue of each request that was admitted, and `prefilled` the
-        seconds from admission to the first token of each request that got its first token.
+        Return the numbers for a server's metrics. Two lists cover the time since the last call.
+        `waited` has the number of seconds in the queue for each request that was admitted.
+        `prefilled` has the number of seconds from admission to the first token for each request
+        that got its first token.
         """
         scheduler = self.scheduler
         delays = {name: list(values) for name, values in self.delays.items()}

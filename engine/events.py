@@ -1,19 +1,20 @@
 """
-Records of what the engine does, line by line. They are written to a file and sent to the page at /.
+Line-by-line records of what the engine does, for a file and for the page at /.
 
     recorder = engine.stages["record"]
     recorder.listen(print)                  # prints a line of JSON for each step
 
-Without listeners, no line is computed. A record begins with a snapshot of the state. Each line
-after that has the changes of a step: the contents of its `Plan`, and the block tables that differ.
+Lines are only computed while there are listeners. A record begins with a snapshot of the state.
+Each line after that has the changes made by one step: the contents of its `Plan`, and the block
+tables that differ.
 
     {"event": "snapshot", "num_blocks": 32, "block_size": 16, .., "requests": [], "idle": []}
     {"event": "step", "step": 0, "admitted": [[1, 0, 20]], "chunks": [[1, 0, 20]], "resolved": 0,
      "sampled": 1, "new": [{"r": 1, "prompt": 20, ..}], "tables": [[1, 0, [0, 1]]], ..}
     {"event": "idle"}
 
-REFERENCE.md lists all fields. The page parses records in state.js, and Python in assets/records.py.
-This file does not import torch.
+REFERENCE.md lists all fields. Records are parsed by state.js on the page, and by assets/records.py
+in Python. This file does not import torch.
 """
 
 import json
@@ -27,30 +28,30 @@ from common import say
 from engine.step import Stage, Step
 from paged import Request
 
-VERSION = 2  # of the format
+VERSION = 2  # version of the format
 SETTINGS = ("num_blocks", "block_size", "token_budget", "max_num_seqs", "max_model_len")
-LINES_A_SNAPSHOT = 1000  # lines from one snapshot to the next; a reader can begin at any snapshot
-PUBLISH_SECONDS = 0.1  # at least this long between two messages to listeners
-KEEP_SECONDS = 600  # how long to go on without listeners, because pages are reloaded
+LINES_A_SNAPSHOT = 1000  # lines from one snapshot to the next; a reader can start at any snapshot
+PUBLISH_SECONDS = 0.1  # minimum time between two messages to listeners
+KEEP_SECONDS = 600  # how long to keep recording with no listeners, to allow for page reloads
 compact_json = json.JSONEncoder(separators=(",", ":")).encode
 
 
 class Recorder(Stage):
     """
-    Passes each line to all `listeners`, which are functions of a string. If `has_tokens`, the lines
-    include token ids, which reveal texts.
+    Passes each line to all `listeners`, which are functions that take a string. If `has_tokens`,
+    the lines include token ids, which reveal the texts.
     """
 
     def __init__(self, engine):
         super().__init__(engine)
         self.listeners: list[Callable[[str], None]] = []
         self.has_tokens = False
-        self.time = -math.inf  # of the last line: seconds since the engine started
+        self.time = -math.inf  # time of the last line, in seconds since the engine started
 
     def listen(self, listener: Callable[[str], None], tokens: bool = False):
         """
         Call `listener` with each line from now on. The first listener decides whether the lines
-        have token ids.
+        include token ids.
         """
         if not self.listeners:
             self.has_tokens = tokens
@@ -60,16 +61,18 @@ class Recorder(Stage):
         self.listeners.append(listener)
 
     def _save_state(self):
-        """Save the present state, as a snapshot shows it. Later lines have the changes since."""
+        """
+        Save the current state, as shown in a snapshot. Later lines have the changes since then.
+        """
         scheduler = self.scheduler
         everyone = scheduler.waiting + scheduler.running
-        # the block tables as a reader of the lines so far knows them
+        # the block tables as known to a reader of the lines so far
         self.tables = {r: r.block_table.copy() for r in everyone}
         self.changed: list[Request] = []  # requests whose block tables may differ from these
         self.decodes: list[Request] | None = []
         self.num_added = scheduler.num_added
         self.num_idled = scheduler.block_allocator.num_idled
-        self.lines_left = LINES_A_SNAPSHOT  # until the next snapshot
+        self.lines_left = LINES_A_SNAPSHOT  # number of lines until the next snapshot
 
     # -- in a server's loop ------------------------------------------------------------------------
 
@@ -93,12 +96,12 @@ class Recorder(Stage):
 
     def planned(self, step: Step):
         """
-        Note the plan of a step before the step starts, when its tokens do not count as filled yet.
-        A plan with nothing to compute is noted too if it has preempted a request.
+        Record a step's plan before the step starts, while its tokens do not count as filled yet. A
+        plan with nothing to compute is also recorded if it has preempted a request.
         """
         plan = step.plan
         is_step = bool(plan.decodes or plan.chunks)
-        if not self.listeners or not (is_step or plan.preempted or plan.grown):
+        if not self.listeners or not (is_step or plan.preempted or plan.tables_changed):
             return
         if is_step:
             self.line["step"] = step.number
@@ -107,11 +110,11 @@ class Recorder(Stage):
                 self.line["decodes"] = numbers(plan.decodes)
         admitted = [[r.arrival_number, r.num_filled_slots, r.num_tokens] for r in plan.admitted]
         # A copy is attributed to the request that has the new block. If that request was preempted
-        # in the same plan, no request has the block, and the copy is left out.
+        # in the same plan, no request has the block any more, and the copy is left out.
         S = self.scheduler.block_size
         writers = {
             block: r.arrival_number
-            for r in plan.grown
+            for r in plan.tables_changed
             for block in r.block_table[r.num_filled_slots // S :]
         }
         copies = [
@@ -123,10 +126,10 @@ class Recorder(Stage):
         shortfall = self.scheduler.admission_shortfall
         if shortfall:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
-        self.changed += plan.preempted + plan.admitted + plan.grown
+        self.changed += plan.preempted + plan.admitted + plan.tables_changed
 
     def resolved(self, step: Step):
-        """Note the tokens of a step that is done, and the blocks that it has committed."""
+        """Record the tokens of a finished step, and the blocks that it has committed."""
         if not self.listeners:
             return
         tokens = step.tokens
@@ -136,11 +139,11 @@ class Recorder(Stage):
         right = {r: len(tokens[r]) - 1 for r in guesses if tokens.get(r)}
         drafts = [[r.arrival_number, n] for r, n in right.items() if n]
         self._add(drafts=drafts, committed=self.scheduler.committed)
-        # wrong guesses may have given back blocks; a request that was aborted may be gone already
+        # wrong guesses may have released blocks; a request that was aborted may already be gone
         self.changed += [r for r in guesses if r in self.tables]
         if self.has_tokens:
             self._add(tokens=[(r.arrival_number, t) for r, new in tokens.items() for t in new])
-        if not all(tokens.values()):  # a request was sent back, and waits
+        if not all(tokens.values()):  # a request was sent back, and is waiting
             self.failed()
 
     def ended(self, request: Request):
@@ -148,11 +151,11 @@ class Recorder(Stage):
             self.decodes = None  # so that the next step's line lists the decodes again
 
     def failed(self):
-        """Have a snapshot written next, because the lines do not have the changes of this step."""
+        """Ask for a snapshot, because the lines do not contain this step's changes."""
         self.lines_left = 0
 
     def between(self):
-        """Write a line with the changes since the last one, if there are any."""
+        """Write a line with the changes since the last line, if there are any."""
         if not self.listeners:
             return
         self._add_new()
@@ -173,7 +176,8 @@ class Recorder(Stage):
 
     def _text(self, event: str, fields: dict) -> str:
         """
-        Return a line. Times strictly increase, so a reader can tell which lines it already has.
+        Return a line. Its time is always later than the previous line's, so a reader can tell which
+        lines it already has.
         """
         now = time.monotonic() - self.engine.started
         self.time = round(max(now, self.time + 1e-5), 5)
@@ -185,15 +189,15 @@ class Recorder(Stage):
             listener(line)
 
     def _add(self, **lists: list):
-        """Add these fields to the next line, except empty lists."""
+        """Add these fields to the next line, leaving out empty lists."""
         self.line |= {name: values for name, values in lists.items() if values}
 
     def _add_new(self):
-        """Add the requests that were queued or forked since the last line."""
+        """Add the requests that have been queued or forked since the last line."""
         scheduler = self.scheduler
         if scheduler.num_added == self.num_added:
             return
-        # a new request may have ended with this very step: then it is only in `changed`
+        # a new request may have ended in this same step; it is then only in `changed`
         everyone = dict.fromkeys(scheduler.waiting + scheduler.running + self.changed)
         new = [r for r in everyone if r.arrival_number > self.num_added]
         self.num_added = scheduler.num_added
@@ -202,7 +206,7 @@ class Recorder(Stage):
         self._add(new=[identity(r) for r in new])
 
     def _add_tables(self):
-        """Add the block tables that have changed, each from its first changed entry on."""
+        """Add the block tables that have changed, each starting at its first changed entry."""
         if self.scheduler.after_commit:  # sliding windows may have changed any table
             self.changed = self.scheduler.running + self.changed
         tables = []
@@ -210,7 +214,7 @@ class Recorder(Stage):
             sent = self.tables[r]
             if r.block_table == sent:
                 continue
-            # usually the table has only grown, or its last block was replaced by a copy
+            # usually, the table has only grown, or its last block has been replaced by a copy
             start = max(0, min(len(sent), len(r.block_table)) - 1)
             if sent[:start] != r.block_table[:start]:
                 start = 0
@@ -237,11 +241,11 @@ class Recorder(Stage):
         self.num_idled = allocator.num_idled
 
     def snapshot(self) -> str:
-        """Return a line with the whole state. Call it between two steps."""
+        """Return a line with the complete state. Must be called between two steps."""
         settings = {name: getattr(self.engine.settings, name) for name in SETTINGS}
         state = {
             "version": VERSION,
-            # identifies the engine; a process id would not, as a restarted container has the same
+            # identifies the engine; a process id would be the same in a restarted container
             "engine": round(self.engine.started * 1e6),
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
@@ -254,7 +258,7 @@ class Recorder(Stage):
         return self._text("snapshot", settings | state)
 
     def _describe(self, r: Request) -> dict:
-        # leave out a draft in flight: a later line has the guesses that were right
+        # leave out a draft in flight: a later line will have the guesses that were right
         guessed = max(0, r.num_to_come - 1)
         described = {
             "filled": r.num_filled_slots - guessed,
@@ -272,7 +276,7 @@ class Recorder(Stage):
 def identity(r: Request) -> dict:
     """
     Return the fields that describe a request in a line. The first part of the cache salt identifies
-    its API key.
+    the request's API key.
     """
     return {
         "r": r.arrival_number,
@@ -296,16 +300,16 @@ def title(**fields) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Listeners: the HTTP process, for GET /events, and the file of --record
+# Listeners: the HTTP process (for GET /events) and the --record file
 
 
 class Publisher:
     """
-    Sends the lines of the record to the HTTP process while that has listeners. The first message is
-    a snapshot. Each later one has the lines since the message before, and is sent at most every
-    PUBLISH_SECONDS. If the link is still busy with its last message when the next one is due, the
-    lines are dropped and the next message is a snapshot. KEEP_SECONDS after the last listener has
-    left, recording ends with a message without lines.
+    Sends recorded lines to the HTTP process while anyone is listening there. The first message is a
+    snapshot. Each later one has the lines since the previous message, and is sent at least
+    PUBLISH_SECONDS after it. If the link is still busy with its last message when the next one is
+    due, the lines are dropped and the next message is a snapshot. KEEP_SECONDS after the last
+    listener has left, recording ends with a message without lines.
     """
 
     def __init__(self, recorder: Recorder, link):
@@ -313,12 +317,12 @@ class Publisher:
         self.link = link
         self.is_on = False
         self.ends_at = math.inf  # when recording ends, once the last listener has left
-        self.is_up_to_date = False  # the link has taken all lines so far
+        self.is_up_to_date = False  # whether the link has taken all lines so far
         self.lines: list[str] = []  # lines since the last message
         self.sent_at = 0.0
 
     def listen(self, has_listeners: bool, tokens: bool):
-        """Note whether the HTTP process has listeners now, and start recording if it has."""
+        """Remember whether the HTTP process now has listeners, and start recording if it does."""
         self.ends_at = math.inf if has_listeners else time.monotonic() + KEEP_SECONDS
         if has_listeners and not self.is_on:
             self.is_on = True
@@ -331,7 +335,7 @@ class Publisher:
         return max(0.0, self.sent_at + PUBLISH_SECONDS - time.monotonic())
 
     def publish(self):
-        """Send what is due. Called between two steps."""
+        """Send a message if one is due. Called between two steps."""
         if not self.is_on:
             return
         now = time.monotonic()
@@ -351,18 +355,18 @@ class Publisher:
 
     def send(self, lines: list[str]):
         """
-        Send the lines as one text, so that the HTTP process can hand them on without parsing them.
+        Send the lines as one string, so that the HTTP process can forward them without parsing.
         """
         self.link.send({"op": "events", "lines": "\n".join(lines)})
 
 
 def record_to(path: str, engine, tokens: bool = False, **fields):
     """
-    Have an engine append a line to a file for each step. The fields are those of the title, such as
-    the model and the machine. If a line cannot be written, the file ends there and the server goes
-    on.
+    Append a line to a file for each step of an engine. The fields are for the title, such as the
+    model and the machine. If a line cannot be written, the file ends there, but the server
+    continues.
     """
-    file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine)
+    file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the engine is)
 
     def write(line: str):
         if file.closed:
@@ -370,7 +374,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         data = f"{line}\n".encode()
         try:
             end = file.tell()
-            # unbuffered, so that a killed process leaves only whole lines
+            # the file is unbuffered, so that a killed process leaves only whole lines
             if file.write(data) < len(data):
                 file.truncate(end)
                 raise OSError("no space is left for the next lines")

@@ -1,22 +1,22 @@
 """
-Answers that must follow a grammar: a JSON schema, a regular expression, a choice, or rules.
+Answers that must follow a grammar: a JSON schema, a regular expression, choices, or rules.
 
     grammars = Grammars("out/stdlib", model.config)
-    grammar = grammars.compile("json", '{"type": "object"}')       # milliseconds, at most 2 s
+    grammar = grammars.compile("json", '{"type": "object"}')       # takes milliseconds, at most 2 s
     engine.add_request("a", prompt, SamplingParams(max_tokens=99, grammar=grammar))
 
-Check first, mask on a miss. A token is sampled as the argmax of scores plus noise. The noise is a
-function of the request's seed and the position. So if the grammar allows the winner among all
-tokens, it is also the winner among the allowed ones, bit for bit. A check takes 4 to 10 us, a mask
-of the vocabulary 10 to 500. The mask is only computed if the grammar refuses a token; then the
-position is sampled again (`Constraints`). There is one exception: top_k, top_p and min_p must see
-only the tokens that the mask leaves. With these filters, the next position's mask is started as
-soon as a token is known.
+Check first, and compute a mask only on a miss. A token is sampled as the argmax of scores plus
+noise, where the noise is a function of the request's seed and the position. So if the grammar
+allows the winner among all tokens, the same token also wins among the allowed ones. A check takes 4
+to 10 us, and a mask of the vocabulary takes 10 to 500 us. The mask is only computed if the grammar
+refuses a token; the position is then sampled again (see `Constraints`). There is one exception:
+top_k, top_p and min_p must only see tokens that the mask allows. With these filters, the next
+position's mask is started as soon as a token is known.
 
-llguidance interprets the grammars, in processes of their own (matcher.py explains why). Questions
-about the answers to a grammar are collected until a reply is needed, and are then sent together.
-In a server, a `CompileQueue` reads the messages first. It has their grammars compiled, taking the
-clients in turn.
+llguidance interprets the grammars, each in a process of its own (matcher.py explains why).
+Questions about the answers that follow a grammar are collected until a reply is needed, and are
+then sent together. In a server, a `CompileQueue` reads the messages first. It has their grammars
+compiled, and the clients take turns.
 """
 
 import importlib
@@ -50,9 +50,9 @@ from paged import Request
 from params import NO_TOKEN
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts; requests whose verdict is late sit out
-COMPILE_POLL = 0.002  # seconds between two checks of an idle engine whether a grammar is compiled
-KEPT_MIB = 256  # of all compiled grammars that are kept
-PROCESS_MIB = 4  # added to the size of a grammar, for its process
+COMPILE_POLL = 0.002  # how often, in seconds, an idle engine checks whether a grammar is compiled
+KEPT_MIB = 256  # maximum total size of the compiled grammars that are kept
+PROCESS_MIB = 4  # added to the size of each grammar to account for its process
 
 NOTHING_ALLOWED = "no token is left: the vocabulary has none of those that the grammar allows next"
 NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
@@ -62,21 +62,21 @@ TOO_SLOW += "in all: make the grammar simpler"
 
 
 class Refused(ValueError):
-    """A grammar is refused. `tools` has the numbers of the tools at fault, if it is for tools."""
+    """Raised for a grammar that is refused. `tools` has the numbers of any tools at fault."""
 
     def __init__(self, reason: str, tools: list[int]):
-        super().__init__(f"this grammar cannot be served: {reason:.500}")
+        super().__init__(f"this grammar cannot be used: {reason:.500}")
         self.tools = tools
 
 
 class Grammars:
-    """Compiles the grammars of one model's requests. Raises ImportError without llguidance."""
+    """Compiles grammars for one model's requests. Raises ImportError without llguidance."""
 
     def __init__(self, directory: str | Path, config: GPTConfig):
         importlib.import_module("llguidance")
         model = [os.path.abspath(directory), config.vocab_size, *config.eos_token_ids]
         self.command = [sys.executable, "-m", "engine.matcher", *map(str, model)]
-        self.kept: dict[tuple, Compiled] = {}  # the arguments of `begin` -> grammar, LRU first
+        self.kept: dict[tuple, Compiled] = {}  # arguments of `begin` -> grammar, LRU first
         self.unsent: list[Compiled] = []  # grammars with questions to send
         self.start()
 
@@ -95,8 +95,8 @@ class Grammars:
 
     def compile(self, *key: str) -> "Grammar":
         """
-        Compile a grammar, and return the state at the beginning of an answer. The arguments are
-        those of `begin`. Raises Refused with the library's reason.
+        Compile a grammar, and return its state at the beginning of an answer. Takes the same
+        arguments as `begin`. Raises Refused with the library's reason.
         """
         compiled = self.begin(*key)
         while not (grammar := self.finish(compiled, soon())):
@@ -105,17 +105,18 @@ class Grammars:
 
     def begin(self, kind: str, text: str, before: str = "") -> "Compiled":
         """
-        Start to compile a grammar, unless it is kept from before. Its `kind` is one of
+        Start compiling a grammar, unless it has been kept from an earlier request. `kind` is one of
 
             "json"      a JSON schema
             "regex"     a regular expression
             "choice"    a JSON list of strings
             "grammar"   rules in Lark's notation, or llama.cpp's (GBNF)
-            "tools"     made by the server for calls of tools (server/tools.py)
+            "tools"     made by the server for tool calls (server/tools.py)
 
-        `before` is Lark for the whole answer, in which `@answer` stands for the grammar. If it is
-        empty, the grammar is for the whole answer. Raises OSError if there are no file descriptors
-        or processes left, or the text is too long (400 KB).
+        `before` is a Lark grammar for the whole answer, in which `@answer` stands for the given
+        grammar. If `before` is empty, the given grammar is for the whole answer. Raises OSError if
+        no file descriptors or processes are left, or if the text is too long (more than about 400
+        KB).
         """
         key = kind, text, before
         kept = self.kept.get(key)
@@ -133,8 +134,9 @@ class Grammars:
 
     def finish(self, compiled: "Compiled", deadline: float = 0) -> "Grammar | None":
         """
-        Return the compiled grammar and keep it for later requests. Return None if it is not
-        compiled by the deadline. Raises Refused, or OSError if the fork server has ended.
+        Return the compiled grammar and keep it for later requests. Return None if it has not been
+        compiled by the deadline. Raises Refused if the grammar is refused, and OSError if the fork
+        server has ended.
         """
         report = compiled.wait_for(compiled.report, deadline)
         if report is None:
@@ -159,8 +161,8 @@ class Grammars:
 
 class Question:
     """
-    A question to a grammar's process, and its `reply`. This is None until the reply comes. If the
-    process ends without a reply, it is the reason (str).
+    A question to a grammar's process, and the `reply`. `reply` is None until it arrives. If the
+    process ends without replying, `reply` is the reason (str).
     """
 
     def __init__(self, kind: int | None = None):
@@ -171,31 +173,31 @@ class Question:
 class Compiled:
     """
     A grammar in a process of its own. The process compiles the grammar, then replies to questions
-    about all answers that must follow it. It ends when this object is garbage-collected.
+    about all answers that must follow it. The process ends when this object is garbage-collected.
 
-    mask    the mask of the first position, [V / 32] int32
-    size    bytes of the grammar and of what its answers have left; updated when an answer ends
+    mask    the mask for the first position, [V / 32] int32
+    size    bytes of the grammar, and of what its answers have left behind; updated when one ends
     """
 
     def __init__(self, key: tuple[str, ...], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
         self.sock = sock
-        self.unsent = unsent  # shared by all grammars of a `Grammars`
+        self.unsent = unsent  # shared by all grammars of one `Grammars` object
         self.outbox: list[tuple] = []  # questions to send
         self.report = Question()
         self.pending = deque([self.report])  # questions without a reply; replies come in order
-        self.ids = count()  # of answers
+        self.ids = count()  # ids for answers
         self.limit = GONE  # the reason to give if the process ends
 
     def set_report(self, before: int, now: int, mask: bytes):
-        # the part of the address space that does not count: all forks share it
+        # the part of the address space that does not count, because all forks share it
         self.not_counted = before - PROCESS_MIB * 2**20
         self.size = now - self.not_counted
         self.mask = np.frombuffer(mask, np.int32)
         self.limit = TOO_SLOW
 
     def ask(self, id: int, kind: int, accepted: list[int], tokens: list[int]) -> Question:
-        """Queue a question about an answer (see matcher.py), for the next message."""
+        """Queue a question about an answer (see matcher.py), to be sent with the next message."""
         if not self.outbox:
             self.unsent.append(self)
         self.outbox.append((id, kind, accepted, tokens))
@@ -203,7 +205,7 @@ class Compiled:
         return self.pending[-1]
 
     def wait_for(self, question: Question, deadline: float):
-        """Send the queued questions of all grammars. Returns the reply, or None if it is late."""
+        """Send the queued questions for all grammars. Returns the reply, or None if it is late."""
         while self.unsent:
             self.unsent.pop()._send()
         while question.reply is None and self._receive(max(0, deadline - time.monotonic())):
@@ -216,13 +218,13 @@ class Compiled:
         try:
             self.sock.settimeout(0)
             self.sock.send(message)
-        except OSError:  # the process has ended, or does not read any more
+        except OSError:  # the process has ended or stopped reading
             self.sock.close()
 
     def _receive(self, seconds: float) -> bool:
         """
-        Receive a message of replies. Returns False if none came in time. If the process has ended,
-        all pending questions get the reason as their reply.
+        Receive a message of replies. Returns False if none arrives in time. If the process has
+        ended, every pending question gets the reason as its reply.
         """
         try:
             self.sock.settimeout(seconds)
@@ -241,7 +243,7 @@ class Compiled:
         return True
 
     def receive_all(self):
-        """Receive all messages that have come."""
+        """Receive all messages that have arrived."""
         while not self.is_closed and self._receive(0):
             pass
 
@@ -260,22 +262,22 @@ class Compiled:
 
 class CompileQueue:
     """
-    Has the grammars of messages compiled one at a time, taking their owners in turn. A message
-    waits until its grammar is compiled; messages without a grammar overtake it. `open_grammars` is
-    called when the first grammar arrives.
+    Has the grammars in messages compiled one at a time; owners take turns. A message waits until
+    its grammar has been compiled. Messages without a grammar overtake it. `open_grammars` is called
+    when the first grammar arrives.
     """
 
     def __init__(self, open_grammars: Callable[[], Grammars]):
         self.open_grammars = cache(open_grammars)
-        # owner -> messages. Owners are in the order of their turns. The first owner's first message
-        # is being compiled.
+        # owner -> messages. Owners are in the order of their turns. The grammar of the first
+        # owner's first message is being compiled.
         self.waiting: dict[str, list[dict]] = {}
         self.compiled: Compiled | None = None
 
     def pass_on(self, arrived: Iterable[dict]) -> Iterator[dict]:
         """
-        Yield the messages that can be handled now. In these, the arguments of a grammar ({"kind",
-        "text"}) are replaced by a Future that is done.
+        Yield the messages that can be handled now. In these messages, a grammar's arguments
+        ({"kind", "text"}) have been replaced with a finished Future.
         """
         for message in arrived:
             if message.get("grammar"):
@@ -293,7 +295,7 @@ class CompileQueue:
                 yield message
 
     def _compile(self, message: dict) -> bool:
-        """Start to compile a message's grammar, or continue. Returns whether it is finished."""
+        """Start or continue compiling a message's grammar. Returns whether compilation is done."""
         outcome = Future()
         try:
             grammars = self.open_grammars()
@@ -309,7 +311,7 @@ class CompileQueue:
 
     def _end_turn(self):
         """Move the owner whose turn it was to the end of the queue."""
-        self.compiled = None  # a process that still compiles is ended by this
+        self.compiled = None  # a process that is still compiling ends when it is dropped
         owner = next(iter(self.waiting))
         _, *others = self.waiting.pop(owner)
         if others:
@@ -324,11 +326,12 @@ class CompileQueue:
 
 class Grammar:
     """
-    The parser state of one answer, after all its known tokens. The matcher itself is in the
-    grammar's process, and is reached by messages. Only the reply to the last question counts.
+    The parser state of one answer, after all of its known tokens. The matcher itself runs in the
+    grammar's process, with which this object exchanges messages. Only the reply to the last
+    question counts.
 
-    mask          the mask of the next position, [V / 32] int32; None: not computed
-    wants_mask    whether the mask was started; if so, no token is accepted before it is known
+    mask          the mask for the next position, [V / 32] int32; None if not computed
+    wants_mask    whether the mask has been started; if so, no token is accepted until it is known
     """
 
     def __init__(self, compiled: Compiled):
@@ -336,26 +339,26 @@ class Grammar:
         self.id = next(compiled.ids)
         self.mask = compiled.mask
         self.wants_mask = True
-        self.accepted: list[int] = []  # accepted tokens that were not sent to the process yet
-        self.offered: int | None = None  # the token of the last OFFER
-        self.question: Question | None = None  # the last one
+        self.accepted: list[int] = []  # accepted tokens that have not been sent to the process yet
+        self.offered: int | None = None  # the token that was offered last
+        self.question: Question | None = None  # the last question
         self.failure = STUCK + NOTHING_ALLOWED  # the reason if no token may come next
 
     def copy(self) -> "Grammar":
-        """Return the state of another answer at its beginning."""
+        """Return the state for another answer, at its beginning."""
         return Grammar(self.compiled)
 
     def offer(self, token: int):
-        """Ask whether this token may come next, unless a mask was started. See `accept`."""
+        """Ask whether this token may come next, unless a mask has been started. See `accept`."""
         if not self.wants_mask:
             self.offered = token
             self._ask(OFFER, [token])
 
     def accept(self, token: int, deadline: float | None = None) -> bool:
         """
-        Append this token if it is allowed, and return whether it is. A refusal brings the mask. A
-        verdict that misses the deadline (by default in MASK_SECONDS) counts as a refusal without a
-        mask. The caller must then start a mask, or offer the token again.
+        Append this token if it is allowed, and return whether it is. A refusal comes with the mask.
+        A verdict that misses the deadline (by default, MASK_SECONDS from now) counts as a refusal
+        without a mask. The caller must then start a mask, or offer the token again.
         """
         if self.wants_mask:
             is_allowed = self.has_mask() and bool(self.mask[token >> 5] >> (token & 31) & 1)
@@ -374,8 +377,8 @@ class Grammar:
 
     def allowed_part(self, draft: list[int]) -> list[int]:
         """
-        Return the tokens of a draft before the first that is refused. Return [] if a mask was
-        started.
+        Return the tokens of a draft that precede the first refused one. Return [] if a mask has
+        been started.
         """
         if self.wants_mask:
             return []
@@ -384,13 +387,13 @@ class Grammar:
         return draft[:reply] if isinstance(reply, int) else []
 
     def begin_mask(self):
-        """Start to compute the mask of the next position, unless it was started before."""
+        """Start computing the mask for the next position, unless it has already been started."""
         if not self.wants_mask:
             self.wants_mask = True
             self._ask(MASK, [])
 
     def has_mask(self, deadline: float = 0) -> bool:
-        """Return whether a mask that was started is known by the deadline (by default, now)."""
+        """Return whether a started mask is known by the deadline (by default, now)."""
         if self.wants_mask and self.mask is None:
             reply = self.compiled.wait_for(self.question, deadline)
             if isinstance(reply, bytes):
@@ -409,7 +412,7 @@ class Grammar:
 
 
 def soon() -> float:
-    """Return the deadline of a step that starts to wait now for verdicts or masks."""
+    """Return the deadline for a step that now starts waiting for verdicts or masks."""
     return time.monotonic() + MASK_SECONDS
 
 
@@ -419,16 +422,16 @@ def soon() -> float:
 
 class Constraints(Stage):
     """
-    The grammars of an engine's requests. If a token is refused, the token is taken back, and the
-    request sits out (status "paused") until the mask is computed. The other requests never wait
-    for it.
+    Applies the grammars of an engine's requests. A refused token is taken back, and its request
+    sits out (status "paused") until the mask has been computed. Other requests never wait for the
+    mask.
     """
 
     def __init__(self, engine):
         super().__init__(engine)
         self.grammars: dict[Request, Grammar] = {}
         self.num_checked = 0  # tokens that grammars have checked
-        self.num_refused = 0  # tokens that they have refused
+        self.num_refused = 0  # tokens that grammars have refused
 
     def added(self, request: Answer):
         if request.params.grammar:
@@ -448,9 +451,9 @@ class Constraints(Stage):
 
     def begin(self):
         """
-        Resume the requests whose masks are computed. With filters a mask is needed for every token,
-        and it can only be computed once the token before it is known. With overlap that token is
-        still to come, so the request sits out after every token.
+        Resume the requests whose masks have been computed. With filters, every token needs a mask,
+        which can only be computed once the previous token is known. With overlap, that token has
+        not arrived yet, so the request sits out after every token.
         """
         if not self.grammars:
             return
@@ -458,8 +461,8 @@ class Constraints(Stage):
         for r in self.grammars:
             if r.params.filters and r.status == "active" and r.num_to_come:
                 scheduler.move(r, "paused")
-        # the mask of each was started when its token was refused or, with filters, when the token
-        # before became known
+        # the mask of each was started when its token was refused or, with filters, when the
+        # previous token became known
         ready = [r for r in self._sitting_out() if self.grammars[r].has_mask()]
         for r in ready:
             scheduler.move(r, "active")
@@ -468,14 +471,15 @@ class Constraints(Stage):
 
     def _sitting_out(self) -> list[Request]:
         """
-        Return the requests that wait only for their mask: all tokens before its position are known.
+        Return the requests that are only waiting for a mask: all tokens before its position are
+        known.
         """
         return [r for r in self.engine.scheduler.paused if not r.num_to_come]
 
     def planned(self, step: Step):
         """
-        Drop each draft from its first forbidden guess on. Choose the requests that are sampled with
-        a mask. If there is nothing else to do, wait for a mask first.
+        Cut each draft before its first forbidden guess, and choose the requests that are sampled
+        with a mask. If there is nothing else to do, wait for a mask first.
         """
         step.notes[self] = []
         if not self.grammars:
@@ -490,7 +494,7 @@ class Constraints(Stage):
             if not guesses[r]:
                 del guesses[r]
         constrained = [r for r in step.plan.sampled if r in self.grammars]
-        # while a token is still to come, the mask is for that token
+        # while a request's token is still to come, its mask is for that token
         masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
         step.notes[self] = masked
 
@@ -506,9 +510,9 @@ class Constraints(Stage):
     def settled(self, step: Step):
         """
         Check the step's tokens before the scheduler gets them. If a token is refused, or its
-        verdict is late, the token and all tokens after it are removed. Without overlap the logits
-        still exist, so the position is sampled again if its mask comes in time. Otherwise the
-        request sits out until the mask is computed.
+        verdict is late, the token and all tokens after it are removed. Without overlap, the logits
+        still exist, so the position is sampled again if its mask arrives in time. Otherwise, the
+        request sits out until the mask has been computed.
         """
         if not self.grammars:
             return
@@ -536,11 +540,13 @@ class Constraints(Stage):
                 self.grammars[r].begin_mask()
 
     def _check(self, r: Request, step: Step, deadline: float) -> bool:
-        """Cut a request's tokens before the first refused one. Returns False if it must go back."""
+        """
+        Cut a request's tokens before the first refused one. Returns False if it must be sent back.
+        """
         grammar = self.grammars[r]
         tokens = step.tokens[r]
         is_masked = r in step.notes[self]
-        # once a mask was started for a position, no token is accepted without it
+        # once a mask has been started for a position, no token is accepted without it
         can_count = is_masked or not grammar.wants_mask
         n = 0
         while can_count and n < len(tokens) and grammar.accept(tokens[n], deadline):
@@ -553,7 +559,7 @@ class Constraints(Stage):
         return is_masked
 
     def _sample_again(self, step: Step, requests: list[Request]):
-        """Sample one token with a mask for each request, after the tokens that it keeps."""
+        """Sample one token with a mask for each request, to follow the tokens that it keeps."""
         kept = {r: len(step.tokens[r]) for r in requests}
         self._sample_masked(step, kept)
         index_of = step.launched.token_indices()
@@ -565,9 +571,11 @@ class Constraints(Stage):
             step.tokens[r].append(token)
 
     def _send_back(self, r: Request):
-        """Have a request sit out, and drop its token of the next step if that is in flight."""
+        """
+        Make a request sit out, and drop its token from the next step if that step is in flight.
+        """
         later = self.engine.in_flight
         if later:
             later.dropped.add(r)
-        if r.row is not None:  # not preempted since
+        if r.row is not None:  # it has not been preempted since
             self.engine.scheduler.move(r, "paused")

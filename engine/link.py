@@ -6,13 +6,13 @@ The engine's end of its link to the HTTP process: a Unix socket that never block
         link.queue({"op": "error", "id": message["id"], "message": "no", "kind": "invalid"})
     link.flush(engine.stats())
 
-A message is one line of JSON, in which a line break inside a text is written \\n. It is never a
-pickle, so neither side can run code in the other. Not run by itself: the engine's loop (process.py)
-uses it.
+Each message is one line of JSON; line breaks inside strings are escaped as \\n. Messages are never
+pickles, so neither side can run code in the other. This file is not run by itself; the engine's
+loop (process.py) uses it.
 
-Backpressure: a busy HTTP process must not delay the engine. So the socket does not block. Until it
-has taken all of the last message, the next one is not sent. Meanwhile, the new tokens of each
-request are joined into one row, so nothing but tokens accumulates.
+Backpressure: a busy HTTP process must not delay the engine, so the socket does not block. The next
+message is not sent until the socket has taken all of the last one. Meanwhile, the new tokens of
+each request are joined into one row, so only tokens accumulate.
 """
 
 import selectors
@@ -20,19 +20,19 @@ import socket
 
 import orjson
 
-READ_SIZE = 2**18  # bytes received at a time
+READ_SIZE = 2**18  # maximum number of bytes received at a time
 
 # id, tokens, finish_reason, cached_tokens, scores, prompt_scores; scores are None if not requested
 Row = list
 
 
 def to_line(message: dict) -> bytes:
-    """Return a message as a line of JSON. Keys of objects may be token ids."""
+    """Return a message as a line of JSON. Object keys may be token ids."""
     return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
 def join_rows(row: Row, later: Row):
-    """Append `later`, a row of a later step for the same request, to `row`, in place."""
+    """Append `later`, a row from a later step of the same request, to `row` in place."""
     row[1] += later[1]
     row[2] = later[2]
     if later[4]:
@@ -41,9 +41,9 @@ def join_rows(row: Row, later: Row):
 
 def read_messages(unread: bytearray, data: bytes) -> list[dict]:
     """
-    Return the messages that end in `data`; used at both ends of a link. A message may arrive in
-    many parts, and many messages may arrive together. `unread` holds the beginning of the next
-    message, and is updated in place.
+    Return the messages that are complete once `data` is added. Used at both ends of a link. A
+    message may arrive in many parts, and many messages may arrive together. `unread` holds the
+    beginning of the next message, and is updated in place.
     """
     unread += data
     if b"\n" not in data:  # for example a part of a long prompt
@@ -54,25 +54,25 @@ def read_messages(unread: bytearray, data: bytes) -> list[dict]:
 
 
 class Link:
-    """The link to the HTTP process, as the engine sees it."""
+    """The engine's end of the link to the HTTP process."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
         self.is_open = True
         self.unread = bytearray()  # the beginning of a message whose rest has not arrived yet
-        self.unsent = bytearray()  # the rest of a message that the socket has not taken yet
+        self.unsent = bytearray()  # the part of a message that the socket has not taken yet
         self.rows: dict[str, Row] = {}  # request id -> its row, to be sent
         self.messages: list[dict] = []  # other messages to be sent
-        self.stats: dict = {}  # the stats that were sent last
+        self.stats: dict = {}  # the last stats that were sent
         self.selector = selectors.DefaultSelector()
         sock.setblocking(False)
         self.selector.register(sock, selectors.EVENT_READ)
 
     def receive(self, timeout: float | None) -> list[dict]:
         """
-        Return the messages that have arrived, perhaps none. Waits up to `timeout` seconds (None:
-        without limit) for messages, or until the socket can take some of `unsent`. When the other
-        end has closed the socket, `is_open` becomes False.
+        Return the messages that have arrived, if any. Waits up to `timeout` seconds (None means no
+        limit) for messages, or until the socket can take some of `unsent`. Sets `is_open` to False
+        if the other end has closed the socket.
         """
         if not self.selector.select(timeout):
             return []
@@ -89,32 +89,34 @@ class Link:
         return read_messages(self.unread, data)
 
     def queue(self, message: dict):
-        """Queue a message, to be sent at the next flush."""
+        """Queue a message for the next flush."""
         self.messages.append(message)
 
     def queue_row(self, row: Row):
-        """Queue a row for the next flush. It is joined to a row of its request that waits."""
+        """
+        Queue a row for the next flush, or join it to a row that is queued for the same request.
+        """
         waiting = self.rows.setdefault(row[0], row)
         if waiting is not row:
             join_rows(waiting, row)
 
     def flush(self, stats: dict):
         """
-        Send what is queued, together with the engine's stats. Does nothing if nothing is queued and
-        the stats have not changed (they count steps, so each step changes them).
+        Send everything that is queued, together with the engine's stats. Does nothing if nothing is
+        queued and the stats have not changed (they count steps, so each step changes them).
         """
         if not self.rows and not self.messages and stats == self.stats:
             return
         step = {"op": "step", "out": list(self.rows.values()), "stats": stats}
-        self.send(step, *self.messages)  # errors come after the tokens before them
+        self.send(step, *self.messages)  # an error comes after the tokens that preceded it
         self.rows = {}
         self.messages = []
         self.stats = stats
 
     def send(self, *messages: dict):
         """
-        Send these messages after what is `unsent`, as far as the socket takes them. If some of it
-        is left, `receive` also wakes when the socket can take more.
+        Send what is `unsent`, then these messages, as far as the socket takes them. If anything is
+        left over, `receive` also wakes up when the socket can take more.
         """
         self.unsent += b"".join(map(to_line, messages))
         try:

@@ -1,14 +1,14 @@
 """
-The server's loop around the engine: read messages of the HTTP process, step, send the tokens.
+The server's loop around the engine: read the HTTP process's messages, run a step, send tokens.
 
     serve(engine, Link(sock), "out/stdlib")         # until the HTTP process is gone
 
-It runs in a thread or process of its own. These messages go over the link (link.py):
+The loop runs in a thread or process of its own. These messages are sent over the link (link.py):
 
     in   {"op": "add", "id", "prompt", "params", "options", "grammar", "owner"}
-             options    more arguments of add_request, if any
-             grammar    {"kind", "text"} as for Grammars.compile, if the answer must follow one
-             owner      with a grammar: owners take turns to have grammars compiled
+             options    further arguments of add_request, if any
+             grammar    {"kind", "text"} as for Grammars.compile, if there is a grammar
+             owner      with a grammar: who sent it; owners take turns to have grammars compiled
          {"op": "abort", "id"}
          {"op": "listen", "on", "tokens"}
              on         whether there are listeners
@@ -17,9 +17,9 @@ It runs in a thread or process of its own. These messages go over the link (link
          {"op": "step", "out", "stats"}
              out        the rows of `queue_output`
          {"op": "events", "lines"}
-             lines      what the engine does, while there are listeners: see events.py
+             lines      what the engine does, while there are listeners (see events.py)
          {"op": "error", "id", "message", "kind", "tools"}
-             kind       "invalid" if the client can correct it, else "internal"
+             kind       "invalid" if the client can correct the error, otherwise "internal"
              tools      the numbers of the tools whose schemas are refused
 """
 
@@ -30,14 +30,14 @@ from params import SamplingParams
 
 
 def serve(engine: Engine, link: Link, directory: str = ""):
-    """Serve the model of this directory, until the HTTP process is gone."""
+    """Serve the model in this directory until the HTTP process is gone."""
     greet(engine, link, directory)
     while link.is_open:
         serve_step(engine, link)
 
 
 def greet(engine: Engine, link: Link, directory: str):
-    """Send what the HTTP process must know before its first request: the limits and the stages."""
+    """Send the limits and the stages, which the HTTP process must know before its first request."""
     for stage in engine.stages.values():
         stage.connect(link, directory)
     ready = {
@@ -74,7 +74,7 @@ def serve_step(engine: Engine, link: Link):
 
 
 def handle_message(engine: Engine, link: Link, message: dict):
-    """Carry out a message. A refusal is not raised; its reason is queued on the link."""
+    """Carry out a message. If it is refused, queue the reason on the link; nothing is raised."""
     match message["op"]:
         case "add":
             try:
@@ -83,7 +83,7 @@ def handle_message(engine: Engine, link: Link, message: dict):
                 tools = getattr(error, "tools", [])
                 queue_error(link, message["id"], "invalid", str(error), tools)
             except OSError as error:
-                reason = f"the grammar was not compiled: {error}"
+                reason = f"the grammar could not be compiled: {error}"
                 queue_error(link, message["id"], "internal", reason)
         case "abort":
             engine.abort(message["id"])
@@ -97,7 +97,7 @@ def add_request(engine: Engine, message: dict):
     params = message["params"]
     bias = params.get("logit_bias")
     if bias:
-        # JSON's keys are strings
+        # JSON keys are strings
         params["logit_bias"] = {int(token): b for token, b in bias.items()}
     options = message.get("options", {})
     if "grammar" in message:
@@ -106,7 +106,7 @@ def add_request(engine: Engine, message: dict):
 
 
 def queue_output(link: Link, output: Output):
-    """Queue the output of a step for one request, to be sent at the next flush."""
+    """Queue the output of a step for one request, for the next flush."""
     if output.error:
         kind = "invalid" if output.error.startswith(STUCK) else "internal"
         return queue_error(link, output.id, kind, output.error)

@@ -1,10 +1,10 @@
 """
 The host's part of a step: send the scheduler's `Plan` to the device, and fetch the tokens.
 
-The `Device` (device.py) keeps the state of each running request, so a plan carries only what
-changed. ops/inputs.py lays it out on the flat token axis. On a GPU a step is one launch of a CUDA
-graph. `launch` starts a step and `wait_for` waits for it; in between, the engine (engine.py) plans
-the next step.
+The `Device` (device.py) keeps the state of each running request, so a plan carries only what has
+changed. ops/inputs.py lays out the plan on the flat token axis. On a GPU, a step is a single launch
+of a CUDA graph. `launch` starts a step and `wait_for` waits until it is done. In between, the
+engine (engine.py) plans the next step.
 """
 
 from array import array
@@ -20,13 +20,13 @@ class Runner:
 
     def __init__(self, device: Device, settings: Settings):
         self.device = device
-        # For `pack`. Not 0: the inputs contain the tokens of decodes, because a request with
-        # guesses has several.
+        # For `pack`. If this is not 0, the inputs contain the tokens of decodes, because a request
+        # with guesses has several.
         self.S_if_given = settings.block_size if settings.speculate else 0
 
     def launch(self, plan: Plan) -> Launched:
         """
-        Start to compute a plan, that is, to write the K and V of its tokens and to sample.
+        Start computing a plan: write the K and V of its tokens, and sample new tokens.
         `Device.send` then copies the sampled tokens to the host.
         """
         device = self.device
@@ -35,10 +35,10 @@ class Runner:
         if plan.admitted:
             device.fill_rows(*plan.admitted)
         # `pack` puts a decode's new block into the inputs. That is not enough for guesses, which
-        # may need several new blocks, nor for programs, which read the tables on the device. These
-        # get whole tables.
+        # may need several new blocks, nor for programs, which read the tables on the device. For
+        # both, whole tables are filled.
         if device.program or plan.guesses:
-            changed = [r for r in plan.grown if r.row is not None]
+            changed = [r for r in plan.tables_changed if r.row is not None]
             if changed:
                 device.fill_tables(changed)
         return device.run(self.pack(plan))
@@ -47,10 +47,10 @@ class Runner:
         """Choose the padded shape of a plan, and pack its inputs."""
         device = self.device
         shape = self.padded_shape(plan)
-        if device.program:  # it samples only for chunks that complete their prompt
-            indices = list(range(shape.n, shape.n + len(plan.completed)))
+        if device.program:  # a program samples only for chunks that complete their prompt
+            indices = list(range(shape.n, shape.n + len(plan.prefilled)))
             return PackedPlan(plan, shape, indices, array("q"))
-        indices = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        indices = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.prefilled]
         groups = None
         if device.finder and not plan.chunks and not plan.guesses:
             groups = device.finder.find(plan.decodes)
@@ -63,8 +63,9 @@ class Runner:
 
     def padded_shape(self, plan: Plan) -> StepShape:
         """
-        Return the smallest padded shape that a plan fits into. If it fits into none, return the
-        plan's own shape, with only the decodes padded. If steps are never padded, nothing is.
+        Return the smallest padded shape that a plan fits into. If the plan does not fit into any,
+        return its own shape with only the decodes padded, or with no padding if steps are never
+        padded.
         """
         # each decode takes a row, and so does each guess
         n = len(plan.decodes) + sum(map(len, plan.guesses.values()))
@@ -80,15 +81,15 @@ class Runner:
     def wait_for(self, launched: Launched) -> dict[Request, list[int]]:
         """
         Wait until a step is done. Returns the sampled tokens of each request in plan.sampled. A
-        request with guesses has one token more than it has guesses: one for each guessed position,
-        whether the guess is right or wrong, and one after the last. A token is NO_TOKEN if its
+        request with guesses gets one more token than it has guesses: one for each guessed position,
+        whether or not the guess is right, and one after the last guess. A token is NO_TOKEN if its
         logits are not numbers.
         """
         if launched.done:
             launched.done.synchronize()
         plan = launched.packed.plan
         computed = launched.on_host.tolist()
-        # `computed` is longer than the decodes: padding and chunks come after them
+        # `computed` is longer than the list of decodes: padding and chunks come after them
         tokens = {r: [token] for r, token in zip(plan.decodes, computed)}  # noqa: B905
         if plan.guesses:
             start = 0
@@ -96,6 +97,6 @@ class Runner:
                 end = start + plan.num_sampled(request)
                 tokens[request] = computed[start:end]
                 start = end
-        for request, index in zip(plan.completed, launched.packed.completed_indices, strict=True):
+        for request, index in zip(plan.prefilled, launched.packed.prefilled_indices, strict=True):
             tokens[request] = [computed[index]]
         return tokens

@@ -3,10 +3,10 @@ Log-probabilities of sampled tokens and of a prompt's tokens.
 
     engine.add_request("a", prompt, SamplingParams(logprobs=5), prompt_logprobs=0)
 
-A score is a list of three: the log-probability of the token, the ids of the likeliest tokens, and
-the log-probabilities of these. The device computes the scores after the step, and the host reads
-them together with the step's tokens. A prompt is scored chunk by chunk. Its scores are sent with
-the first token of the answer.
+A score is a list of three items: the token's log-probability, the ids of the most likely tokens,
+and their log-probabilities. The device computes the scores after the step, and the host reads them
+together with the step's tokens. A prompt is scored chunk by chunk. Its scores are sent with the
+first token of the answer.
 """
 
 from torch import Tensor
@@ -16,12 +16,12 @@ from paged import Request
 
 
 class Scores(Stage):
-    """Computes the scores for the requests of an engine."""
+    """Computes scores for an engine's requests."""
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.wanted: set[Request] = set()  # requests with scores, for the prompt or the answer
-        self.prompt_scores: dict[Request, list] = {}  # so far, until they are sent
+        self.wanted: set[Request] = set()  # requests that want scores for the prompt or the answer
+        self.prompt_scores: dict[Request, list] = {}  # the scores so far, until they are sent
 
     def added(self, request: Answer):
         if request.params.logprobs is not None or request.prompt_logprobs is not None:
@@ -32,7 +32,7 @@ class Scores(Stage):
         self.prompt_scores.pop(request, None)
 
     def launched(self, step: Step):
-        """Start to compute scores, and to copy them to the host as tensors (see `rows_of`)."""
+        """Start computing scores, and copying them to the host as tensors (see `rows_of`)."""
         if not self.wanted:
             return
         prompts = []
@@ -49,7 +49,8 @@ class Scores(Stage):
                 tensors = device.prompt_logprobs(launched, rows, targets, most)
                 prompts.append((request, start, to_host(tensors)))
             first += n
-        # without overlap it is too early to score sampled tokens: a grammar may replace them
+        # without overlap, it is too early to score sampled tokens, because a grammar may replace
+        # them
         sampled = None
         if self.engine.overlap:
             scored, tensors = self._score_sampled(step)
@@ -59,7 +60,7 @@ class Scores(Stage):
     def _score_sampled(self, step: Step) -> tuple[list[Request], list[Tensor]]:
         """
         Score the sampled tokens on the device, for the requests that want scores. Returns these
-        requests and the tensors of `Device.sampled_logprobs`.
+        requests and the tensors from `Device.sampled_logprobs`.
         """
         scored = [r for r in step.plan.sampled if r in self.wanted]
         scored = [r for r in scored if r.params.logprobs is not None]
@@ -79,7 +80,7 @@ class Scores(Stage):
         for request, start, tensors in prompts:
             if request.status != "done":
                 kept = self.prompt_scores.setdefault(request, [])
-                kept[start:] = rows_of(tensors)  # after a preemption `start` is 0 again
+                kept[start:] = rows_of(tensors)  # after a preemption, `start` is 0 again
 
     def resolved(self, step: Step):
         """Add the scores to the outputs."""
@@ -98,7 +99,7 @@ class Scores(Stage):
 
 
 def to_host(tensors) -> list[Tensor]:
-    """Start to copy tensors to the host. The copies are valid once the step is settled."""
+    """Start copying tensors to the host. The copies are valid once the step is settled."""
     return [tensor.to("cpu", non_blocking=True) for tensor in tensors]
 
 
@@ -110,10 +111,9 @@ def rows_of(tensors: list[Tensor]) -> list[list]:
 
 def num_scored(request: Request, n: int) -> int:
     """
-    Return how many of a request's next n prefill tokens predict a token of its prompt that must be
-    scored.
+    Return how many of a request's next n prefill tokens predict a prompt token that must be scored.
     """
-    # a request that was preempted after its first token has scored its prompt already
+    # the prompt of a request that was preempted after its first token has already been scored
     if request.prompt_logprobs is None or request.generated_tokens:
         return 0
     return min(n, len(request.prompt_tokens) - 1 - request.prefill_cursor)

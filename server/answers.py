@@ -1,16 +1,16 @@
 """
-From the engine's tokens to the client's answer: text, log-probabilities, JSON, events.
+Converts the engine's tokens to the client's answer: text, log-probabilities, JSON, events.
 
     choice = CompletionChoice(job, 0, body, prompt, tokenizer, eos)     # or ChatChoice
-    choice.add_tokens([12, 7], None, 0)        # the tokens of a step
-    choice.text, choice.chunks()               # unsent text; the same as JSON for events
+    choice.add_tokens([12, 7], None, 0)        # tokens from a step
+    choice.text, choice.chunks()               # the unsent text, and its JSON for events
     choice.mark_sent()
 
-A call is a `Job`, with a `Choice` for each of the n continuations of each prompt. `EngineClient`
-(client.py) passes the tokens of every step to `Job.on_tokens`. The choice converts them to text,
-finds stop strings, and counts. The job is an ASGI application. It sends all choices as one answer,
-or streams what is new as server-sent events. Answers have the form of OpenAI's API, with vLLM's
-extensions. Not run by itself: app.py makes a Job for each completion.
+Each call has a `Job`, which has a `Choice` for each of the n continuations of each prompt.
+`EngineClient` (client.py) passes each step's tokens to `Job.on_tokens`. The choice converts the
+tokens to text, looks for stop strings, and counts tokens. The job is an ASGI application. It sends
+all choices as one answer, or streams new text as server-sent events. Answers have OpenAI's format,
+with vLLM's extensions. Not run by itself: app.py creates a Job for each completion.
 """
 
 import asyncio
@@ -26,8 +26,8 @@ from server.protocol import ApiError, ClientGone, error_body
 from server.text import tools
 from tokenizer import token_name
 
-SEED_BITS = 48  # of random seeds; JSON parsers that use doubles represent up to 53 bits exactly
-SLICE = 2**18  # bytes of a long answer that are sent at a time
+SEED_BITS = 48  # size of random seeds; JSON parsers that use doubles are exact up to 53 bits
+SLICE = 2**18  # number of bytes of a long answer to send at a time
 
 
 # --------------------------------------------------------------------------------------------------
@@ -36,18 +36,18 @@ SLICE = 2**18  # bytes of a long answer that are sent at a time
 
 class Choice:
     """
-    One continuation of a prompt. The engine's steps add tokens. These attributes have what was not
-    sent yet:
+    One continuation of a prompt. The engine's steps add tokens. These attributes hold what has not
+    been sent yet:
 
     text       the new text
     tokens     the new tokens
-    entries    their log-probabilities in the form of the answer, if requested
-    deltas     with tools or thoughts: the new text as parsed by `reader`
+    entries    the tokens' log-probabilities in the answer's format, if requested
+    deltas     the new text as parsed by `reader`, if there are tools or thoughts
 
-    `prompt_entries` are the entries of an echoed prompt. Entries are made as the tokens arrive.
-    Making all of a long answer's entries at its end would block the event loop for a second.
+    `prompt_entries` are the entries for an echoed prompt. Entries are created as the tokens arrive.
+    Creating all entries of a long answer at its end would block the event loop for a second.
 
-    There is a subclass for each path, which knows the form of its answers.
+    Each path has its own subclass, which knows the format of that path's answers.
     """
 
     def __init__(self, job, index: int, body, prompt: list[int], tokenizer, eos: list[int]):
@@ -56,19 +56,19 @@ class Choice:
         self.body = body  # protocol.SamplingRequest
         self.prompt = prompt
         self.num_logprobs = body.num_logprobs
-        # An answer that stops at one of these has no stop_reason. With ignore_eos they are tokens
-        # like any other.
+        # An answer that stops at one of these tokens has no stop_reason. With ignore_eos, they are
+        # ordinary tokens.
         self.eos = () if body.ignore_eos else eos
-        self.siblings = [self]  # all choices of the prompt
-        self.engine_id = None  # the id of its request in the engine
-        self.num_tokens = 0  # of the answer, without tokens after a stop string
-        self.num_sent = 0  # tokens sent, in chunks
-        self.cached_tokens = 0  # tokens of the prompt that were found in the prefix cache
+        self.siblings = [self]  # all choices for the prompt
+        self.engine_id = None  # id of this choice's request in the engine
+        self.num_tokens = 0  # tokens in the answer, without those after a stop string
+        self.num_sent = 0  # tokens sent in chunks
+        self.cached_tokens = 0  # prompt tokens found in the prefix cache
         self.prompt_entries = []
-        self.finish_reason = None  # "stop" or "length", once it has ended
-        self.stop_reason = None  # after "stop": the stop string or id; None: the end of text
+        self.finish_reason = None  # "stop" or "length" once the choice has ended
+        self.stop_reason = None  # for "stop": the stop string or token id; None for end of text
         self.first_step = self.last_step = 0.0  # times of its first and last tokens, for metrics.py
-        self.spell = tokenizer.spelled_bytes  # spells control tokens too: "<|endoftext|>"
+        self.spell = tokenizer.spelled_bytes  # also spells control tokens, such as "<|endoftext|>"
         context = () if body.echo else prompt
         self.stream = tokenizer.stream(context, body.skip_special_tokens and not body.echo)
         self.reader = None
@@ -77,17 +77,18 @@ class Choice:
             self.reader = tools.Reader(job.call_tags, job.ahead, job.hidden)
             self.markers = job.markers
         self.mark_sent()
-        self.is_first = True  # nothing was sent yet
+        self.is_first = True  # nothing has been sent yet
         if body.echo:
             self._echo(tokenizer)
 
     def _echo(self, tokenizer):
         """
-        Begin the answer with the prompt as the client sent it. Control tokens are shown by name; a
-        BOS that the tokenizer added is left out. Stop strings are not searched in the prompt, but a
-        character may begin in it and end in the answer. With log-probabilities the prompt is
-        processed token by token, because each token needs its offset. (The number of
-        log-probabilities is limited.) Other prompts may be long, and are processed in one call.
+        Begin the answer with the prompt as the client sent it. Control tokens are shown by name,
+        and a BOS that the tokenizer added is left out. The prompt is not searched for stop strings,
+        but a character may begin in the prompt and end in the answer. If log-probabilities are
+        requested, the prompt is processed token by token, because each token needs its offset.
+        (MAX_SCORES limits the length of such a prompt.) Other prompts may be long, so they are
+        processed in one call.
         """
         was_text = isinstance(self.body.prompt[0], str) and self.body.add_special_tokens
         was_added = was_text and self.prompt[:1] == tokenizer.bos != []
@@ -99,18 +100,18 @@ class Choice:
                 self.prompt_offsets.append(self.stream.num_characters)
                 if number or not was_added:
                     self.text += self.stream.push(token)
-            self.prompt_entries = [self.entry(self.prompt[0], None, 0)]  # no prediction for it
-        if self.body.skip_special_tokens:  # only in the answer: the echo shows their names
+            self.prompt_entries = [self.entry(self.prompt[0], None, 0)]  # has no prediction
+        if self.body.skip_special_tokens:  # hide control tokens only in the answer
             self.stream.token_bytes = tokenizer.token_bytes
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
         """
-        Add the new tokens of one or several steps: convert them to text, and search it for stop
-        strings. With finish_reason "stop" the last token is a stop token, which has no text. The
-        scores are given if they were requested, as lists of [log-probability of the token, ids of
-        the likeliest tokens, their log-probabilities]. `scores` has one for each new token.
-        `prompt_scores` has one for each token of the prompt except the first. It comes once, with
-        the first tokens of one of the prompt's choices.
+        Add the new tokens from one or more steps: convert them to text, and search the text for
+        stop strings. If finish_reason is "stop", the last token is a stop token, which has no text.
+        Scores are passed only if they were requested. A score is a list: the token's
+        log-probability, the ids of the likeliest tokens, and their log-probabilities. `scores` has
+        a score for each new token. `prompt_scores` has a score for each prompt token except the
+        first, and is passed only once, with the first tokens of one of the prompt's choices.
         """
         self.cached_tokens = cached_tokens
         if prompt_scores:
@@ -118,10 +119,10 @@ class Choice:
             entries = self.prompt_entries[:1] + [self.entry(*row) for row in rows]
             for sibling in self.siblings:
                 sibling.prompt_entries = entries
-        if self.body.max_tokens == 0:  # only the prompt's scores were wanted
+        if self.body.max_tokens == 0:  # only the prompt's scores were requested
             tokens = []
             finish_reason = "length"
-        num_shown = len(tokens) - (finish_reason == "stop")  # these have text
+        num_shown = len(tokens) - (finish_reason == "stop")  # number of tokens with text
         for number, token in enumerate(tokens):
             self.num_tokens += 1
             self.tokens.append(token)
@@ -142,25 +143,26 @@ class Choice:
                 return  # tokens after a stop string are dropped
         if finish_reason:
             self.text += self.stream.flush()
-            self.stop_reason = self.stream.matched  # of U+FFFD, for an incomplete character
+            self.stop_reason = self.stream.matched  # U+FFFD for an incomplete character can match
             self.finish_reason = finish_reason if self.stop_reason is None else "stop"
             if finish_reason == "stop" and self.stop_reason is None and tokens[-1] not in self.eos:
                 self.stop_reason = tokens[-1]
 
     def has_unsent(self) -> bool:
         """
-        Return whether there is something to send: text, the end, or tokens if they were requested.
+        Return whether there is anything to send: text, the end of the answer, or tokens if they
+        were requested.
         """
         if self.finish_reason:
             return not self.is_end_sent
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
             return True
-        # an echo must wait for the prompt's scores, which come with the first token
+        # an echo must wait for the prompt's scores, which arrive with the first token
         waits = self.prompt_entries and not self.tokens
         return bool(self.text or self.deltas) and not waits
 
     def mark_sent(self):
-        """Forget text, tokens and entries, after they were sent to the client."""
+        """Clear the text, tokens and entries that have been sent to the client."""
         self.text = ""
         self.deltas = []
         self.tokens = []
@@ -173,7 +175,7 @@ class Choice:
     def chunk(self, content, tokens, finish_reason) -> dict:
         """
         Return one event as a dictionary. `content` has the fields that differ between the paths,
-        `tokens` are the new tokens. An answer that is not streamed has one chunk for each choice.
+        and `tokens` are the new tokens. A non-streaming answer has one chunk for each choice.
         """
         logprobs = None if self.num_logprobs is None else self.logprobs(tokens)
         choice = {
@@ -192,7 +194,7 @@ class Choice:
         return chunk
 
     def prompt_fields(self) -> dict:
-        """Return the fields about the prompt, which are sent once."""
+        """Return the fields about the prompt, which are sent only once."""
         return {"prompt_token_ids": self.prompt} if self.body.return_token_ids else {}
 
     def name(self, token) -> str:
@@ -206,7 +208,8 @@ def token_counts(prompt_tokens, completion_tokens) -> dict:
 
 def likeliest(token, score) -> dict[int, float]:
     """
-    Return {id: log-probability} of the likeliest tokens, likeliest first, and of the token itself.
+    Return {id: log-probability} for the likeliest tokens (likeliest first) and for the token
+    itself.
     """
     logprob, ids, logprobs = score
     candidates = dict(zip(ids, logprobs, strict=True))
@@ -215,20 +218,20 @@ def likeliest(token, score) -> dict[int, float]:
 
 
 class CompletionChoice(Choice):
-    """A choice in the form of /v1/completions."""
+    """A choice in the format of /v1/completions."""
 
     id_prefix = "cmpl-"
-    objects = ("text_completion", "text_completion")  # `object` of a whole answer, of a chunk
+    objects = ("text_completion", "text_completion")  # `object` in a whole answer, in a chunk
 
     def chunks(self) -> list[dict]:
-        """Return everything new, as a chunk for each event."""
+        """Return everything unsent, as a chunk for each event."""
         content = {"text": self.text}
         if self.is_first:
             content |= self.prompt_fields()
         return [self.chunk(content, self.tokens, self.finish_reason)]
 
     def entry(self, token, score, offset) -> tuple:
-        """Return a token's values for the four lists of `logprobs`."""
+        """Return a token's values for the four lists in `logprobs`."""
         if not score:
             return self.name(token), None, None, offset
         candidates = likeliest(token, score)
@@ -237,9 +240,9 @@ class CompletionChoice(Choice):
 
     def logprobs(self, tokens) -> dict:
         """
-        Return OpenAI's form for completions: four lists with a value for each token, including the
-        tokens of an echoed prompt. The values for the prompt's first token are null, because there
-        is no prediction for it.
+        Return OpenAI's format for completions: four lists with a value for each token, including
+        the tokens of an echoed prompt. The log-probabilities of the prompt's first token are null,
+        because the model does not predict it.
         """
         entries = self.prompt_entries + self.entries if self.is_first else self.entries
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -247,7 +250,7 @@ class CompletionChoice(Choice):
 
 
 class ChatChoice(Choice):
-    """A choice in the form of /v1/chat/completions."""
+    """A choice in the format of /v1/chat/completions."""
 
     id_prefix = "chatcmpl-"
     objects = ("chat.completion", "chat.completion.chunk")
@@ -269,10 +272,10 @@ class ChatChoice(Choice):
 
     def chunks(self) -> list[dict]:
         """
-        Return everything new, as a chunk for each event. In a stream, the first event has only the
-        role and the last only the finish_reason; those between have the text. Fields about the
-        prompt are next to `choices`, because a chat has only one prompt. An answer that is not
-        streamed has one chunk with the whole message.
+        Return everything unsent, as a chunk for each event. In a stream, the first event has only
+        the role, and the last event has only the finish_reason. The events between them have the
+        text. Fields about the prompt are placed next to `choices`, because a chat has only one
+        prompt. A non-streaming answer has one chunk with the whole message.
         """
         if not self.body.stream:
             fields = self.reader.message() if self.reader else {"content": self.text}
@@ -292,7 +295,7 @@ class ChatChoice(Choice):
         return chunks
 
     def entry(self, token, score, offset) -> dict:
-        """Return OpenAI's object for a token."""
+        """Return a token's log-probabilities as OpenAI's object."""
         candidates = likeliest(token, score)
         top = [self.scored(*item) for item in list(candidates.items())[: self.num_logprobs]]
         return self.scored(token, candidates[token]) | {"top_logprobs": top}
@@ -311,15 +314,14 @@ class ChatChoice(Choice):
 
 class Job:
     """
-    The answer to one call, as an ASGI application. It is sent as a whole, or as a stream of
-    server-sent events. While a client reads slowly, `send` waits and tokens accumulate
-    (backpressure); they are then sent as one event. However the call ends, none of its requests
-    stays in the engine.
+    The answer to one call, as an ASGI application. It is sent whole, or as a stream of server-sent
+    events. If a client reads slowly, `send` waits and tokens accumulate (backpressure). They are
+    then sent as one event. However the call ends, it leaves no requests in the engine.
 
     service    app.Service
-    salt       of the prefix cache, from the client's API key
+    salt       for the prefix cache, derived from the client's API key
     id         the call's X-Request-Id
-    owner      the client's API key or address; owners take turns to have grammars compiled
+    owner      the client's API key or address; grammars are compiled for owners in turn
     """
 
     def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str, owner: str):
@@ -330,15 +332,15 @@ class Job:
         self.owner = owner
         self.call_id = id
         self.started = time.monotonic()
-        self.changed = asyncio.Event()  # there may be something to send
+        self.changed = asyncio.Event()  # set when there may be something to send
         self.is_silent = False  # a ping is due if there is nothing else to send
         self.is_done = False  # all choices have ended, or there is an error
         self.error = None  # an ApiError
         self.seed = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
         self.grammar = body.response_format or body.structured_outputs
-        self.headers = []  # of the answer, in addition to the usual ones
+        self.headers = []  # extra headers for the answer
         self.call_tags = None
-        self.ahead = []  # markers of thoughts that may still come
+        self.ahead = []  # thought markers that may still appear
         if body.messages:
             self._read_chat(service.encoder, prompts[0])
         kind = ChatChoice if body.messages else CompletionChoice
@@ -347,7 +349,7 @@ class Job:
         self.choices = []
         for number, prompt in enumerate(prompts):
             seeded = body
-            if body.seed is None:  # otherwise equal prompts of a call would get equal answers
+            if body.seed is None:  # otherwise, equal prompts in a call would get equal answers
                 seeded = body.model_copy(update={"seed": self.seed + number})
             first = number * body.n
             siblings = [
@@ -366,8 +368,8 @@ class Job:
 
     def _read_chat(self, encoder, prompt: list[int]):
         """
-        Find out whether the answer may have thoughts and calls, and constrain it to the tools.
-        Raises ApiError.
+        Find out whether the answer may contain thoughts or calls, and constrain the answer if the
+        call asks for it. Raises ApiError.
         """
         chat = encoder.chat
         self.markers = {id: name for name, id in chat.tokens.items()}
@@ -382,18 +384,18 @@ class Job:
 
     def _constrain(self, chat):
         """
-        Constrain the answer after its thoughts to the schemas of the tools, or to a grammar. Raises
+        Constrain the answer, after its thoughts, to the tools' schemas or to a grammar. Raises
         ApiError if tool_choice is "auto" and the template has no tags for calls.
         """
         is_free = bool(self.body.tools) and self.body.tool_choice == "auto"
         if self.body.tools:
             self.call_tags = chat.call_tags
             if is_free and not any(self.call_tags):
-                why = "this model's chat template supports no tools, or no calls as JSON in tags"
+                why = "this model's chat template does not support tools, or JSON calls in tags"
                 remedy = 'send "required", "none" or a function'
                 raise ApiError(400, f'tool_choice is "auto", but {why}: {remedy}', "tool_choice")
             lark = tools.grammar_of_calls(self.body, self.call_tags, chat.tokens)
-            dump = partial(json.dumps, ensure_ascii=False)  # a socket takes 400 KB
+            dump = partial(json.dumps, ensure_ascii=False)  # a socket message has at most 400 KB
             schemas = [dump(tools.schema_of(function)) for function in self.body.functions]
             self.grammar = {"kind": "tools", "text": dump([lark, schemas])}
         if self.ahead and self.grammar:
@@ -401,8 +403,8 @@ class Job:
             self.grammar = self.grammar | {"before": before}
 
     async def __call__(self, scope, receive, send):
-        # Checked here, because nothing is awaited from here to the submission. So even a burst of
-        # calls cannot exceed the queue.
+        # Checked here because nothing is awaited between here and the submission. So not even a
+        # burst of calls can exceed the queue.
         self.service.check_room(len(self.choices))
         tasks = []
         try:
@@ -431,22 +433,22 @@ class Job:
     # called by the engine's client
 
     def on_tokens(self, choice, tokens, *output):
-        """Take a choice's new tokens, and the other values of its row (see link.py)."""
+        """Handle a choice's new tokens, and the other values in its row (see link.py)."""
         choice.add_tokens(tokens, *output)
         self.service.metrics.count_tokens(choice, len(tokens))
         self.num_unfinished -= choice.finish_reason is not None
         self.is_done = self.num_unfinished == 0
         if self.body.stream or self.is_done:
-            self.changed.set()  # wakes a task, which sends after all messages of the round are read
+            self.changed.set()  # wakes a task, which sends once the round's messages are all read
 
     def on_refusal(self, kind, message, refused):
         """
         Fail the call, because the engine refused a choice or failed to compute it. There is one
-        exception: if the schemas of some tools are the reason, and the model need not call a tool,
-        the call is submitted again. Any object is then accepted as the arguments of these tools.
+        exception. If the engine refused the schemas of some tools, and the model need not call a
+        tool, the call is submitted again. These tools then accept any object as their arguments.
         `refused` has their numbers.
         """
-        if kind != "invalid":  # the client cannot correct it
+        if kind != "invalid":  # not something the client can fix
             return self.fail(ApiError(500, message))
         refused = [self.body.functions[number] for number in refused]
         if refused and self.body.tool_choice == "auto":
@@ -458,7 +460,7 @@ class Job:
         self.fail(ApiError(400, message, *self.body.constraints[:1], logged=logged))
 
     def _submit_again(self, functions: list):
-        """Submit the call without the schemas of these functions. A header names them."""
+        """Submit the call again without these functions' schemas. A header lists the functions."""
         names = ", ".join(function.name for function in functions)
         self.headers.append((b"x-unheld-tools", names.encode()))
         for function in functions:
@@ -468,12 +470,12 @@ class Job:
             self.client.abort(choice)
         self.submit()
 
-    # its end
+    # ending the call
 
     def fail(self, error: ApiError):
         """
-        End the call with an error. Does nothing if the call has ended: its last tokens may still
-        wait to be sent.
+        End the call with an error. Does nothing if the call has already ended, because its last
+        tokens may still be waiting to be sent.
         """
         if not self.is_done:
             self.error = error
@@ -490,8 +492,8 @@ class Job:
 
     async def watch(self, receive):
         """
-        End the call if it takes too long, or if the client hangs up. ASGI reports a hang-up only to
-        `receive`.
+        End the call if it takes too long, or if the client disconnects. ASGI reports a disconnect
+        only through `receive`.
         """
         limit = self.service.args.request_seconds
         try:
@@ -500,10 +502,10 @@ class Job:
                     pass
             self.fail(ClientGone())
         except TimeoutError:
-            message = f"not finished within {limit:g} s, the limit of this server"
+            message = f"not finished within {limit:g} s, this server's limit"
             self.fail(ApiError(503, message, code="timeout"))
 
-    # a whole answer
+    # sending a whole answer
 
     async def send_whole(self, send):
         if self.error:
@@ -520,13 +522,13 @@ class Job:
         counts = token_counts(prompt, sum(choice.num_tokens for choice in self.choices))
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    # a stream
+    # sending a stream
 
     async def ping(self):
         """
-        Keep the connection alive: every PING_SECONDS, have `send_stream` send a comment unless
-        there is something else to send. This is one timer for the whole stream. A timeout for each
-        token would cost more than the token.
+        Keep the connection alive: every PING_SECONDS, make `send_stream` send a comment unless
+        there is something else to send. The whole stream needs only this one timer. A timeout for
+        each token would cost more than the token itself.
         """
         while True:
             await asyncio.sleep(PING_SECONDS)
@@ -535,9 +537,9 @@ class Job:
 
     async def send_stream(self, send):
         """
-        Send server-sent events until all choices have ended, each time everything new. The headers
-        are sent with the first event, so an earlier error still has its own HTTP status. A later
-        error is sent as the last event.
+        Send server-sent events until all choices have ended. Each time, everything unsent is sent.
+        The headers go out with the first event, so an earlier error still gets its own HTTP status.
+        A later error is sent as the last event.
         """
         is_started = is_done = False
         while not is_done:
@@ -566,7 +568,9 @@ class Job:
             await send({"type": "http.response.body", "body": data, "more_body": not is_done})
 
     def last_events(self) -> list[bytes]:
-        """Return the events after the last tokens: the usage, if requested, and the end."""
+        """
+        Return the events after the last tokens: the error, or the usage (if requested) and [DONE].
+        """
         if self.error:
             return [error_body(self.error)]
         if self.body.stream_options.include_usage:
@@ -576,8 +580,8 @@ class Job:
 
 async def send_json(send, data: bytes, more_headers=()):
     """
-    Send JSON, which may be long, in slices. Each `send` waits until the previous slice is on its
-    way.
+    Send JSON in slices, because it may be long. Each `send` waits until the previous slice has been
+    passed on.
     """
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(data))]
     headers += more_headers

@@ -1,10 +1,11 @@
 """
-The OpenAI-compatible HTTP interface: what each path answers, and how the server starts and drains.
+The OpenAI-compatible HTTP interface: how each path is answered, and how the server starts and
+drains.
 
-How a call is handled: a `Connection` (connection.py) reads it, and the `Gate` (gate.py) checks who
-sends it. Starlette's router finds the method of `Service` for its path, and protocol.py parses its
-body. A completion becomes a `Job` (answers.py), which converts the engine's tokens to text. Not run
-by itself: serve.py makes a Service for the HTTP process.
+A `Connection` (connection.py) reads each call, and the `Gate` (gate.py) checks who sent it.
+Starlette's router then finds the `Service` method for the path, and protocol.py parses the body. A
+completion becomes a `Job` (answers.py), which converts the engine's tokens to text. Not run by
+itself: serve.py creates a Service for the HTTP process.
 """
 
 import asyncio
@@ -34,13 +35,13 @@ from server.protocol import ApiError
 from server.text import LONG, EncoderBusy, TooLong
 from tokenizer import TokenizerError, token_name
 
-MAX_LONG_ANSWERS = 4  # of /tokenize and /detokenize that are in memory at the same time
-MAX_NAMES = 2**14  # tokens that one answer names; more would block the event loop
+MAX_LONG_ANSWERS = 4  # maximum number of long /tokenize and /detokenize answers in memory
+MAX_NAMES = 2**14  # maximum number of tokens to name in one answer; more would block the event loop
 
 
 class Service:
     """
-    State that all calls share: the engine's client, the encoder, the flags, and whether new work is
+    State shared by all calls: the engine's client, the encoder, the flags, and whether new work is
     accepted.
 
     client, encoder    EngineClient and Encoder
@@ -49,7 +50,7 @@ class Service:
 
     def __init__(self, client, encoder, args, keys):
         name = args.served_model_name or args.model
-        self.name = name.encode(errors="replace").decode()  # JSON is UTF-8, a path may not be
+        self.name = name.encode(errors="replace").decode()  # JSON must be UTF-8, a path need not
         self.args = args
         self.keys = keys
         self.metrics = Metrics(self.name)
@@ -60,12 +61,12 @@ class Service:
         self.long_answers = asyncio.Semaphore(MAX_LONG_ANSWERS)
         self.listeners = live.Listeners(client, args.log_requests)
         self.draining = False
-        self.server = None  # made by `run`; None: another program's server runs this service
+        self.server = None  # created by `run`; None if another program's server runs this service
         client.on_state = self.engine_changed
         client.on_stats = self.metrics.update
 
     def check_ready(self):
-        """Raises ApiError (503) unless work is accepted: while loading, draining, or dead."""
+        """Raise ApiError (503) if no work is accepted: the server is loading, draining or dead."""
         state = "draining" if self.draining else self.client.state
         if state != "ready":
             why = self.client.reason or "try again later"
@@ -73,24 +74,24 @@ class Service:
 
     def check_room(self, count: int):
         """
-        Raises ApiError if the queue has no room for `count` more choices: 429 if it has none at the
-        moment, 400 if it never will.
+        Raise ApiError if the queue has no room for `count` more choices: 429 if there is currently
+        no room, 400 if there never will be.
         """
-        self.check_ready()  # again: the engine may have died while the prompts were encoded
+        self.check_ready()  # again, as the engine may have died while the prompts were encoded
         waiting = len(self.client.choices)
         capacity = self.client.info["max_num_seqs"] + self.args.max_queue
         if count > capacity:
-            message = f"{count} prompts x n in one call, at most {capacity} are accepted: split it"
+            message = f"{count} prompts x n in one call, but the limit is {capacity}: split it"
             raise ApiError(400, message, "prompt")
         if count + waiting > capacity:
             choices = plural(count, "choice")
-            message = f"{choices} on top of {waiting} in work: at most {capacity} are accepted"
+            message = f"{choices} on top of {waiting} in progress: at most {capacity} are accepted"
             raise ApiError(429, f"{message}, try again later", code="queue_full")
 
     async def parse_body(self, http, kind):
-        """Parse the call's JSON as a body of this class (see protocol.py). Raises ApiError."""
-        # Against CSRF: a page of another origin can send a few media types without a preflight.
-        # JSON is not one of them.
+        """Parse the call's JSON as a body of class `kind` (see protocol.py). Raises ApiError."""
+        # CSRF protection: a page from another origin can send requests with certain media types
+        # without a preflight, but JSON is not one of these types.
         media_type = http.headers.get("content-type", "").partition(";")[0]
         if media_type.strip().lower() != "application/json":
             message = "the body must be JSON, sent with the header Content-Type: application/json"
@@ -102,7 +103,7 @@ class Service:
         if int(http.headers.get("content-length", 0)) > limit:
             raise too_long
         data = bytearray()
-        async for part in http.stream():  # counted, because a chunked body has no content-length
+        async for part in http.stream():  # counted, as a chunked body has no content-length
             data += part
             if len(data) > limit:
                 raise too_long
@@ -115,9 +116,9 @@ class Service:
         return body
 
     def check_model(self, name):
-        """Raises ApiError (404) unless this is the name of the model that is served, or None."""
+        """Raise ApiError (404) unless `name` is the name of the served model, or None."""
         if name not in (None, self.name):
-            message = f"there is no model {name!r:.200} here; there is {self.name!r}"
+            message = f"there is no model {name!r:.200} here, only {self.name!r}"
             raise ApiError(404, message, "model", "model_not_found")
 
     async def encode(self, body, most_tokens: float = math.inf) -> list[list[int]]:
@@ -133,8 +134,8 @@ class Service:
         if not self.encoder.chat:
             message = f"{self.name} has no chat template: use /v1/completions"
             raise ApiError(400, message, "messages")
-        # Hermes' template needs the name of the function in each result. Some servers number calls
-        # from 0 again in each turn, so the names are collected message by message.
+        # Hermes' template needs the function's name in each result. Some servers restart the
+        # numbering of calls from 0 in each turn, so the names are collected message by message.
         names = {}  # id of a call -> name of its function
         for message in body.messages:
             names |= {call.id: call.function.name for call in message.tool_calls or ()}
@@ -147,8 +148,8 @@ class Service:
         with refusals_about("messages"):
             return [await self.encoder.encode_chat(messages, add, most_tokens, **options)]
 
-    # The methods for the paths. Each returns the ASGI application that answers. `http` is
-    # Starlette's request, and `kind` is the class of its body.
+    # Methods for the paths. Each returns the ASGI application that sends the answer. `http` is
+    # Starlette's request, and `kind` is the class for the body.
 
     def routes(self) -> list[Route]:
         def post(path, call, kind):
@@ -175,7 +176,7 @@ class Service:
     async def complete(self, kind, http) -> Job:
         body = await self.parse_body(http, kind)
         num_prompts = 1 if body.messages else len(body.prompt)
-        self.check_room(num_prompts * body.n)  # early: encoding a million prompts takes seconds
+        self.check_room(num_prompts * body.n)  # early, as encoding a million prompts takes seconds
         info = self.client.info
         if body.messages or isinstance(body.prompt[0], str):
             prompts = await self.encode(body, info["max_model_len"])
@@ -185,9 +186,9 @@ class Service:
         call = http.scope["call"]
         salt = f"{call.salt}:{body.cache_salt or ''}"
         job = Job(self, body, prompts, salt, call.id, owner_of(http))
-        call.logged["seed"] = job.seed  # a call with this seed gets the same answer again
+        call.logged["seed"] = job.seed  # the same call with this seed gets the same answer
         if self.args.log_requests:
-            # includes the model's own defaults; the salt is left out, because it is a secret
+            # these include the model's own defaults, but not the salt, which is secret
             fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
             log("request", id=job.id, **fields | {"seed": job.seed})
         call.job = job
@@ -201,7 +202,7 @@ class Service:
             names = None
             if body.return_token_strs:
                 if len(ids) > MAX_NAMES:
-                    message = f"is for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
+                    message = f"works for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
                     raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
                 names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
             counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
@@ -221,9 +222,9 @@ class Service:
 
     def json_answer(self, answer, body):
         """
-        Return the ASGI application that sends the result of `answer()`. An answer to a long body
-        may have 30 MB. So at most MAX_LONG_ANSWERS of these exist at the same time, each from its
-        encoding until the client has read it.
+        Return the ASGI application that sends the result of `answer()`. The answer to a long body
+        may take 30 MB, so at most MAX_LONG_ANSWERS of these are in memory at the same time. An
+        answer counts from its encoding until the client has read it.
         """
         is_short = len(str(body)) <= LONG
 
@@ -243,7 +244,7 @@ class Service:
         return JSONResponse(self.describe_model())
 
     def describe_model(self) -> dict:
-        """Return the description of the model in OpenAI's form. Raises ApiError (503)."""
+        """Return a description of the model in OpenAI's format. Raises ApiError (503)."""
         self.check_ready()
         limit = self.client.info["max_model_len"]
         return {
@@ -256,7 +257,7 @@ class Service:
         }
 
     async def show_page(self, http):
-        """Send the page. It is the same for everyone, and asks for the key itself."""
+        """Send the page. Everyone gets the same page, and the page itself asks for the API key."""
         page = live.page()
         headers = live.page_headers(page) | {"Vary": "Accept-Encoding"}
         if "gzip" in http.headers.get("accept-encoding", "").replace(" ", "").split(","):
@@ -278,14 +279,14 @@ class Service:
 
     async def show_liveness(self, http):
         if trouble := self.client.trouble():
-            raise ApiError(503, f"the engine is not alive: {trouble}", code="dead")
+            raise ApiError(503, f"the engine is down: {trouble}", code="dead")
         return JSONResponse({"status": "alive"})
 
     async def show_metrics(self, http):
         text = generate_latest(self.metrics.registry)
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
-    # For routers in front of several servers, which know these paths from SGLang.
+    # SGLang's paths, which routers in front of several servers call.
 
     async def show_info(self, http):
         self.check_ready()
@@ -310,11 +311,12 @@ class Service:
         }
         return JSONResponse({"dp_rank_count": 1, "loads": [load]})
 
-    # start and end
+    # starting and stopping
 
     async def run(self, sock) -> str | None:
         """
-        Serve until a signal comes or the engine is dead. Returns why the engine is dead, or None.
+        Serve until a signal arrives or the engine is dead. Returns the reason the engine is dead,
+        or None.
         """
         loop = asyncio.get_running_loop()
         config = uvicorn.Config(
@@ -338,8 +340,8 @@ class Service:
 
     def engine_changed(self, state):
         """
-        React to a new state of the engine (`EngineClient.on_state`). Print the greeting when it is
-        ready, log a restart, and end the server if the engine is dead.
+        Handle a new engine state (see `EngineClient.on_state`): print the greeting when the engine
+        is ready, log a restart, and end the server if the engine is dead.
         """
         if state == "ready":
             self.listeners.engine_started()
@@ -358,8 +360,8 @@ class Service:
 
     def stop(self):
         """
-        Drain: accept no new work, and let running calls finish, for at most --drain-seconds. If
-        called a second time, end the running calls now.
+        Drain: accept no new work, and give running calls at most --drain-seconds to finish. If
+        called a second time, end the running calls immediately.
         """
         if self.draining:
             self.deadline = 0.0
@@ -369,7 +371,7 @@ class Service:
         if self.client.choices:
             requests = plural(len(self.client.choices), "request")
             say(f"finishing {requests}; a second signal ends them")
-        # a reference to the task is kept, because the event loop has only a weak one
+        # keep a reference to the task, because the event loop has only a weak one
         self.drainer = asyncio.create_task(self._drain())
 
     async def _drain(self):
@@ -377,13 +379,13 @@ class Service:
             await asyncio.sleep(0.02)
         self.client.refuse_all(ApiError(503, STOPPED, code="stopping"))
         self.listeners.end()
-        # uvicorn closes its sockets and waits until the last answers are out
+        # uvicorn closes its sockets and waits until the last answers have been sent
         self.server.should_exit = True
 
 
 def owner_of(http) -> str:
     """
-    Return the salt of a call's API key. If there are no keys, return the client's address, or "" if
+    Return the salt for the call's API key. Without API keys, return the client's address, or "" if
     the client is gone.
     """
     return http.scope["call"].salt or (http.client.host if http.client else "")
@@ -392,14 +394,14 @@ def owner_of(http) -> str:
 @contextlib.contextmanager
 def refusals_about(field: str):
     """
-    Turn the encoder's refusals in the body into ApiError: 400 about this field, or 429 if too many
-    texts wait to be encoded.
+    Convert the encoder's errors in the `with` block to ApiError: 400 about this field, or 429 if
+    too many texts are waiting to be encoded.
     """
     try:
         yield
     except TokenizerError as error:
         code = "context_length_exceeded" if isinstance(error, TooLong) else None
-        # the message of a template may quote a client's text, which the log must not have
+        # a template's message may quote the client's text, which must not be logged
         raise ApiError(400, str(error), field, code, logged=f"{field} cannot be encoded") from None
     except EncoderBusy as error:
         raise ApiError(429, str(error), code="encoder_busy") from None
@@ -407,12 +409,13 @@ def refusals_about(field: str):
 
 def greeting(name: str, url: str, chats: bool, has_key: bool) -> str:
     """
-    Return the output of a server that is ready: a line that scripts wait for, and a command to try.
+    Return what the server prints when it is ready: a line that scripts wait for, and a command to
+    try.
     """
     if chats:
         path = "chat/completions"
         body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32}
-    else:  # below temperature 1, a small model writes better
+    else:  # a small model writes better below temperature 1
         path = "completions"
         body = {"prompt": "def", "max_tokens": 64, "temperature": 0.6}
     key = " -H 'Authorization: Bearer YOUR_KEY'" if has_key else ""

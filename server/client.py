@@ -1,11 +1,11 @@
 """
-The HTTP process's end of the link to the engine: requests go out, and tokens come in, in rounds.
+The HTTP process's end of the link to the engine: sends requests, and receives tokens in rounds.
 
-    client = EngineClient(start)           # before the event loop runs, so the engine loads already
-    await client.attach()                  # in the event loop
-    client.submit(choices)                 # the job's `on_tokens` or `on_refusal` is then called
+    client = EngineClient(start)           # the engine starts to load before the event loop runs
+    await client.attach()                  # inside the event loop
+    client.submit(choices)                 # later calls the job's `on_tokens` or `on_refusal`
 
-Not run by itself: serve.py makes an EngineClient. link.py is the other end, and process.py lists
+Not run by itself: serve.py creates an EngineClient. link.py is the other end, and process.py lists
 the messages. answers.py converts the tokens to text.
 """
 
@@ -16,43 +16,43 @@ import time
 from engine.link import join_rows, read_messages, to_line
 from server.protocol import ApiError
 
-STALL_SECONDS = 120  # an engine that has work but sends nothing for this long counts as dead
+STALL_SECONDS = 120  # an engine with work that sends nothing for this long counts as dead
 CRASHED = "the engine stopped unexpectedly"
-IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # the needed part of Engine.stats(), idle
+IDLE = {"running": 0, "waiting": 0, "kv_usage": 0.0}  # fields needed from Engine.stats(), when idle
 
-# Backpressure: the busier this process is, the more tokens it sends in one write. In a round it
-# reads everything that the engine has sent, and writes it to the streams. A write to a stream costs
-# much more than a token. With a write for each token of 256 streams, this process would do nothing
-# else, and new requests would not be read until the streams before them have ended.
+# Backpressure: the busier this process is, the more tokens it sends in one write. In each round, it
+# reads everything that the engine has sent, and writes it to the streams. Each write to a stream
+# costs much more than a token. With 256 streams and a write for each token, this process would do
+# nothing else, and new requests would not be read until earlier streams had ended.
 #
-# So after a round the engine's messages are left unread for as long as the round took, up to a
+# So after each round, the engine's messages are left unread for as long as the round took, up to a
 # limit. A round lasts until the event loop has run everything that was ready, including other work.
-# The further this process lags, the more tokens are joined, here and, once the link is full, in the
-# engine. Between two rounds, new requests are read. A single stream never waits, because its rounds
-# are shorter than the resolution of timers.
-MIN_PAUSE = 0.001  # seconds; the resolution of timers
-MAX_PAUSE = 0.02  # seconds; a gap between two tokens grows by at most this
+# The further this process falls behind, the more tokens are joined: first here and, once the link
+# is full, also in the engine. New requests are read between rounds. A single stream never waits,
+# because its rounds are shorter than the timer resolution.
+MIN_PAUSE = 0.001  # seconds; the timer resolution
+MAX_PAUSE = 0.02  # seconds; the most this adds to the gap between two tokens
 
 
 class EngineClient(asyncio.Protocol):
     """
-    The link to the engine, and the table of the choices that wait for tokens. It runs in the event
-    loop and never blocks it.
+    The link to the engine, and the table of choices that are waiting for tokens. It runs in the
+    event loop and never blocks it.
 
         HTTP process  ------- add, abort, listen ------>  engine process
                       <-- ready, step, error, events, fatal --
 
-    `start()` starts the engine's process. It returns the multiprocessing.Process and the socket of
-    the link. It is called once, and once more if the engine dies.
+    `start()` starts the engine's process, and returns the multiprocessing.Process and the link's
+    socket. It is called once, and once more if the engine dies.
 
     state      loading -> ready -> restarting -> ready -> dead
-    info       the engine's message "ready": max_model_len and other limits
-    reason     why the engine is gone, or ""
-    stats      the last Engine.stats() that the engine has sent
+    info       the engine's "ready" message: max_model_len and other limits
+    reason     the reason the engine is gone, or ""
+    stats      the latest Engine.stats() from the engine
 
     Three attributes are callbacks. `on_state(state)` and `on_stats(stats)` are called with each new
-    value. After `listen`, `on_events(lines)` is called with new lines of the engine's record
-    (events.py). If there are no lines, the engine has stopped publishing.
+    value. After `listen`, `on_events(lines)` is called with new lines from the engine's record
+    (events.py), or with no lines if the engine has stopped publishing.
     """
 
     def __init__(self, start):
@@ -62,43 +62,43 @@ class EngineClient(asyncio.Protocol):
         self.info = {}
         self.reason = ""
         self.stats = IDLE
-        self.choices = {}  # request id -> the answers.Choice that waits for its tokens
-        # not the clients' ids: a client may send the same request_id twice
+        self.choices = {}  # request id -> the answers.Choice waiting for its tokens
+        # clients' own ids are not used, because a client may send the same request_id twice
         self.ids = map(str, itertools.count())
         # time of the engine's last message, or of the first request since it became idle
         self.heard = time.monotonic()
-        self.is_paused = False  # between two rounds
+        self.is_paused = False  # waiting between two rounds
         self.on_state = self.on_stats = self.on_events = lambda *changes: None
         self._connect()
 
     def _connect(self):
-        self.unread = bytearray()  # the beginning of a message whose rest has not arrived yet
-        # messages to send when the link is free again, by operation and request: "abort 5.1"
+        self.unread = bytearray()  # start of a message that has not arrived completely
+        # messages to send when the link has room again; a key is operation and request, "abort 5.1"
         self.unsent = {}
         self.is_full = False
-        self.fatal_error = ""  # the message that the engine has sent before it ended
+        self.fatal_error = ""  # the message that the engine sent before it ended
         self.transport = None
         self.process, self.sock = self.start()
 
     async def attach(self):
-        """Start to read from the link."""
+        """Start reading from the link."""
         loop = asyncio.get_running_loop()
         await loop.create_unix_connection(lambda: self, sock=self.sock)
 
     def close(self):
         """Close the link, which ends the engine."""
         transport = self.transport
-        self.transport = None  # so `connection_lost` sees that this side closed it
+        self.transport = None  # tells `connection_lost` that this side closed the link
         if transport:
             transport.close()
 
     def submit(self, choices):
-        """Have the choices of one prompt computed."""
-        # an idle engine sends nothing, so its silence is measured from the first request on
+        """Send the choices for one prompt to the engine."""
+        # an idle engine sends nothing, so its silence is measured from the first request
         if not self.choices:
             self.heard = time.monotonic()
         id = next(self.ids)
-        for number, choice in enumerate(choices):  # the engine gives its forks the same ids
+        for number, choice in enumerate(choices):  # the engine numbers forks in the same way
             choice.engine_id = f"{id}.{number}" if number else id
             self.choices[choice.engine_id] = choice
         first = choices[0]
@@ -113,15 +113,15 @@ class EngineClient(asyncio.Protocol):
 
     def abort(self, choice) -> bool:
         """
-        Stop a choice's request. Tokens that still arrive are dropped. Returns False if the request
-        has ended or was never submitted.
+        Stop a choice's request. Any tokens that still arrive are dropped. Returns False if the
+        request has ended or was never submitted.
         """
         if not self.choices.pop(choice.engine_id, None):
             return False
         self._write(op="abort", id=choice.engine_id)
-        # If the engine does not read, for example during a long step, the request may still be
-        # unsent. Then it is dropped here. Otherwise the engine would later compute a prompt in
-        # vain, and clients that come and go in the meantime would fill this process's memory.
+        # If the engine is not reading, for example during a long step, the request may still be
+        # unsent. If so, drop it here. Otherwise, the engine would later compute a prompt for
+        # nothing, and clients that come and go in the meantime would fill this process's memory.
         ids = [sibling.engine_id for sibling in choice.siblings]
         add = f"add {ids[0]}"
         if add in self.unsent and self.choices.keys().isdisjoint(ids):
@@ -131,27 +131,27 @@ class EngineClient(asyncio.Protocol):
 
     def listen(self, is_on: bool, tokens: bool):
         """
-        Tell the engine whether there are listeners. If so, it publishes its record, beginning with
-        a snapshot. `tokens`: with token ids.
+        Tell the engine whether there are listeners. If there are, the engine publishes its record,
+        starting with a snapshot. `tokens`: whether to include token ids.
         """
         self._write(op="listen", on=is_on, tokens=tokens)
 
     def refuse_all(self, error: ApiError):
-        """End all calls that wait for the engine with this error."""
+        """End all calls that are waiting for the engine with this error."""
         for choice in list(self.choices.values()):
             choice.job.fail(error)
 
     def trouble(self) -> str:
         """
-        Return why the engine is not alive, or "" if it is. An engine that has work, but has sent
-        nothing for STALL_SECONDS, is not alive either.
+        Return the reason the engine is down, or "" if it is alive. An engine that has work but has
+        sent nothing for STALL_SECONDS counts as down.
         """
         stalls = self.choices and time.monotonic() - self.heard > STALL_SECONDS
         return self.reason or (f"no step in {STALL_SECONDS} s" if stalls else "")
 
     def _write(self, **message):
         if not self.transport:
-            return  # the engine is gone, and with it all of its requests
+            return  # the engine is gone, and so are its requests
         if self.is_full:
             self.unsent[f"{message['op']} {message.get('id')}"] = to_line(message)
         else:
@@ -164,7 +164,7 @@ class EngineClient(asyncio.Protocol):
 
     def resume_writing(self):
         self.is_full = False
-        while self.transport and self.unsent and not self.is_full:  # may be called after `close`
+        while self.transport and self.unsent and not self.is_full:  # may run after `close`
             first = next(iter(self.unsent))
             self.transport.write(self.unsent.pop(first))
 
@@ -173,18 +173,18 @@ class EngineClient(asyncio.Protocol):
 
     def data_received(self, data: bytes):
         """
-        Run a round: handle all messages that have arrived. If they have tokens of several steps for
-        a request, these are joined and delivered together.
+        Run a round: handle all messages that have arrived. If a request has tokens from several
+        steps, they are joined and delivered together.
         """
         started = time.monotonic()
         messages = read_messages(self.unread, data)
         if not messages:
             return
         self.heard = started
-        rows = {}  # request id -> its rows of these steps, joined
+        rows = {}  # request id -> its rows from these steps, joined
         for message in messages:
             if message["op"] != "step":
-                self._deliver(rows)  # tokens that came before an error are delivered before it
+                self._deliver(rows)  # deliver tokens that came before an error first
                 self._on_message(message)
                 continue
             for row in message["out"]:
@@ -194,8 +194,9 @@ class EngineClient(asyncio.Protocol):
             self.stats = message["stats"]
             self.on_stats(self.stats)
         self._deliver(rows)
-        # The round ends two iterations of the event loop from now. In the first, the tasks that
-        # this round woke run, and write. Then the loop reads what has arrived, and calls `_pause`.
+        # The round ends two iterations of the event loop from now. In the first iteration, the
+        # tasks woken by this round run and write. Then the loop reads what has arrived, and calls
+        # `_pause`.
         loop = asyncio.get_running_loop()
         loop.call_soon(loop.call_soon, self._pause, self.transport, started)
 
@@ -204,14 +205,14 @@ class EngineClient(asyncio.Protocol):
         for id, tokens, finish_reason, *more in rows.values():
             choice = self.choices.pop(id, None) if finish_reason else self.choices.get(id)
             if not choice:
-                continue  # it was aborted while these tokens were on their way
+                continue  # aborted while these tokens were on their way
             choice.job.on_tokens(choice, tokens, finish_reason, *more)
-            if choice.finish_reason:  # perhaps at a stop string, which the engine does not know
+            if choice.finish_reason:  # perhaps at a stop string, which the engine does not see
                 self.abort(choice)
         rows.clear()
 
     def connection_lost(self, error):
-        if self.transport:  # None: closed by `close`
+        if self.transport:  # None if `close` has closed the link
             self.transport = None
             self._end(self.fatal_error or CRASHED)
 
@@ -236,7 +237,7 @@ class EngineClient(asyncio.Protocol):
 
     def _pause(self, transport, started: float):
         """
-        End a round that began at `started`. Leave the link unread for as long as the round took
+        End a round that began at `started`, and leave the link unread for as long as the round took
         (backpressure).
         """
         pause = min(MAX_PAUSE, time.monotonic() - started)
@@ -247,11 +248,11 @@ class EngineClient(asyncio.Protocol):
 
     def _resume(self, transport):
         self.is_paused = False
-        if transport is self.transport:  # otherwise this transport is closed
+        if transport is self.transport:  # otherwise, this transport is closed
             transport.resume_reading()
 
     def _end(self, reason: str):
-        """Fail all calls, because the engine is gone. The first time, start another engine."""
+        """Fail all calls, because the engine is gone. The first time, also start a new engine."""
         restart = self.state == "ready" and self.may_restart
         self.reason = f"{reason}, a new one is starting" if restart else reason
         self.state = "restarting" if restart else "dead"
@@ -265,5 +266,5 @@ class EngineClient(asyncio.Protocol):
                 self._connect()
             except OSError as error:  # such as too many open files
                 return self._end(f"{reason}, and no new one can start: {error}")
-            # a reference to the task is kept, because the event loop has only a weak one
+            # keep a reference to the task, because the event loop has only a weak one
             self.attaching = asyncio.create_task(self.attach())

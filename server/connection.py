@@ -1,12 +1,12 @@
 """
-A client's connection: uvicorn's HTTP protocol, with limits on what a client may cost.
+A client's connection: uvicorn's HTTP protocol, with limits on the resources a client may use.
 
     uvicorn.Config(Gate(service), http=Connection)      # the ASGI application of gate.py
 
-Not run by itself: app.py puts it in front of the Gate. At this point no client has shown an API
-key, so everything has a limit (against Slowloris and similar attacks): the bytes and the number of
-headers, the time to send a request and to read an answer, the requests that wait in a connection,
-and the number of connections. This file knows nothing of the meaning of requests.
+Not run by itself: app.py puts it in front of the Gate. At this point, no client has presented an
+API key. So, to protect against Slowloris and similar attacks, everything has a limit: the size and
+number of headers, the time to send a request or read an answer, the number of requests waiting in a
+connection, and the number of connections. This file does not interpret requests.
 """
 
 import asyncio
@@ -22,14 +22,14 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from server.protocol import ApiError, error_response
 
-MAX_HEAD = 2**16  # bytes of a request without its body: its first line, headers and trailers
-MAX_HEADERS = 128  # each takes 20 times its bytes in memory
-MAX_PIPELINED = 8  # requests of one connection that may wait while the first is answered
-REQUEST_ID = b"x-request-id"  # identifies a call, for its client and in the log
+MAX_HEAD = 2**16  # bytes of a request outside its body: request line, headers and trailers
+MAX_HEADERS = 128  # each takes 20 times its size in memory
+MAX_PIPELINED = 8  # requests that may wait in a connection while one is answered
+REQUEST_ID = b"x-request-id"  # identifies a call to its client and in the log
 
-# Against request smuggling: headers that decide which server gets a request, who sends it, and
-# where it ends. If one came twice, a proxy in front of this server might follow one of the two and
-# this server the other.
+# Protection against request smuggling: these headers decide which server gets a request, who sent
+# it, and where it ends. If one of them were sent twice, a proxy in front of this server might use
+# one copy and this server the other.
 SINGLE_HEADERS = {
     b"host",
     b"authorization",
@@ -42,8 +42,8 @@ SINGLE_HEADERS = {
 
 def check_head(headers: list[tuple[bytes, bytes]]):
     """
-    Raises ApiError if there are too many headers (431), or if one that must be unique is repeated
-    (400). Names are in lower case.
+    Raise ApiError if there are too many headers (431), or if a header that must be unique is
+    repeated (400). Names must be in lower case.
     """
     if len(headers) > MAX_HEADERS:
         raise ApiError(431, f"the request has more than {MAX_HEADERS} headers: send fewer")
@@ -56,27 +56,28 @@ def check_head(headers: list[tuple[bytes, bytes]]):
 
 
 def request_id(name: bytes) -> str:
-    """Return the client's own X-Request-Id if it is short, printable ASCII, or else a new one."""
+    """Return the client's own X-Request-Id if it is short, printable ASCII, otherwise a new one."""
     return name.decode() if re.fullmatch(b"[!-~]{1,128}", name) else uuid.uuid4().hex
 
 
 @dataclass
 class Call:
-    """What is known about a call, in scope["call"]."""
+    """Information about a call, stored in scope["call"]."""
 
     id: str  # its X-Request-Id
-    logged: dict = field(default_factory=dict)  # the fields of its line in the log
-    salt: str = ""  # for the prefix cache, from its API key; "": there are no keys
-    job: object = None  # answers.Job, if the engine works for the call
-    has_answer: bool = False  # whether its answer has begun
+    logged: dict = field(default_factory=dict)  # fields for its line in the log
+    salt: str = ""  # for the prefix cache, derived from its API key; "" without API keys
+    job: object = None  # answers.Job, if the call needs the engine
+    has_answer: bool = False  # whether its answer has started
 
 
 def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callable, Callable]:
     """
-    Return ASGI's `receive` and `send` for a call. An answer that begins before the whole body was
-    read, usually a refusal, is the last one of its connection. If the connection were closed with
-    unread bytes, it would be reset, and a client that is still sending would lose the answer. So
-    first read and drop up to `limit` bytes of the body. `send` also notes when the answer begins.
+    Return ASGI's `receive` and `send` for a call. If an answer (usually a refusal) starts before
+    the whole body has been read, it is the last answer on its connection. Closing the connection
+    with unread bytes would reset it, and a client that is still sending would lose the answer. So
+    up to `limit` bytes of the body are first read and dropped. `send` also records that the answer
+    has started.
     """
     headers = dict(scope["headers"])
     has_length = headers.get(b"content-length", b"0").strip(b"0") != b""
@@ -97,11 +98,11 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
             if closes:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif closes and not message.get("more_body"):
-            # The whole answer is sent now. Its end, at which uvicorn closes the connection, is sent
-            # when the body has been dropped.
+            # The whole answer has now been sent, except for its end, which makes uvicorn close the
+            # connection. The end is sent after the body has been dropped.
             await send(message | {"more_body": True})
             dropped = 0
-            with contextlib.suppress(asyncio.CancelledError):  # the server stops
+            with contextlib.suppress(asyncio.CancelledError):  # the server is stopping
                 while unread and dropped <= limit:
                     dropped += len((await receive_part()).get("body", b""))
             message = {"type": "http.response.body"}
@@ -112,15 +113,15 @@ def close_after_early_answer(scope, receive, send, limit: float) -> tuple[Callab
 
 class Connection(HttpToolsProtocol):
     """
-    uvicorn's connection with limits. It is closed if
+    uvicorn's connection, with limits. It is closed if
 
-    - the client takes longer than --client-seconds to send a whole request, or to read what waits
-      for it
+    - the client takes longer than --client-seconds to send a whole request, or to read the data
+      waiting for it
     - the client sends too many bytes outside of bodies
     - there are too many connections
     - it is idle for --keep-alive-seconds
 
-    When a connection ends, so does everything that is being computed for it.
+    When a connection ends, all computations for it are aborted.
     """
 
     def __init__(self, *args, **options):
@@ -129,16 +130,16 @@ class Connection(HttpToolsProtocol):
         self.args = gate.args
         self.timeout_keep_alive = self.args.keep_alive_seconds
         self.note_end = gate.note_end
-        self.timer = None  # runs while the client sends a request, or does not read an answer
+        self.timer = None  # runs while the client is sending a request, or not reading an answer
         self.is_sending = True  # whether the client is sending a request
-        self.in_body = False  # whether the parser is past the head of the request
-        self.head_size = 0  # bytes of the request's head and trailers that the parser has reported
+        self.in_body = False  # whether the parser is past the request's head
+        self.head_size = 0  # bytes of head and trailers that the parser has reported
         self.unparsed = 0  # bytes received since the parser's last report
         self.unanswered: deque = deque()  # uvicorn's cycles; the first is being answered
 
     def connection_made(self, transport):
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # pause writing while the client does not read
+        transport.set_write_buffer_limits(high=0)  # pause writing if the client is not reading
         self.watch_client()
         most = self.args.max_connections
         if len(self.connections) > most:
@@ -147,9 +148,10 @@ class Connection(HttpToolsProtocol):
 
     def watch_client(self):
         """
-        Start or stop the timer that cuts off a client that is slow to send a request or to read an
-        answer. There is one timer for both, and it is not restarted while one of them is pending.
-        So a client that starts a request while it does not read has only the remaining time.
+        Start or stop the timer that disconnects a client that is too slow to send a request or to
+        read an answer. One timer covers both, and it is not restarted while either is pending. So a
+        client that starts to send a request while not reading an answer gets only the remaining
+        time.
         """
         is_owing = self.is_sending or self.flow.write_paused
         if is_owing and not self.timer:
@@ -187,7 +189,7 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name, value):
         self.head_size += len(name) + len(value) + len(": \r\n")
         self.unparsed = 0
-        # trailers (headers after a chunked body) are counted but not kept
+        # trailers (headers after a chunked body) count towards the limit but are not kept
         if not self.in_body and len(self.headers) <= MAX_HEADERS:
             super().on_header(name, value)
 
@@ -202,7 +204,7 @@ class Connection(HttpToolsProtocol):
         self.unanswered.append(self.cycle)
         if len(self.unanswered) > 1 + MAX_PIPELINED:
             self.transport.abort()
-        # uvicorn stops reading while requests wait, so it would not notice that a client hangs up
+        # uvicorn stops reading while requests wait, so it would not notice a disconnect
         self.flow.resume_reading()
 
     def on_body(self, body):
@@ -223,12 +225,12 @@ class Connection(HttpToolsProtocol):
     def ignore_upgrade(self, rest: bytes):
         """
         Answer in HTTP/1.1 if a client offers to upgrade to HTTP/2 (h2c) or to a WebSocket. The
-        parser assumes that such a request ends with its head. So a new parser gets the request
-        again, without the offer.
+        parser assumes that such a request ends with its head. So the request is parsed again by a
+        new parser, without the offer.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":
-            return self.refuse(ApiError(400, "This is not a proxy: CONNECT is not served."))
+            return self.refuse(ApiError(400, "This is not a proxy: CONNECT is not supported."))
         if self.transport.is_closing():
             return
         head = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
@@ -236,17 +238,17 @@ class Connection(HttpToolsProtocol):
         self.data_received(b"%s %s HTTP/1.1\r\n%s\r\n%s" % (method, self.url, b"".join(head), rest))
 
     def eof_received(self):
-        """Treat a client that stops sending as one that hangs up, even if its requests wait."""
+        """Treat a client that stops sending as disconnected, even if it has requests waiting."""
         self.transport.abort()
 
-    # what the client is sent
+    # what the server sends
 
     def on_response_complete(self):
         self.unanswered.popleft()
         super().on_response_complete()
 
     def shutdown(self):
-        """Close the connection after the present answer, because the server ends."""
+        """Close the connection after the current answer, because the server is stopping."""
         super().shutdown()
         for cycle in self.unanswered:  # uvicorn marks only the last one
             cycle.keep_alive = False
@@ -268,7 +270,7 @@ class Connection(HttpToolsProtocol):
             self.timer.cancel()
 
     def refuse(self, error: ApiError):
-        """Send an error to a connection that is not HTTP, or one too many, and close it."""
+        """Send an error and close the connection, for example if there are too many connections."""
         self.note_end(self.client, error.status, {"error": error.reason})
         response = error_response(error)
         response.headers["x-request-id"] = request_id(b"")

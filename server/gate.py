@@ -1,9 +1,9 @@
 """
-Checks who may call: API keys, host names, and origins of web pages. Logs a line for each call.
+Checks who may call: API keys, host names and the origins of web pages. Logs a line for each call.
 
-    uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers what passes
+    uvicorn.Config(Gate(service), http=Connection)      # app.py's Service answers admitted calls
 
-Not run by itself: the Service makes the Gate, which is the ASGI application of the HTTP process.
+Not run by itself: the Service creates the Gate, which is the HTTP process's ASGI application.
 """
 
 import asyncio
@@ -23,18 +23,19 @@ from common import plural, say
 from server.connection import check_head, close_after_early_answer
 from server.protocol import ApiError, ClientGone, error_response
 
-LINGER_SECONDS = 2  # after the server stops: for clients to finish sending and reading
-OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # need no key: for supervisors and new users
-UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # supervisors and routers call them every second
-# The page at / calls these by itself. On a terminal they would bury the user's own calls.
+LINGER_SECONDS = 2  # time for clients to finish sending and reading when the server stops
+OPEN_PATHS = ("/livez", "/readyz", "/health", "/")  # need no API key, for supervisors and new users
+UNLOGGED_PATHS = (*OPEN_PATHS, "/v1/loads")  # called every second by supervisors and routers
+# The page at / calls these paths by itself. On a terminal, their lines would bury those of the
+# user's own calls.
 PAGE_PATHS = ("/events", "/v1/models", "/tokenize", "/detokenize")
 STOPPED = "the server stopped before this was finished"
 
 
 def log(event: str, **fields):
     """
-    Write a line to stderr, as JSON unless stderr is a terminal. Clients cannot forge a line: in
-    both forms, line breaks in what they send are escaped.
+    Write a line to stderr, as JSON unless stderr is a terminal. Clients cannot forge log lines,
+    because both formats escape line breaks in client data.
     """
     if sys.stderr.isatty():
         line = f"{time.strftime('%H:%M:%S')} {short(event, fields)}"
@@ -44,7 +45,9 @@ def log(event: str, **fields):
 
 
 def short(event: str, fields: dict) -> str:
-    """Shorten an event for a terminal, for example "POST /v1/completions 200 0.8 s 64 tokens"."""
+    """
+    Return a short form of an event for a terminal: "POST /v1/completions 200 0.8 s 64 tokens".
+    """
     if event == "access":
         parts = [str(fields[name]) for name in ("method", "path", "status") if name in fields]
         if "ms" in fields:
@@ -60,7 +63,7 @@ def short(event: str, fields: dict) -> str:
 
 class Gate:
     """
-    The ASGI application: it checks who may call, gives all errors the same form, and logs a line
+    The ASGI application. It checks who may call, gives all errors the same format, and logs a line
     for each call.
     """
 
@@ -68,14 +71,14 @@ class Gate:
         self.service = service
         self.args = service.args
         self.unlogged = UNLOGGED_PATHS + PAGE_PATHS if sys.stderr.isatty() else UNLOGGED_PATHS
-        self.salts = {}  # digest of an API key -> salt of its prefix cache
+        self.salts = {}  # digest of an API key -> its salt for the prefix cache
         for number, key in enumerate(service.keys):
             self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
         self.hosts = set(map(str.lower, hosts))
-        # CORS: pages of --allowed-origins may read answers, including errors. Before a call, their
-        # browser asks for permission (preflight, OPTIONS). A preflight has no key, so it is
-        # answered before the key is checked.
+        # CORS: pages from --allowed-origins may read answers, including errors. Before a call, the
+        # browser asks for permission (an OPTIONS preflight). A preflight has no API key, so it is
+        # answered before keys are checked.
         self.cors = CORSMiddleware(
             self.respond,
             allow_origins=self.args.allowed_origins,
@@ -86,7 +89,7 @@ class Gate:
         )
 
     async def __call__(self, scope, receive, send):
-        """Answer a call, with CORS headers if it comes from a page of an allowed origin."""
+        """Answer a call, with CORS headers if it comes from a page with an allowed origin."""
         limit = 2 * self.args.max_body_mib * 2**20
         receive, send = close_after_early_answer(scope, receive, send, limit)
         origin = dict(scope["headers"]).get(b"origin")
@@ -95,8 +98,8 @@ class Gate:
 
     async def respond(self, scope, receive, send):
         """
-        Answer a call, or send an error if the call is refused or fails. Count and log the call when
-        it has ended.
+        Answer a call, or send an error if the call is refused or fails. When the call has ended,
+        count and log it.
         """
         started = time.perf_counter()
         status = 200
@@ -104,12 +107,12 @@ class Gate:
         call = scope["call"]
         logged = call.logged
         logged |= {"method": scope["method"], "path": scope["path"][:200], "id": call.id}
-        scope["app"] = self  # so that the router raises HTTPException
+        scope["app"] = self  # makes the router raise HTTPException
         try:
             check_head(scope["headers"])
             call.salt = self.admit(scope)
             await self.service.router(scope, receive, send)
-            error = call.job and call.job.error  # set if a stream failed after its start
+            error = call.job and call.job.error  # set if a stream failed after it started
         except (Exception, asyncio.CancelledError) as problem:
             error = refusal_of(problem, scope)
             status = error.status
@@ -121,30 +124,29 @@ class Gate:
             logged["ms"] = round(1000 * (time.perf_counter() - started), 1)
             if error:
                 logged["error"] = error.reason
-                # Its frames refer to the error itself and to the prompts. This cycle would keep
-                # megabytes of prompts alive until the next garbage collection.
+                # The traceback's frames refer to the error itself and to the prompts. This cycle
+                # would keep megabytes of prompts in memory until the next garbage collection.
                 error.__traceback__ = None
             self.note_end(scope["client"], status, logged)
 
     def note_end(self, client, status, logged):
-        """Count and log the end of a call, or of a connection that was refused."""
+        """Count and log a call that has ended, or a connection that was refused."""
         self.service.metrics.count_answer(status)
         if self.args.access_log and logged.get("path") not in self.unlogged:
             log("access", client=client and client[0], status=status, **logged)
 
     def is_allowed(self, origin) -> bool:
         """
-        Return whether --allowed-origins has this origin of a page. The origin of files and of
-        sandboxed frames is "null", which is treated like any other. None means that the caller is
-        not a browser; it needs no permission, and the result is False.
+        Return whether --allowed-origins contains this page origin. Files and sandboxed frames have
+        the origin "null", which is treated like any other. For None, the caller is not a browser
+        and needs no permission, so the result is False.
         """
         return origin is not None and self.cors.is_allowed_origin(origin.decode("latin-1"))
 
     def admit(self, scope) -> str:
         """
-        Check the Host, the Origin and the API key. Raises ApiError (401, 403). Returns the salt of
-        the prefix cache for this key, so that keys do not share prompts. It is "" if there are no
-        keys.
+        Check the Host, the Origin and the API key. Returns this key's salt for the prefix cache, so
+        that keys do not share cached prompts, or "" without API keys. Raises ApiError (401, 403).
         """
         headers = dict(scope["headers"])
         self.check_host(headers.get(b"host", b"").decode("latin-1"))
@@ -162,18 +164,18 @@ class Gate:
 
     def check_host(self, host: str):
         """
-        Raise ApiError (403) for an unknown host name if the server has no API keys. This is against
-        DNS rebinding: a web page can point a host name of its own at 127.0.0.1.
+        Raise ApiError (403) for an unknown host name if the server has no API keys. This protects
+        against DNS rebinding, in which a web page points its own host name at 127.0.0.1.
         """
         name = host_name(host)
         if not (self.salts or name in self.hosts or is_address(name)):
-            message = f"the Host {host!r:.200} is not served here: --allowed-hosts adds names"
+            message = f"the Host {host!r:.200} is not allowed: add it with --allowed-hosts"
             raise ApiError(403, message)
 
     def check_origin(self, scheme, headers):
         """
         Raise ApiError (403) for a page whose origin (scheme, host and port) is neither this
-        server's nor allowed. This is against CSRF.
+        server's nor an allowed one. This protects against CSRF.
         """
         origin = headers.get(b"origin")
         ours = scheme.encode() + b"://" + headers.get(b"host", b"")
@@ -182,17 +184,17 @@ class Gate:
         name = origin.decode("latin-1")[:200]
         raise ApiError(
             403,
-            f"pages of another origin, {name!r}, are not served here: --allowed-origins {name} "
-            "would let them in",
+            f"pages from another origin, {name!r}, are not allowed: --allowed-origins {name} "
+            "would allow them",
         )
 
 
 def refusal_of(problem, scope) -> ApiError:
-    """Return the error that a client gets if this exception has ended its call."""
+    """Return the error to send to a client whose call ended with this exception."""
     match problem:
         case ApiError():
             return problem
-        case HTTPException(status_code=405):  # raised by the router, like the next
+        case HTTPException(status_code=405):  # this and the next are raised by the router
             allowed = " or ".join(sorted(problem.headers["Allow"].split(", ")))
             message = f"{scope['path']:.200} is for {allowed}, not {scope['method']}"
             return ApiError(405, message, headers=problem.headers)
@@ -200,12 +202,12 @@ def refusal_of(problem, scope) -> ApiError:
             return ApiError(problem.status_code, not_found(scope), headers=problem.headers)
         case ClientDisconnect():
             return ClientGone()
-        case asyncio.CancelledError():  # the server stops
-            if scope["call"].has_answer:  # the client does not read its answer
+        case asyncio.CancelledError():  # the server is stopping
+            if scope["call"].has_answer:  # the client is not reading its answer
                 return ClientGone()
             return ApiError(503, STOPPED, code="stopping")
         case _:
-            return ApiError(500, f"a bug of this server: {type(problem).__name__}")
+            return ApiError(500, f"a bug in this server: {type(problem).__name__}")
 
 
 def not_found(scope) -> str:
@@ -215,7 +217,7 @@ def not_found(scope) -> str:
     hint = f"there is {', '.join(paths)}"
     name = "/".join(part for part in path.split("/") if part not in ("", "v1"))
     if f"/v1/{name}" in paths:
-        hint = f"call /v1/{name}, a base URL ends in /v1"
+        hint = f"call /v1/{name} (a base URL ends in /v1)"
     elif name and f"/{name}" in paths:
         hint = f"call /{name}"
     return f"there is no {scope['method']} {path:.200} here; {hint}"
@@ -224,7 +226,7 @@ def not_found(scope) -> str:
 def host_name(host: str) -> str | None:
     """
     Return the name in a Host header, without the port and without the brackets of an IPv6 address.
-    Return None for an invalid header, for example a name with a user before it.
+    Return None for an invalid header, such as one with a user name before the host name.
     """
     found = re.fullmatch(r"(?:\[([0-9a-f.]*:[0-9a-f.:]*)\]|([a-z0-9._-]+))(:[0-9]*)?", host.lower())
     return found and (found[1] or found[2])
@@ -239,7 +241,7 @@ def is_address(host: str | None) -> bool:
 
 def base_url(sock) -> str:
     """
-    Return the URL to open in a browser. If the server listens on all addresses, it is the URL on
+    Return the URL to open in a browser. If the server listens on all addresses, return the URL for
     this machine.
     """
     host, port = sock.getsockname()[:2]

@@ -1,5 +1,5 @@
 """
-The live page at /, and GET /events for the page and other clients, which sends the engine's record
+The live page at /, and GET /events, which streams the engine's record to the page and other clients
 as server-sent events.
 
     Response(page(), headers=page_headers(page()))
@@ -7,9 +7,9 @@ as server-sent events.
     listeners = Listeners(client, tokens=False)
     app = listeners.join("key 0", "key 0")    # an ASGI application: the answer to one call
 
-Not run by itself: app.py has the path. engine/events.py publishes lines at most ten times a second;
-an event is a list of lines. The last lines are kept. So a page has a history even after it was
-reloaded, or after the engine has died. Token ids reveal texts, so they are sent only with
+Not run by itself: app.py has the paths. engine/events.py publishes lines at most ten times a
+second, and each event is a list of lines. The most recent lines are kept. So a page has a history
+even after it is reloaded or the engine dies. Token ids reveal texts, so they are sent only with
 --log-requests. Names and texts of requests are sent only to listeners with the same API key.
 """
 
@@ -28,13 +28,13 @@ from starlette.responses import StreamingResponse
 from server.client import EngineClient
 from server.protocol import ApiError
 
-PING_SECONDS = 10  # a silent stream sends a comment this often, or proxies would close it
+PING_SECONDS = 10  # a silent stream sends a comment this often, so that proxies keep it open
 PING = b": ping\n\n"
 EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 MAX_LISTENERS = 16  # at the same time
-MAX_OF_ONE = 8  # of the same API key or, without keys, of the same address
-KEPT_LINES = 2000  # the last lines, and those before them back to a snapshot
-LINES_AN_EVENT = 200  # at most, so that other calls need not wait for a long history
+MAX_OF_ONE = 8  # listeners with the same API key or, without keys, the same address
+KEPT_LINES = 2000  # number of most recent lines; those back to a snapshot are also kept
+LINES_AN_EVENT = 200  # at most, so that other calls need not wait while a long history is sent
 SNAPSHOT = '{"event":"snapshot"'
 STEP = '{"event":"step"'
 ENDED = '{"event":"engine","state":"ended"}'
@@ -42,38 +42,39 @@ ENDED = '{"event":"engine","state":"ended"}'
 
 class Listeners:
     """
-    All calls of GET /events, and the lines that they receive. The engine publishes its record from
-    the first call on.
+    All calls of GET /events, and the lines that they receive. The engine starts to publish its
+    record when the first call arrives.
     """
 
     def __init__(self, client: EngineClient, tokens: bool):
         self.client = client
         self.tokens = tokens
         self.all: set[Listener] = set()
-        self.lines: list[str] = []  # the last lines; the first is a snapshot
+        self.lines: list[str] = []  # the most recent lines; the first is a snapshot
         client.on_events = self.publish
 
     def join(self, key: str, owner: str) -> "Listener":
         """
-        Return a new listener, which may read everything that belongs to this key. `owner`, the key
-        or an address, may have MAX_OF_ONE listeners. Raises ApiError (429) if there are too many.
+        Return a new listener, which may read everything that belongs to this key. `owner` is the
+        key or an address, and may have at most MAX_OF_ONE listeners. Raises ApiError (429) if there
+        are too many.
         """
         of_owner = sum(listener.owner == owner for listener in self.all)
         if len(self.all) >= MAX_LISTENERS or of_owner >= MAX_OF_ONE:
-            listening = f"{len(self.all)} clients listen already, {of_owner} of them yours"
-            limits = f"at most {MAX_LISTENERS} may, {MAX_OF_ONE} of one key or address"
+            listening = f"{len(self.all)} clients are already listening, {of_owner} of them yours"
+            limits = f"at most {MAX_LISTENERS} may, and {MAX_OF_ONE} for each key or address"
             message = f"{listening}; {limits}: close one, or try again later"
             raise ApiError(429, message, code="too_many_listeners")
         return Listener(self, key, owner)
 
     def listen(self):
-        """Have the engine publish while there are listeners."""
+        """Tell the engine to publish if there are listeners, and to stop if there are none."""
         self.client.listen(bool(self.all), self.tokens)
 
     def publish(self, lines: list[str]):
         """
-        Pass on lines of the engine. If there are none, the engine has stopped publishing. Then the
-        kept lines are dropped, because later lines would come after a gap.
+        Forward the engine's lines to the listeners. If there are none, the engine has stopped
+        publishing. The kept lines are then dropped, because later lines would follow a gap.
         """
         self.lines += lines
         if not lines:
@@ -90,28 +91,31 @@ class Listeners:
 
     @property
     def behind(self) -> bool:
-        """Whether a listener lacks the last lines: after the last step's comes "idle"."""
+        """
+        Whether a listener has not yet received the last lines; the line after the last step's is
+        "idle".
+        """
         return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 
     def engine_ended(self):
         """
-        Note that the engine's process has ended. Its lines are kept, and the lines of the next
-        engine follow.
+        Record that the engine's process has ended. Its lines are kept, followed by those of the
+        next engine.
         """
         if self.lines:
             self.publish([ENDED])
 
     def engine_started(self):
         """
-        Have a new engine publish if there are listeners. If there only were some, it publishes for
-        a while, because they may come back.
+        Tell a new engine to publish if there are listeners. If there were listeners earlier, the
+        engine publishes for a while, because they may return.
         """
         if self.all or self.lines:
             self.client.listen(True, self.tokens)
             self.listen()
 
     def end(self):
-        """End all streams, because the server stops."""
+        """End all streams, because the server is stopping."""
         for listener in self.all:
             listener.is_over = True
             listener.changed.set()
@@ -119,8 +123,8 @@ class Listeners:
 
 class Listener(StreamingResponse):
     """
-    One call of GET /events. If a client reads so slowly that its next line was dropped, it
-    continues with the first line that is kept, which is a snapshot.
+    One GET /events call. If a client reads so slowly that its next line has been dropped, it
+    continues with the first kept line, which is a snapshot.
     """
 
     def __init__(self, listeners: Listeners, key: str, owner: str):
@@ -129,9 +133,9 @@ class Listener(StreamingResponse):
         self.listeners = listeners
         self.key = key
         self.owner = owner
-        self.own: set[int] = set()  # numbers of the requests that belong to the key
+        self.own: set[int] = set()  # numbers of the key's own requests
         self.unsent: list[str] = []
-        self.is_over = False  # if True, the stream ends after the lines in `unsent`
+        self.is_over = False  # if so, the stream ends after the lines in `unsent`
         self.changed = asyncio.Event()
 
     async def __call__(self, scope, receive, send):
@@ -146,12 +150,12 @@ class Listener(StreamingResponse):
             listeners.listen()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the next lines as an event, or a ping if there were none for PING_SECONDS."""
+        """Yield the next lines as an event, or a ping if there have been none for PING_SECONDS."""
         while self.unsent or not self.is_over:
             lines = self.unsent[:LINES_AN_EVENT]
             del self.unsent[:LINES_AN_EVENT]
             if lines:
-                if self.key:  # without API keys, everything is shown
+                if self.key:  # without API keys, listeners see everything
                     lines = [orjson.dumps(self.view(orjson.loads(x))).decode() for x in lines]
                 yield f"data: [{','.join(lines)}]\n\n".encode()
                 continue
@@ -163,8 +167,10 @@ class Listener(StreamingResponse):
                 yield PING
 
     def view(self, line: dict) -> dict:
-        """Remove the texts and names of other keys from a line, in place. Returns the line."""
-        if line["event"] == "snapshot":  # perhaps of a new engine, which numbers requests from 1
+        """
+        Remove the texts and names of other keys' requests from a line, in place. Returns the line.
+        """
+        if line["event"] == "snapshot":  # perhaps from a new engine, which numbers requests from 1
             self.own.clear()
         for request in [*line.get("requests", ()), *line.get("new", ())]:
             if request.pop("key") == self.key:
@@ -183,7 +189,9 @@ class Listener(StreamingResponse):
 
 @cache
 def page() -> str:
-    """Return the page at / as one document: index.html, with files in place of each /* FILE */."""
+    """
+    Return the page at / as one document: index.html with each /* FILE */ replaced by that file.
+    """
     folder = Path(__file__).with_name("page")
 
     def content(name: re.Match) -> str:
@@ -195,21 +203,21 @@ def page() -> str:
 
 @cache
 def zipped_page() -> bytes:
-    """Return the page compressed by gzip, a third as long."""
+    """Return the page compressed with gzip, to about a third of its size."""
     return gzip.compress(page().encode())
 
 
 def in_script(record: str) -> str:
     """
-    Escape a record for an element <script>. A text with "</script>" would end the element, so each
-    "<" is written as a JSON escape.
+    Escape a record for use in a <script> element. The text "</script>" would end the element, so
+    each "<" is written as a JSON escape.
     """
     return record.replace("<", "\\u003c")
 
 
 def content_policy(html: str) -> str:
     """
-    Return the Content Security Policy of the page. Only the page's own script runs, and it can
+    Return the page's Content Security Policy. Only the page's own script may run, and it may
     connect only to its own origin.
     """
     hashes = {}
@@ -224,8 +232,8 @@ def content_policy(html: str) -> str:
 
 def page_headers(html: str) -> dict[str, str]:
     """
-    Return the page's headers. Apart from the policy, they forbid other pages to show it in a frame
-    (clickjacking).
+    Return the page's headers. They contain the policy, and forbid other pages to show this page in
+    a frame (clickjacking).
     """
     return {
         "Content-Security-Policy": f"{content_policy(html)}; frame-ancestors 'none'",

@@ -1,19 +1,19 @@
 """
-The bodies of calls: their fields, types and limits, and the messages of refusals.
+The bodies of calls: their fields, types and limits, and the messages when they are refused.
 
     body = CompletionRequest.model_validate_json(b'{"prompt": "def", "max_tokens": 8}')
     body.prompt, body.sampling_params(4, 99)   # ["def"], {"temperature": 1.0, "max_tokens": 8, ..}
 
-Not run by itself: app.py parses each call with it. The fields are those of OpenAI's API, and vLLM's
-extensions. Sampling fields have the defaults and ranges of `SamplingParams` (params.py). A model's
-own defaults take precedence; they are passed as pydantic's `context`.
+Not run by itself: app.py uses it to parse each call. The fields are those of OpenAI's API, plus
+vLLM's extensions. Sampling fields have the same defaults and ranges as `SamplingParams`
+(params.py). A model's own defaults take precedence, and are passed as pydantic's `context`.
 
-Three rules hold for every field. Types are strict: for example, a bool is not an int. Numbers are
-finite and within a stated range. And `null` means "not sent". Bad input gets status 400 and a
-message that names the field, because clients retry 408, 409, 429 and everything from 500 up.
+Three rules apply to every field. Types are strict: for example, a bool is not an int. Numbers must
+be finite and within a stated range. And `null` means "not sent". Bad input gets a message that
+names the field, and status 400, because clients retry 408, 409, 429 and anything from 500 up.
 
 Three things could be called a request. In this folder, `body` is the parsed JSON, `http` is
-Starlette's request, and the engine's request is `paged.Request`.
+Starlette's request, and `paged.Request` is the engine's request.
 """
 
 import difflib
@@ -44,18 +44,18 @@ from engine.schemas import drop_neutral
 from engine.stages import require
 from params import BIAS, RANGES, SamplingParams, check_variables
 
-# OpenAI's types of errors. Client libraries choose an exception by status and type.
+# OpenAI's error types. Client libraries choose an exception by status and type.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 RETRY = {"Retry-After": "1"}  # seconds; for 429 and 503, which are temporary
 
 # Fields that are accepted and ignored, because they do not change the answer. They are for billing,
-# caches and statistics, or are hints that a server need not follow (verbosity, prediction).
+# caching and statistics, or are hints that a server need not follow (verbosity, prediction).
 IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "verbosity"}
 IGNORED |= {"prediction", "prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"}
 IGNORED |= {"include_obfuscation"}
 
-# Fields that would change the answer, and are not served. Each has its neutral value, which has no
-# effect, but which some clients send. (None: only null is neutral.)
+# Fields that would change the answer, but are not supported. Each has a neutral value, which some
+# clients send, and which has no effect. (None means that only null is neutral.)
 NOT_SERVED = {
     "best_of": 1,
     "suffix": "",
@@ -78,24 +78,24 @@ NOT_SERVED = {
     "prefix": False,
 }
 
-KINDS = ("json", "regex", "choice", "grammar")  # of structured_outputs
+KINDS = ("json", "regex", "choice", "grammar")  # kinds of structured_outputs
 # vLLM's older names
 OLD_NAMES = {f"guided_{kind}": f"structured_outputs.{kind}" for kind in KINDS}
 
 MAX_STOPS = 64
-MAX_STOP_BYTES = 2**14  # of all stop strings of a call; up to this much text may be held back
-MAX_SCORES = 2**18  # log-probabilities in one answer, including the prompts': 18 MB of JSON
+MAX_STOP_BYTES = 2**14  # total for a call's stop strings; up to this much text may be held back
+MAX_SCORES = 2**18  # log-probabilities in an answer, including those of prompts: 18 MB of JSON
 MAX_STOP_IDS = 64
 MAX_BIASES = 1024
 MAX_CHOICES = 128  # for each prompt (`n`)
 MAX_PROMPTS = 4096
 MAX_MESSAGES = 4096
 MAX_PRIORITY = 1000
-MAX_SCHEMA = 2**16  # bytes of a grammar, or of the parameters of all tools
+MAX_SCHEMA = 2**16  # bytes in a grammar, or in all tools' parameters together
 MAX_TOOLS = 128
 NO_PARAMETERS = {"type": "object", "properties": {}}
 HAS_GRAMMARS = find_spec("llguidance") is not None
-INT32 = 2**31  # counts must be smaller: numbers in JSON have no limit, and messages print sums
+INT32 = 2**31  # counts must be smaller, as JSON numbers have no limit and messages print sums
 
 
 # --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ INT32 = 2**31  # counts must be smaller: numbers in JSON have no limit, and mess
 @dataclass(eq=False)
 class ApiError(Exception):
     """
-    A refusal. `param` names the field at fault. `code` is for programs, for example
+    A refusal. `param` names the field at fault. `code` is meant for programs, for example
     "model_not_found".
     """
 
@@ -119,21 +119,21 @@ class ApiError(Exception):
     @property
     def reason(self) -> str:
         """
-        Return the reason for the log, which must not contain a client's text. It is the code if
-        there is one, otherwise `logged`, otherwise the message without the value that it quotes.
+        Return the reason to log, which must not contain a client's text. It is the code if there is
+        one, otherwise `logged`, otherwise the message without the value that it quotes.
         """
         return self.code or (self.logged or self.message).partition(", got ")[0][:200]
 
 
 class ClientGone(ApiError):
-    """The client hung up. The status is nginx's, and appears only in the log."""
+    """The client has disconnected. The status is nginx's, and only appears in the log."""
 
     def __init__(self):
         super().__init__(499, "the client is gone")
 
 
 def error_body(error: ApiError) -> bytes:
-    """Return an error as JSON. All errors have this form."""
+    """Return an error as JSON. All errors have this format."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error")
     shown = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
     return json.dumps({"error": shown}).encode()
@@ -146,8 +146,8 @@ def error_response(error: ApiError) -> Response:
 
 class Refused(ValueError):
     """
-    Raised by validators. The message continues after the name of the field. pydantic knows the path
-    of the value that is validated, for example ("messages", 0); `path` continues from there.
+    Raised by validators. The message follows the name of the field. pydantic knows the path to the
+    value being validated, for example ("messages", 0), and `path` continues from there.
     """
 
     def __init__(self, problem: str, *path):
@@ -157,24 +157,24 @@ class Refused(ValueError):
 
 def unknown_field(name: str, known, *path) -> Refused:
     """
-    Return the refusal of a field that is not in `known`. It suggests the field that is probably
-    meant.
+    Return the refusal for a field that is not in `known`. Its message suggests the field that was
+    probably meant.
     """
-    meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # it may be megabytes
+    meant = difflib.get_close_matches(name[:64].lower(), known, 1, 0.8)  # a name may be megabytes
     meant = OLD_NAMES.get(name) or "".join(meant)
     remedy = f"did you mean {meant}?" if meant else "leave it out"
-    return Refused(f"is not a field here: {remedy}", *path, name)
+    return Refused(f"is not a known field: {remedy}", *path, name)
 
 
 def check_known(value: dict, *known: str, path: tuple = ()):
-    """Raises Refused for a field that is not in `known`. Null counts as not sent."""
+    """Raise Refused for a field that is not in `known`. A null field counts as not sent."""
     for name in value:
         if value[name] is not None and name not in known:
             raise unknown_field(name, known, *path)
 
 
 def body_refusal(findings: ValidationError) -> ApiError:
-    """Turn pydantic's findings on a body into a refusal (400) about the first of them."""
+    """Convert pydantic's errors about a body to a refusal (400) about the first error."""
     error = findings.errors(include_url=False)[0]
     reason = error.get("ctx", {}).get("error")
     path = [*error["loc"], *getattr(reason, "path", ())]
@@ -190,7 +190,7 @@ def body_refusal(findings: ValidationError) -> ApiError:
 
 
 def check_encoding(content_encoding: str, data: bytes):
-    """Raises ApiError (400) if a body is not valid JSON because it is not plain UTF-8."""
+    """Raise ApiError (400) if a body is invalid because it is not plain UTF-8."""
     forms = {
         f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
         "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
@@ -214,28 +214,28 @@ def is_list_of(kind: type, items) -> bool:
 
 def list_of_prompts(value) -> list:
     """
-    Convert the four forms of `prompt` to two: a list of strings, or a list of lists of token ids.
+    Convert the four formats of `prompt` to two: a list of strings, or a list of lists of token ids.
     """
     is_one = isinstance(value, str) or is_list_of(int, value)
     prompts = [value] if is_one else value
-    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # before each is checked
-        raise Refused(f"has {len(prompts)} prompts, at most {MAX_PROMPTS} are accepted: split it")
+    if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # checked before the items
+        raise Refused(f"has {len(prompts)} prompts, but the limit is {MAX_PROMPTS}: split it")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
         forms = "a string, a list of strings, a list of token ids, or a list of such lists"
         raise Refused(f"must be {forms}")
     if not all(prompts):
-        raise Refused("is empty: give at least one character or token id for each answer")
+        raise Refused("is empty: each prompt needs at least one character or token id")
     return prompts
 
 
 def bias_of_ids(value) -> dict[int, float]:
-    """Convert JSON's keys, which are strings: {"50256": -100} becomes {50256: -100.0}."""
+    """Convert the keys, which are strings in JSON: {"50256": -100} becomes {50256: -100.0}."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise Refused(f"must be an object of at most {MAX_BIASES} token ids")
+        raise Refused(f"must be an object with at most {MAX_BIASES} token ids")
     for token, bias in value.items():
         if not re.fullmatch("[0-9]{1,11}", token):
-            raise Refused(f"has a name that is not a token id, got {reprlib.repr(token)}")
+            raise Refused(f"has a key that is not a token id, got {reprlib.repr(token)}")
         if not BIAS.admits(bias):
             raise Refused(f"must be {BIAS.wanted}, got {reprlib.repr(bias)}", token)
     return {int(token): float(bias) for token, bias in value.items()}
@@ -243,8 +243,8 @@ def bias_of_ids(value) -> dict[int, float]:
 
 def content_text(value, info: ValidationInfo):
     """
-    Return a message's content as one string. It may be sent as a list of parts that are texts. The
-    content of an answer may be null.
+    Return a message's content as one string. Clients may send it as a list of text parts. An
+    answer's content may be null.
     """
     if value is None and info.data.get("role") in ("assistant", "tool"):
         return ""
@@ -260,15 +260,15 @@ def content_text(value, info: ValidationInfo):
             ):
                 texts.append(text)
             case _:
-                only = "only parts of type text are served"
+                only = "only parts of type text are supported"
                 raise Refused(f"cannot be read: {only}, got {reprlib.repr(part)}", number)
     return "".join(texts)
 
 
 def arguments_object(value):
     """
-    Return a call's arguments as an object, which is what templates expect. Some servers send "" for
-    no arguments. If max_tokens has cut off a call, its arguments may end anywhere.
+    Return a call's arguments as an object, which is what templates expect. Some servers send "" if
+    there are no arguments. If max_tokens has cut off a call, its arguments may end anywhere.
     """
     if value in (None, "", "null"):
         return {}
@@ -281,30 +281,30 @@ def arguments_object(value):
 
 
 def few_calls(messages):
-    """Refuse too many calls in messages. Validating 60,000 of them would take seconds."""
+    """Refuse messages with too many tool calls. Validating 60,000 calls would take seconds."""
     if isinstance(messages, list):
         calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
         count = sum(len(made) for made in calls if isinstance(made, list))
         if count > MAX_MESSAGES:
-            raise Refused(f"have {count} calls, at most {MAX_MESSAGES} are accepted: omit some")
+            raise Refused(f"have {count} calls, but the limit is {MAX_MESSAGES}: leave some out")
     return messages
 
 
 def grammar_text(value, *path) -> str:
     """
-    Return a schema or grammar as text for the engine. The engine compiles it, and refuses it if it
-    is broken.
+    Return a schema or grammar as text for the engine. The engine compiles the text, and refuses it
+    if it is invalid.
     """
     try:
         require("grammar")
     except ValueError as error:
         raise Refused(f"is not supported: {error}", *path) from None
     if not HAS_GRAMMARS:
-        raise Refused("is not served here: `pip install llguidance`, or leave it out", *path)
+        raise Refused("is not supported here: run `pip install llguidance`, or leave it out", *path)
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     size = len(text.encode())
     if size > MAX_SCHEMA:
-        raise Refused(f"has {size} bytes, at most {MAX_SCHEMA} are accepted: shorten it", *path)
+        raise Refused(f"has {size} bytes, but the limit is {MAX_SCHEMA}: shorten it", *path)
     return text
 
 
@@ -320,18 +320,18 @@ def schema_text(value) -> str:
 
 
 def grammar_of_format(value) -> dict | None:
-    """Convert `response_format` to the engine's grammar. Return None for free text."""
+    """Convert `response_format` to the engine's grammar. Returns None for free text."""
     match value:
         case {"type": "text"}:
             return check_known(value, "type")
         case {"type": "json_object"} if isinstance(value.get("schema"), dict | None):
-            check_known(value, "type", "schema")  # a schema here is llama.cpp's extension
+            check_known(value, "type", "schema")  # the schema is llama.cpp's extension
             schema = value.get("schema") or {"type": "object"}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)} as named}:
             check_known(value, "type", "json_schema")
             check_known(named, "name", "description", "schema", "strict", path=("json_schema",))
         case _:
-            kinds = "text, json_object, or json_schema with json_schema.schema, an object"
+            kinds = "text, json_object, or json_schema with an object as json_schema.schema"
             raise Refused(f"must be of type {kinds}")
     return {"kind": "json", "text": schema_text(schema)}
 
@@ -347,11 +347,11 @@ def grammar_of_outputs(value: dict) -> dict:
         ) if kind != "choice" or is_list_of(str, sent):
             return {"kind": kind, "text": (schema_text if kind == "json" else grammar_text)(sent)}
     forms = "json (an object, or JSON in a string), regex, choice (a list of strings), grammar"
-    raise Refused(f"must have one of {forms}; structural_tag and others are not served")
+    raise Refused(f"must have one of {forms}; structural_tag and others are not supported")
 
 
 def choice_of_tools(value) -> str | dict:
-    """Return `tool_choice`: "none", "auto", "required", or {"name": ..} of a function."""
+    """Return `tool_choice`: "none", "auto", "required", or {"name": ..} naming a function."""
     match value:
         case "none" | "auto" | "required":
             return value
@@ -367,12 +367,12 @@ def stops_that_fit(stops: list[str]) -> list[str]:
     """Refuse stop strings that are too long in total."""
     total = sum(len(stop.encode()) for stop in stops)
     if total > MAX_STOP_BYTES:
-        raise Refused(f"has {total} bytes, at most {MAX_STOP_BYTES} are accepted: shorten it")
+        raise Refused(f"has {total} bytes, but the limit is {MAX_STOP_BYTES}: shorten it")
     return stops
 
 
 def check_vocabulary(param, tokens, vocab_size):
-    """Raises ApiError (400) about the field `param` for ids outside 0..vocab_size-1."""
+    """Raise ApiError (400) about the field `param` if any id is outside 0..vocab_size-1."""
     for token in (min(tokens, default=0), max(tokens, default=0)):
         if not 0 <= token < vocab_size:
             ids = f"the vocabulary, 0..{vocab_size - 1}"
@@ -380,7 +380,7 @@ def check_vocabulary(param, tokens, vocab_size):
 
 
 Prompts = Annotated[list, PlainValidator(list_of_prompts)]
-# fail_fast: to report each of a million wrong items would block the event loop for seconds
+# fail_fast, because reporting a million wrong items would block the event loop for seconds
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
@@ -396,7 +396,7 @@ NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
 def sampling_field(name: str):
-    """Return a field with its default and range in SamplingParams."""
+    """Return a field with the same default and range as in SamplingParams."""
     return Field(getattr(SamplingParams, name), **RANGES[name].bounds)
 
 
@@ -407,7 +407,7 @@ def sampling_field(name: str):
 class Body(BaseModel):
     """
     A JSON object. Unknown fields are refused. Nulls, ignored fields and neutral values count as not
-    sent. For fields that are not sent, pydantic's context has the model's defaults.
+    sent. Fields that are not sent get the model's defaults, from pydantic's context.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -420,8 +420,8 @@ class Body(BaseModel):
     def drop_neutral(cls, body, info: ValidationInfo):
         """
         Drop fields that count as not sent, and add the model's defaults. Refuse the first field
-        that is unknown or not served. (pydantic would collect all of them first. A body can have
-        hundreds of thousands, so that would take seconds.)
+        that is unknown or not supported. (pydantic would first collect all such fields. A body can
+        have hundreds of thousands, so this would take seconds.)
         """
         if not isinstance(body, dict):
             return body
@@ -438,7 +438,7 @@ class Body(BaseModel):
                 same_kind = isinstance(value, bool) == isinstance(neutral, bool)  # True == 1
                 if value != neutral or not same_kind:
                     remedy = f"leave it out or send {json.dumps(neutral)}"
-                    raise Refused(f"is not served here: {remedy}", name)
+                    raise Refused(f"is not supported: {remedy}", name)
             elif cls.model_config["extra"] == "forbid":
                 raise unknown_field(name, cls.model_fields)
         return fields
@@ -459,12 +459,12 @@ class StreamOptions(Part):
 
 
 class SamplingRequest(Body):
-    """The fields of both completions and chats. Raises pydantic's ValidationError."""
+    """Fields common to completions and chats. Raises pydantic's ValidationError."""
 
-    model: str | None = None  # None: the only model
+    model: str | None = None  # None means the only model
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
-    top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 and, as in vLLM, -1: all tokens
+    top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 or (as in vLLM) -1: all tokens
     min_p: float = sampling_field("min_p")
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     seed: int | None = sampling_field("seed")
@@ -482,13 +482,13 @@ class SamplingRequest(Body):
     structured_outputs: Annotated[dict, AfterValidator(grammar_of_outputs)] | None = None
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower is served first
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # lower numbers go first
     # only calls with the same salt share prefixes
     cache_salt: str | None = Field(None, min_length=1, max_length=1000)
     # printable ASCII, because it becomes part of the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
-    # the model's own default of max_tokens
+    # the model's own default for max_tokens
     _usual_tokens: int = PrivateAttr(INT32)
 
     @model_validator(mode="after")
@@ -497,26 +497,26 @@ class SamplingRequest(Body):
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if "stream_options" in self.model_fields_set and not self.stream:
-            raise Refused("is for streams: send stream true or leave it out", "stream_options")
+            raise Refused("is only for streams: send stream true or leave it out", "stream_options")
         if self.max_tokens == 0 and not self.echo:
             raise Refused("is 0, wanted at least 1; 0 is only for echo", "max_tokens")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise Refused(
-                f"is {self.min_tokens}, above max_tokens, {self.max_tokens}", "min_tokens"
+                f"is {self.min_tokens}, above max_tokens ({self.max_tokens})", "min_tokens"
             )
         return self
 
     @property
     def constraints(self) -> list[str]:
-        """Return the names of the sent fields that constrain the answer by a grammar."""
+        """Return the names of those sent fields that constrain the answer to a grammar."""
         names = ["response_format", "structured_outputs", "tools"]
         return [name for name in names if getattr(self, name)]
 
     @property
     def num_prompt_logprobs(self) -> int | None:
         """
-        Return the number of candidates to score for each token of an echoed prompt, in addition to
-        the token itself. None: the prompt is not scored.
+        Return how many candidates to score for each token of an echoed prompt, besides the token
+        itself. None means that the prompt is not scored.
         """
         return self.num_logprobs if self.echo else None
 
@@ -531,15 +531,15 @@ class SamplingRequest(Body):
 
     def check_fits(self, prompts, vocab_size: int, max_model_len: int, eos_token_ids=()):
         """
-        Raise ApiError (400) if the model could never serve this call. The message has the number
-        that was requested, the limit, and what to change.
+        Raise ApiError (400) if the model could never answer this call. The message contains the
+        requested number, the limit, and what to change.
         """
         for name in ("stop_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
         for prompt in prompts:
             check_vocabulary("prompt", prompt, vocab_size)
         if not all(prompts):
-            message = "prompt is empty: the tokenizer has no token for its text, send another"
+            message = "prompt is empty: the tokenizer has no tokens for its text, send another text"
             raise ApiError(400, message, "prompt")
         stops = {*self.stop_token_ids, *eos_token_ids}
         if self.min_tokens and stops.issuperset(range(vocab_size)):
@@ -558,15 +558,15 @@ class SamplingRequest(Body):
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
         if scores > MAX_SCORES:
-            message = f"{scores} log-probabilities in one answer, at most {MAX_SCORES} are sent: "
+            message = f"{scores} log-probabilities in one answer, but the limit is {MAX_SCORES}: "
             message += "lower max_tokens, n or the number of log-probabilities, or split the call"
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
     def _check_constraints(self, eos_token_ids):
-        """Raise ApiError (400) if there are several grammars, or the text could never end."""
+        """Raise ApiError (400) if there are several grammars, or if the text could never end."""
         names = self.constraints + ["ignore_eos"] * self.ignore_eos
         names += ["max_tokens 0"] * (self.max_tokens == 0)
-        names += ["a model without end-of-text token"] * (not eos_token_ids)
+        names += ["a model without an end-of-text token"] * (not eos_token_ids)
         if self.constraints and names[1:]:
             message = f"cannot be combined with {names[1]}: leave one of them out"
             raise ApiError(400, f"{names[0]} {message}", names[0])
@@ -574,15 +574,15 @@ class SamplingRequest(Body):
     @property
     def needs_engine(self) -> bool:
         """
-        Return whether the engine must run. It need not for an echo without scores. If a prompt is
-        scored, the engine also generates a token.
+        Return whether the engine must run. An echo without scores does not need it. To score a
+        prompt, the engine also generates a token.
         """
         return self.max_tokens != 0 or self.num_prompt_logprobs is not None
 
     def num_scores(self, prompt_length: int, max_model_len: int) -> int:
         """
         Return the maximum number of log-probabilities in an answer to a prompt of this length. Each
-        choice repeats those of an echoed prompt.
+        choice repeats the log-probabilities of an echoed prompt.
         """
         if self.num_logprobs is None:
             return 0
@@ -593,7 +593,8 @@ class SamplingRequest(Body):
         """
         Return the maximum length of an answer, that is, max_tokens. A chat without max_tokens may
         fill the context, up to the model's own default. With log-probabilities, MAX_SCORES limits
-        it further. (Otherwise, with a context of 131,072 tokens, every such chat would be refused.)
+        the length further. (Otherwise, a model with a context of 131,072 tokens would have to
+        refuse every such chat.)
         """
         if self.max_tokens is not None:
             return self.max_tokens
@@ -608,10 +609,10 @@ class CompletionRequest(SamplingRequest):
 
     prompt: Prompts
     max_tokens: int | None = Field(SamplingParams.max_tokens, ge=0, lt=INT32)  # 0: score the prompt
-    # by the model's own distribution, that is, before temperature and penalties
+    # from the model's own distribution, that is, before temperature and penalties
     logprobs: NumLogprobs | None = None
     echo: bool = False
-    add_special_tokens: bool = True  # whether the tokenizer adds its own, for example a BOS
+    add_special_tokens: bool = True  # whether the tokenizer adds its own, such as a BOS
     messages: ClassVar = ()
     tools: ClassVar = ()
     max_completion_tokens: ClassVar = None
@@ -619,8 +620,8 @@ class CompletionRequest(SamplingRequest):
     @property
     def num_logprobs(self) -> int | None:
         """
-        Return the number of candidates with log-probabilities, in addition to the chosen token.
-        None: the answer has no log-probabilities.
+        Return how many candidates need log-probabilities, besides the chosen token. None means that
+        the answer has no log-probabilities.
         """
         return self.logprobs
 
@@ -658,7 +659,7 @@ class Message(Body):
         if self.tool_calls and self.role != "assistant":
             raise Refused("are only for the role assistant: leave them out", "tool_calls")
         if (self.role == "tool") != (self.tool_call_id is not None):
-            raise Refused("belongs to the role tool, which needs one", "tool_call_id")
+            raise Refused("is for the role tool only, and required there", "tool_call_id")
         if "content" not in self.model_fields_set and self.role != "assistant":
             raise Refused("is missing", "content")
         self.reasoning_content = self.reasoning = self.reasoning_content or self.reasoning
@@ -705,9 +706,9 @@ class ChatRequest(SamplingRequest):
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True
-    # variables of the template, such as Qwen3's enable_thinking
+    # template variables, such as Qwen3's enable_thinking
     chat_template_kwargs: TemplateVariables = {}
-    add_special_tokens: bool = False  # True: in addition to the template, which often writes a BOS
+    add_special_tokens: bool = False  # if True, in addition to those in the template
 
     @model_validator(mode="after")
     def check_logprobs(self):
@@ -720,13 +721,13 @@ class ChatRequest(SamplingRequest):
         if self.tool_choice == "none":
             self.tools = []
         elif not self.functions and "tool_choice" in self.model_fields_set:
-            raise Refused("needs tools, and may only name one of these", "tool_choice")
+            raise Refused("needs tools, and may only name one of them", "tool_choice")
         elif self.tools:
             grammar_text([function.parameters for function in self.functions], "tools")
             if self.tool_choice != "auto":
                 self.stop = []  # stop strings only end text, and this answer has only calls
         if len({tool.function.name for tool in self.tools}) < len(self.tools):
-            raise Refused("has two functions of the same name", "tools")
+            raise Refused("has two functions with the same name", "tools")
         return self
 
     @property
@@ -742,7 +743,7 @@ class ChatRequest(SamplingRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Return what `logprobs` would be in a completion."""
+        """Return the value that `logprobs` would have in a completion."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -761,7 +762,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def check_one(self):
         if (self.prompt is None) == (not self.messages):
-            raise Refused("or messages must be sent, and not both", "prompt")
+            raise Refused("or messages must be sent, but not both", "prompt")
         return self
 
 

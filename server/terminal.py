@@ -1,13 +1,13 @@
 """
-The model at the terminal: the answer to a prompt, or a conversation. The engine runs in this
+Runs the model at the terminal: answers one prompt, or holds a conversation. The engine runs in this
 process.
 
-    python serve.py --prompt "def"        # prints the answer to stdout, and its speed to stderr
-    python serve.py --prompt - < FILE     # takes all of standard input, unchanged, as the prompt
-    python serve.py --chat                # line by line; Ctrl-C stops an answer, Ctrl-D ends
+    python serve.py --prompt "def"        # prints the answer to stdout, its speed to stderr
+    python serve.py --prompt - < FILE     # the prompt is all of standard input, unchanged
+    python serve.py --chat                # reads lines; Ctrl-C stops an answer, Ctrl-D ends
 
-If the checkpoint has a chat template, a prompt is a user's message. Otherwise, or with --raw, it is
-a text to continue. Not run by itself: the flags are in serve.py.
+If the checkpoint has a chat template, a prompt is a user's message. Otherwise, or with --raw, the
+prompt is a text to continue. Not run by itself: the flags are in serve.py.
 """
 
 import contextlib
@@ -23,15 +23,15 @@ from params import SamplingParams
 from server.text import Chat, load_chat
 from tokenizer import Tokenizer, load_tokenizer
 
-PLAIN_TOKENS = 200  # length of a continuation; a plain text may never end, unlike a chat's answer
-# Against terminal escape injection: control characters in a model's text could move the cursor, or
-# worse. Unicode's Control Pictures are shown in their place.
+PLAIN_TOKENS = 200  # maximum length of a continuation, which may never end, unlike a chat's answer
+# Protection against terminal escape injection: control characters in a model's text could move the
+# cursor, or worse. They are replaced with Unicode's Control Pictures.
 PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= dict.fromkeys(range(127, 160), "\ufffd")
 
 
 def note(text: str):
-    """Write a note to stderr, because stdout is only for the model's text."""
+    """Write a note to stderr, because stdout is reserved for the model's text."""
     print(f"[{text}]", file=sys.stderr, flush=True)
 
 
@@ -45,24 +45,24 @@ def stream_answer(
     args: Namespace, engine, prompt: list[int], tokenizer: Tokenizer, usual: int, opening: str = ""
 ) -> str:
     """
-    Show the opening, then an answer as its tokens arrive, then a note with its speed and the seed
-    that reproduces it. Ctrl-C ends the answer but not the program. However the answer ends, its
-    blocks are freed. `usual` is its maximum length if neither a flag nor the model gives one.
-    Returns the text. Raises ValueError for a request that can never be served, and RuntimeError for
-    a step that failed.
+    Show the opening, then an answer as its tokens arrive, then a note with the answer's speed and
+    the seed that reproduces it. Returns the answer's text. Ctrl-C ends the answer but not the
+    program. However the answer ends, its blocks are freed. `usual` is the maximum length if neither
+    a flag nor the model sets one. Raises ValueError if the request can never be served, and
+    RuntimeError if a step fails.
     """
-    # at least 1, so that a prompt that is too long is refused by the engine, with the numbers
+    # at least 1, so that the engine refuses a prompt that is too long, and says why
     longest = max(1, engine.max_model_len - len(prompt))
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
     seed = secrets.randbits(32) if args.seed is None else args.seed
     flags = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
     params = SamplingParams(**args.sampling | flags)
-    # a new id each time, or a late token of an interrupted answer would count for the next answer
+    # a new id each time, or an interrupted answer's late token would be added to the next answer
     id = f"answer {engine.num_steps}"
     engine.add_request(id, prompt, params)
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
-    pieces = []  # of the text: one for each token, except a stop token
+    pieces = []  # pieces of text, one for each token except a stop token
     reason = "interrupted"
     show(opening)
     try:
@@ -86,9 +86,9 @@ def stream_answer(
 
 
 def converse(args: Namespace, engine, chat: Chat):
-    """Read lines from standard input and answer each, until it ends."""
+    """Read lines from standard input and answer each of them, until the input ends."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  gives `input` line editing and a history
+        import readline  # noqa: F401  importing it gives `input` line editing and history
 
     note(f"{args.model}: Ctrl-C stops an answer, Ctrl-D ends")
     messages = []
@@ -105,15 +105,15 @@ def converse(args: Namespace, engine, chat: Chat):
         except KeyboardInterrupt:  # while no answer is being computed
             print()
             note("Ctrl-D ends")
-        except (ValueError, RuntimeError) as error:  # the line is not added to the conversation
+        except (ValueError, RuntimeError) as error:  # the conversation does not keep the line
             note(str(error))
 
 
 def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> list[dict]:
     """
-    Answer a conversation. Returns the conversation with the answer. If its earlier turns leave too
-    little of the context for an answer, they are dropped. Raises ValueError if even the last
-    message does not fit, and RuntimeError if a step failed.
+    Answer a conversation. Returns the conversation with the answer added. If earlier turns leave
+    too little of the context for an answer, they are dropped. Raises ValueError if even the last
+    message does not fit, and RuntimeError if a step fails.
     """
     limit = engine.max_model_len
     prompt = chat.encode(messages, add_generation_prompt=True)
@@ -136,7 +136,7 @@ def run(args: Namespace, build_engine: Callable):
             f"--chat needs a chat template, but {args.model} has none (or --raw is set): continue "
             "a text with --prompt"
         )
-    if args.prompt == "-":  # read as bytes, because text mode would change line ends
+    if args.prompt == "-":  # read as bytes, because text mode would change line endings
         try:
             args.prompt = sys.stdin.buffer.read().decode()
         except UnicodeDecodeError as error:

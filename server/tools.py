@@ -1,16 +1,16 @@
 """
-Tools: find out how a chat template writes calls, make a grammar for the answer, and parse the calls
-in the answer's text. The same for thoughts, which some models write before an answer.
+Tools: finds out how a chat template writes calls, creates a grammar for the answer, and parses the
+calls in the answer's text. Does the same for thoughts, which some models write before an answer.
 
     tags = find_tags(source)                               # ["<tool_call>", "</tool_call>"]
     grammar_of_calls(body, tags, {"<tool_call>": 3})       # Lark, for the engine
     reader = Reader(tags, find_thoughts(source))
     reader.read('<tool_call>\\n{"name": "f", "argu', False)  # []
-    reader.read('ments": {"a"', False)                     # the first two deltas of a call
+    reader.read('ments": {"a"', False)                     # a call's first two deltas
 
-Not run by itself: answers.py makes a reader for each choice. Calls are written as in the templates
-of Hermes and Qwen, below. The grammar ensures this form, so a call can be split at its fixed parts.
-If the template has no tags, a call is on one line, without tags.
+Not run by itself: answers.py creates a reader for each choice. Calls have the format used in the
+templates of Hermes and Qwen, shown below. The grammar enforces this format, so a call can be split
+at its fixed parts. If the template has no tags, a call is a single line without tags.
 
     <tool_call>
     {"name": "f", "arguments": {"a": 1}}
@@ -26,50 +26,53 @@ from copy import copy, deepcopy
 from engine.schemas import drop_neutral
 
 MAX_CALLS = 16  # in one answer
-# Options for the library. JSON is written as by json.dumps, like in the templates. So there is no
-# newline before the end of a call. The options replace a client's own, which could disable checks.
+# Options for the library. JSON has the format of json.dumps, as in the templates, so there is no
+# newline before the end of a call. These options replace a client's own, which could disable
+# checks.
 AS_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# </think>, </thinking>, </seed:think>, [/THINK], or <think> if a template only begins thoughts
+# </think>, </thinking>, </seed:think>, [/THINK], or <think> if a template only opens thoughts
 THOUGHTS = re.compile(r"(?i)(<|[<\[]/)(\w+:)?(think|thinking|thought|reasoning)[>\]]")
-NO_TAGS = ["", ""]  # for templates that write calls in an unknown form
-START, THINKING, TEXT, NAME = range(-2, 2)  # states of a reader; 2: in the arguments
-NEVER = "\ud800"  # a marker that never occurs: a lone surrogate is not in any text
+NO_TAGS = ["", ""]  # for templates that write calls in an unknown format
+START, THINKING, TEXT, NAME = range(-2, 2)  # states of a reader; 2: inside the arguments
+NEVER = "\ud800"  # a marker that never occurs, because no text contains a lone surrogate
 
 
 def find_tags(source: str) -> list[str]:
     """
-    Return the tags before and after a call, if a chat template writes calls like those of Hermes,
-    Qwen2.5 and Qwen3. Return NO_TAGS if it does not support tools, or writes calls in another form,
-    for example in XML like Qwen3-Coder.
+    Return the tags before and after a call, if a chat template writes calls as Hermes, Qwen2.5 and
+    Qwen3 do. Return NO_TAGS if the template does not support tools, or writes calls in another
+    format, such as XML (Qwen3-Coder).
     """
-    source = source.replace("\\", "")  # a quote may be escaped
+    source = source.replace("\\", "")  # quotes may be escaped
     parts = ["tools", "<tool_call>", '"arguments": ']
     is_known = all(part in source for part in parts)
     return ["<tool_call>", "</tool_call>"] if is_known else NO_TAGS
 
 
 def schema_of(function) -> dict:
-    """Return the schema of a function's arguments."""
+    """Return the schema for a function's arguments."""
     return drop_neutral(function.parameters) | {"type": "object"}
 
 
 def symbol(marker: str, tokens: dict[str, int]) -> str:
     """
-    Return a marker in Lark. If the tokenizer has a token of this name, the grammar must name the
-    token, because the model was trained to write it as that token.
+    Return a marker in Lark. If the tokenizer has a token for the marker, the grammar must refer to
+    that token, because the model was trained to use it.
     """
     return f"<[{tokens[marker]}]>" if marker in tokens else json.dumps(marker)
 
 
 def lazy_text(marker: str) -> str:
-    """Return Lark rules for TEXT, which is any text, and `text`, which ends with the marker."""
+    """
+    Return Lark rules for TEXT, which matches any text, and `text`, which ends with the marker.
+    """
     return f"text[lazy]: TEXT {json.dumps(marker)}\nTEXT: /(.|\\n)*/\n"
 
 
 def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
     """
-    Return Lark for the answer to a protocol.ChatRequest with tools. If the answer need not call a
-    tool, a call begins at the opening tag. `tokens`: see Chat.
+    Return a Lark grammar for the answer to a protocol.ChatRequest with tools. If the answer need
+    not call a tool, a call starts at the opening tag. `tokens`: see Chat.
     """
     opening, closing = tags
     before, after = symbol(opening, tokens), '"}\\n" ' + symbol(closing, tokens)
@@ -82,7 +85,7 @@ def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
     more = "" if is_one else f"(/\\n?/ {before} call){{0,{MAX_CALLS - 1}}}"
     start = f"start: {before} call {more}"
     if body.tool_choice == "auto":
-        # the tag is spelled out (the end of `text`), or written as the token (`before`)
+        # the tag is either spelled out (at the end of `text`) or a token (`before`)
         start = f"start: TEXT | (text | TEXT {before}) call {more}\n"
         start += lazy_text(opening)
     return f"{start}\ncall: {' | '.join(calls)}\n"
@@ -90,8 +93,8 @@ def grammar_of_calls(body, tags: list[str], tokens: dict[str, int]) -> str:
 
 def find_thoughts(source: str) -> list[str]:
     """
-    Return the markers before and after a model's thoughts. `source` has its chat template and the
-    names of its tokens. Return [] if these contain no such markers.
+    Return the markers before and after a model's thoughts. `source` contains the chat template and
+    the names of the model's tokens. Return [] if there are no markers in it.
     """
     found = THOUGHTS.search(source)
     if not found:
@@ -102,9 +105,9 @@ def find_thoughts(source: str) -> list[str]:
 
 def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) -> str:
     """
-    Return Lark for an answer that may begin with thoughts, and then follows another grammar,
-    `@answer`. `markers` are the markers that are still to come. There is only the closing one if
-    the prompt ends with the opening one. `may_end`: the answer may end within its thoughts.
+    Return a Lark grammar for an answer that may begin with thoughts, and then follows another
+    grammar, `@answer`. `markers` are the markers still to come: only the closing marker if the
+    prompt ends with the opening one. `may_end`: whether the answer may end within its thoughts.
     """
     *opening, closing = markers
     start = "thought @answer" + " | TEXT" * may_end
@@ -117,26 +120,28 @@ def grammar_before(markers: list[str], tokens: dict[str, int], may_end: bool) ->
 class Reader:
     """
     Parses an answer as it arrives: thoughts, the text before the calls, and each call piece by
-    piece. `tags` is None without tools. `ahead` has the markers of thoughts that are still to come,
-    like `markers` of grammar_before. `hidden` markers are removed from text and thoughts.
+    piece. `tags` is None without tools. `ahead` has the thought markers still to come, like
+    `markers` in grammar_before. `hidden` markers are removed from text and thoughts.
     """
 
     def __init__(self, tags: list[str] | None, ahead: list[str], hidden: Iterable[str]):
         self.hidden = hidden
         before, after = tags or (NEVER, "")
-        # what comes before a call, after its name, and after its arguments; then those of thoughts
+        # the text before a call, after its name, and after its arguments; then the thought markers
         self.markers = [before, '", "arguments": ', "}\n" + after, *ahead]
-        self.state = -len(ahead)  # also the index in `markers` of the next marker
-        self.at_border = self.state == THINKING  # newlines around thoughts are not part of them
-        self.text = ""  # not parsed yet
+        self.state = -len(ahead)  # also the next marker's index in `markers`
+        self.at_border = self.state == THINKING  # whether to drop newlines, which surround thoughts
+        self.text = ""  # text not parsed yet
         self.thought = self.content = ""
         self.calls = []
 
     def is_text(self, text: str, token: str) -> bool:
-        """Return whether a token after this text may belong to text, where stop strings apply."""
+        """
+        Return whether a token after this text may be ordinary text, in which stop strings apply.
+        """
         if self.calls:
             return False
-        probe = copy(self)  # a deep copy would take 18 us for each token
+        probe = copy(self)  # a deep copy would cost 18 us for each token
         probe.calls = []
         probe.read(text, False)
         if probe.calls or probe.state not in (START, TEXT):
@@ -146,7 +151,7 @@ class Reader:
     def read(self, text: str, is_end: bool) -> list[dict]:
         """
         Return OpenAI's deltas for new text. The end of the text is held back while it may be the
-        beginning of a marker.
+        start of a marker.
         """
         self.text += text
         if self.state == START:
@@ -167,7 +172,7 @@ class Reader:
             end = self.text.find(marker)
             is_found = end >= 0
             if not is_found:
-                is_over = is_end and not self.calls  # then nothing is held back
+                is_over = is_end and not self.calls  # if so, nothing is held back
                 end = len(self.text) - (0 if is_over else begun(self.text, marker))
             if self.state == NAME and not is_found:
                 break  # the name is incomplete
@@ -175,7 +180,7 @@ class Reader:
             if self.state == THINKING:
                 piece = piece.rstrip("\n")
                 self.at_border |= is_found
-            if piece and (self.state or not self.calls):  # not the space between calls
+            if piece and (self.state or not self.calls):  # skip the space between calls
                 deltas.append(self.take(piece))
             self.text = self.text[end + len(marker) if is_found else len(piece) :]
             if is_found:
@@ -183,7 +188,7 @@ class Reader:
         return deltas
 
     def take(self, piece: str) -> dict:
-        """Return the delta for a piece of text in the present state."""
+        """Return the delta for a piece of text in the current state."""
         if self.state <= TEXT:
             for marker in self.hidden:
                 piece = piece.replace(marker, "")
@@ -204,19 +209,19 @@ class Reader:
         return {"tool_calls": [{"index": len(self.calls) - 1} | new]}
 
     def message(self) -> dict:
-        """Return the fields of a whole message."""
+        """Return the fields of the whole message."""
         empty = None if self.calls or self.markers[3:] else ""
         message = {"content": self.content or empty} | thought(self.thought)
         return message | {"tool_calls": self.calls} if self.calls else message
 
 
 def thought(text: str) -> dict:
-    """Return the fields for a thought, under vLLM's present and older names."""
+    """Return the fields for a thought, under vLLM's current and older names."""
     return {"reasoning": text, "reasoning_content": text} if text else {}
 
 
 def begun(text: str, marker: str) -> int:
-    """Return the number of characters of the marker that the text ends with."""
+    """Return how many of the marker's first characters the text ends with."""
     count = len(marker) - 1
     while count > 0 and not text.endswith(marker[:count]):
         count -= 1

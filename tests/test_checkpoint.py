@@ -138,9 +138,7 @@ UNSAVED = [{"rope": {0: Rope(1e4, 2.0)}}, {"qk_norm": True}, {"rope": {}}]
 
 def test_only_a_gpt2_or_a_llama_is_saved(tmp_path):
     """Another model's config.json would be wrong: scaled positions, norms of q and k, RMS norms."""
-    refused = pytest.raises(
-        CheckpointError, match=r"only a GPT-2 or a Llama, as train.py makes them"
-    )
+    refused = pytest.raises(CheckpointError, match=r"only a GPT-2 or a Llama as made by train.py")
     for fields in UNSAVED:
         with refused:
             save_checkpoint(random_model(**LLAMA | fields), tmp_path)
@@ -253,7 +251,8 @@ SERVED = """
 """  # noqa: E501
 
 
-# All keys of a published file of each family, with the sizes of a small one.
+# All keys of a file of each family, with the sizes of a small one. Published files have the keys of
+# Granite 3 and Hunyuan; for the others, they are those of transformers' tests and classes.
 PUBLISHED = """
 {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": null, "initializer_range": 0.02, "layer_types": ["full_attention", "full_attention", "full_attention", "full_attention", "full_attention", "full_attention"], "max_window_layers": 28, "mlp_bias": false, "no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0, 1, 1], "pad_token_id": 128004, "pretraining_tp": 2, "rope_scaling": null, "rope_theta": 5000000.0, "sliding_window": null, "torch_dtype": "bfloat16", "transformers_version": "4.54.0.dev0", "use_cache": false, "use_sliding_window": false}
 {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "initializer_range": 0.02, "pad_token_id": 100277, "rope_scaling": null, "rope_theta": 500000, "tie_word_embeddings": false, "torch_dtype": "float32", "transformers_version": "4.47.0", "use_cache": true}

@@ -193,7 +193,7 @@ def test_the_load_generator_measures_what_it_says(server):
     requests = [load.completion(list(b"loop"), 4 + i) for i in range(3)]
     rows = load.run_clients(host, port, requests, processes=2)
     assert [row["tokens"] for row in rows] == [4, 5, 6]
-    with pytest.raises(ValueError, match="wanted 3 tokens, the answer ends with HTTP"):
+    with pytest.raises(ValueError, match="wanted 3 tokens, but the answer ends with HTTP"):
         load.run_clients(host, port, [load.completion([9999], 3)], processes=1)
 
 

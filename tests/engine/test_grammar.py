@@ -377,7 +377,7 @@ def test_owners_take_turns():
     [
         (ValueError("no regex"), "invalid", "no regex"),
         (ImportError("llguidance is not installed"), "invalid", "llguidance is not installed"),
-        (OSError("no files"), "internal", "the grammar was not compiled: no files"),
+        (OSError("no files"), "internal", "the grammar could not be compiled: no files"),
     ],
 )
 def test_only_the_librarys_refusal_is_the_clients_to_change(error, kind, message):

@@ -330,9 +330,9 @@ def attend_beyond_2_to_the_31(backend: str):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("kv", lambda kv: kv.transpose(2, 3), "the pool of a layer must be contiguous"),
-        ("q", lambda q: q.transpose(0, 1), "wanted the heads of a token together"),
-        ("q", lambda q: q[..., :8], "heads of 8 for a pool of heads of 16"),
+        ("kv", lambda kv: kv.transpose(2, 3), "a layer's pool must be contiguous"),
+        ("q", lambda q: q.transpose(0, 1), "a token's heads must be contiguous"),
+        ("q", lambda q: q[..., :8], "heads of size 8, but the pool's have size 16"),
         ("kv", Tensor.double, "the kernels compute in float32"),
         ("q", Tensor.long, "wanted floating point"),
     ],
@@ -370,15 +370,15 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave it out"):
+        with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave the flag out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; cpu has"):
+    with pytest.raises(ValueError, match="needs a CUDA device and the triton package; cpu has"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch"
-    assert reason.startswith("because there is no package triton: ")
+    assert reason.startswith("because triton is not installed: ")
     assert ops.sample is sampling.sample_torch
 
 

@@ -69,7 +69,7 @@ def test_a_burst_does_not_pass_the_queue(stream):
         assert not house.choices
         house.clock.do(release.set)
         refusals = [caller.refusal for caller in callers if caller.said]
-        words = "in work: at most 5 are accepted, try again later"
+        words = "in progress: at most 5 are accepted, try again later"
         assert refusals == [
             (429, "queue_full", f"2 choices on top of 4 {words}"),
             (429, "queue_full", f"1 choice on top of 5 {words}"),
@@ -269,7 +269,7 @@ def test_a_bug_while_an_answer_is_sent_ends_a_calls_work(house, monkeypatch, str
     caller = house.ask(["ab", "cd"], max_tokens=2, stream=stream)
     house.engine.step({"0": b"x"}, "length")
     house.engine.step({"1": b"x"}, "length" if not stream else None)
-    refusal = (500, None, "a bug of this server: KeyError")
+    refusal = (500, None, "a bug in this server: KeyError")
     assert caller.refusal == refusal
     assert not house.choices
     assert not asyncio.all_tasks(house.clock)
@@ -448,7 +448,7 @@ def test_a_dead_engine_is_started_again_once(house, capfd):
     assert house.call("/livez").refusal == (
         503,
         "dead",
-        f"the engine is not alive: {reason}",
+        f"the engine is down: {reason}",
     )
     assert f'"event": "engine_died", "reason": "{reason}"' in capfd.readouterr().err
     assert not house.choices
@@ -515,7 +515,7 @@ def test_an_engine_with_work_that_is_silent_for_two_minutes_is_not_alive(house):
         assert house.get("/livez").status == 200
         house.engine.step()
     house.clock.run(121)
-    refusal = (503, "dead", "the engine is not alive: no step in 120 s")
+    refusal = (503, "dead", "the engine is down: no step in 120 s")
     assert house.call("/livez").refusal == refusal
     house.engine.step(b"x", "length")
     house.clock.run(3600)

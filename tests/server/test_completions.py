@@ -137,7 +137,7 @@ def test_what_cannot_fit_is_refused_unencoded(folder, monkeypatch, fields):
     assert (status, code) == (400, "context_length_exceeded")
     assert answer.error["param"] == next(iter(fields))
     limit = "this model's maximum context length is 1000 tokens"
-    assert re.fullmatch(f"{limit}, the prompt has at least 1,80.: shorten it", message)
+    assert re.fullmatch(f"{limit}, but the prompt has at least 1,80.: shorten it", message)
 
 
 def test_a_prompt_that_has_text_but_no_tokens_is_refused(folder):

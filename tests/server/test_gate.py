@@ -95,7 +95,7 @@ KEYS = [  # flags, the environment's key, the file -> keys, or a refusal
     (["--api-key", " sesame "], "one", "", ["sesame"]),
     ([], " one\n", "", ["one"]),
     (FILE, None, "\ufeffone\n\n  two \none\n", ["one", "two"]),
-    (FILE, None, "\n", "has no key in it"),
+    (FILE, None, "\n", "contains no keys"),
     ([*FILE[:1], "nowhere"], None, "", "--api-key-file nowhere cannot be read .*: name a file"),
     (["--api-key", " "], None, "", "--api-key is blank"),
     ([], "", "", "PAGEDGPT_API_KEY is blank"),  # like a secret that was not filled in
@@ -395,7 +395,7 @@ def test_no_refusal_logs_a_text(row, tmp_path, logged):
         house.args.access_log = True
         caller = house.call(path, body.encode())
         for added in house.engine.of("add"):
-            house.engine.fail(f"this grammar cannot be served: {added['grammar']}", added["id"])
+            house.engine.fail(f"this grammar cannot be used: {added['grammar']}", added["id"])
         assert caller.status in (400, 404)
     (line,) = logged()
     assert line["error"]

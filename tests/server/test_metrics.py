@@ -174,7 +174,7 @@ def test_each_refusal_counts_once_by_its_status():
         watched.expect("pagedgpt:requests_refused:429 1\n")
         house.clock.run(5)
         watched.expect("pagedgpt:requests_refused:503 1\nrequest_success:error 1\n")
-        message = "not finished within 5 s, the limit of this server"
+        message = "not finished within 5 s, this server's limit"
         assert late.refusal == (503, "timeout", message)
 
 

@@ -38,25 +38,25 @@ POST /v1/completions DEEP -> 400 - - the body must be a JSON object: Invalid JSO
 POST /v1/completions {"user": DEEP -> 400 - - the body must be a JSON object: Invalid JSON: recursion limit exceeded...
 POST /v1/completions {"prompt": "a", "model": "LONG"} -> 404 model model_not_found there is no model 'xxx...
 POST /v1/completions LONGLONG -> 413 - - the body has more than 104857 bytes: shorten it or raise --max-body-mib
-POST /v1/completions {"prompt": "a", "model": ""} -> 404 model model_not_found there is no model '' here; there is 'fake'
+POST /v1/completions {"prompt": "a", "model": ""} -> 404 model model_not_found there is no model '' here, only 'fake'
 POST /v1/completions {"prompt": [18446744073709551616]} -> 400 prompt - token id 18446744073709551616 is outside the vocabulary, 0..256
 POST /v1/completions {"prompt": "a\0b"} -> 400 - - the body must be a JSON object: Invalid JSON: ...
 POST /v1/completions {"prompt": "abcd", "max_tokens": 997} -> 400 max_tokens context_length_exceeded this model's maximum context length is 1000 tokens, 4 prompt tokens and max_tokens 997 make 1,001: shorten the prompt or lower max_tokens
 POST /v1/completions {"prompt": ["b", "abcd"], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
 POST /v1/completions {"prompt": [1, 1, 1, 1], "max_tokens": 997} -> 400 max_tokens context_length_exceeded ...
-POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, at most 16 are accepted: split it
+POST /v1/completions {"prompt": ["\\u0000", "a"], "n": 16} -> 400 prompt - 32 prompts x n in one call, but the limit is 16: split it
 POST /v1/chat/completions {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat template: use /v1/completions
 POST /tokenize {"messages": [{"role": "user", "content": "x"}]} -> 400 messages - fake has no chat ...
-POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here; ...
-POST /tokenize {} -> 400 prompt - prompt or messages must be sent, and not both
+POST /tokenize {"prompt": "a", "model": "other"} -> 404 model model_not_found there is no model 'other' here, only ...
+POST /tokenize {} -> 400 prompt - prompt or messages must be sent, but not both
 POST /detokenize {"tokens": [97, 257]} -> 400 tokens - token id 257 is outside the vocabulary, 0..256
 POST /detokenize {"tokens": [97, -1]} -> 400 tokens - token id -1 is outside the vocabulary, 0..256
 POST /detokenize {"tokens": [18446744073709551616]} -> 400 tokens - token id 18446744073709551616 is outside the vocabulary, 0..256
-GET /v1/models/other -> 404 model model_not_found there is no model 'other' here; there is 'fake'
-GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models, a base URL ends in /v1
-POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions, a base URL ends in /v1
-POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call /v1/completions, a base URL ends in /v1
-POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions, a base ...
+GET /v1/models/other -> 404 model model_not_found there is no model 'other' here, only 'fake'
+GET /v1/models/ -> 404 - - there is no GET /v1/models/ here; call /v1/models (a base URL ends in /v1)
+POST /v1/completions/ {} -> 404 - - there is no POST /v1/completions/ here; call /v1/completions (a base URL ends in /v1)
+POST //v1/completions {} -> 404 - - there is no POST //v1/completions here; call /v1/completions (a base URL ends in /v1)
+POST /v1/v1/chat/completions {} -> 404 - - there is no POST /v1/v1/chat/completions here; call /v1/chat/completions (a base ...
 POST /v1/tokenize {} -> 404 - - there is no POST /v1/tokenize here; call /tokenize
 GET /v1 -> 404 - - there is no GET /v1 here; there is /v1/completions, ...
 POST /v1/completions \xef\xbb\xbf{"prompt": "a"} -> 400 - - the body must be plain UTF-8, got a byte-order mark
@@ -64,8 +64,8 @@ POST /v1/completions \xff\xfe{\0}\0 -> 400 - - the body must be plain UTF-8, got
 POST /v1/completions {\0}\0 -> 400 - - the body must be plain UTF-8, got UTF-16
 POST /v1/completions \0{\0} -> 400 - - the body must be plain UTF-8, got UTF-16
 GET /v1/nothing -> 404 - - there is no GET /v1/nothing here; there is /v1/completions, ...
-GET /models -> 404 - - there is no GET /models here; call /v1/models, a base URL ends in /v1
-PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions, a base URL ends in /v1
+GET /models -> 404 - - there is no GET /models here; call /v1/models (a base URL ends in /v1)
+PUT /completions -> 404 - - there is no PUT /completions here; call /v1/completions (a base URL ends in /v1)
 GET /LONG -> 404 - - there is no GET /xxx...
 DELETE /v1/completions -> 405 - - /v1/completions is for POST, not DELETE
 POST /metrics {} -> 405 - - /metrics is for GET or HEAD, not POST

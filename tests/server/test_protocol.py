@@ -134,7 +134,7 @@ def test_fields_that_are_not_served(kind):
         for value in wrong:
             error = refusal(kind, **{name: value})
             assert error.param == name
-            assert error.message.startswith(f"{name} is not served here: leave it out or send ")
+            assert error.message.startswith(f"{name} is not supported: leave it out or send ")
 
 
 def test_every_field_of_the_openai_client_is_known():
@@ -159,7 +159,7 @@ text {"prompt": ["a", 1]} -> prompt must be a string, ...
 text {"prompt": [[1], "a"]} -> prompt must be a string, ...
 text {"prompt": [["a"]]} -> prompt must be a string, ...
 text {"prompt": [[[1]]]} -> prompt must be a string, ...
-text {"prompt": ""} -> prompt is empty: give at least one character or token id for each answer
+text {"prompt": ""} -> prompt is empty: each prompt needs at least one character or token id
 text {"prompt": []} -> prompt is empty: ...
 text {"prompt": ["a", ""]} -> prompt is empty: ...
 text {"prompt": [[1], []]} -> prompt is empty: ...
@@ -181,22 +181,22 @@ text {"stop": ""} -> stop.0: String should have at least 1 character, got ''
 text {"stop": ["a", 1]} -> stop.1: Input should be a valid string, got 1
 text {"stop_token_ids": [true]} -> stop_token_ids.0: Input should be a valid integer, got True
 text {"max_tokens": 0} -> max_tokens is 0, wanted at least 1; 0 is only for echo
-text {"min_tokens": 17} -> min_tokens is 17, above max_tokens, 16
-text {"stream_options": {}} -> stream_options is for streams: send stream true or leave it out
-text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is not a field here: leave it out
-text {"xyzzy": null, "plugh": 0} -> plugh is not a field here: leave it out
-text {"best_of": 2} -> best_of is not served here: leave it out or send 1
-text {"logit_bias": [1]} -> logit_bias must be an object of at most 1024 token ids
-text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a name that is not a token id, got ''
-text {"logit_bias": {" 1": 1}} -> logit_bias has a name that is not a token id, got ' 1'
-text {"logit_bias": {"+1": 1}} -> logit_bias has a name that is not a token id, got '+1'
-text {"logit_bias": {"-1": 1}} -> logit_bias has a name that is not a token id, got '-1'
-text {"logit_bias": {"1.0": 1}} -> logit_bias has a name that is not a token id, got '1.0'
-text {"logit_bias": {"1_0": 1}} -> logit_bias has a name that is not a token id, got '1_0'
-text {"logit_bias": {"0x1": 1}} -> logit_bias has a name that is not a token id, got '0x1'
-text {"logit_bias": {"\u0663": 1}} -> logit_bias has a name that is not a token id, got '\u0663'
-text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a name that is not a token id, got '\u00b2'
-text {"logit_bias": {"111111111111": 1}} -> logit_bias has a name that is not a token id, got '111111111111'
+text {"min_tokens": 17} -> min_tokens is 17, above max_tokens (16)
+text {"stream_options": {}} -> stream_options is only for streams: send stream true or leave it out
+text {"stream": true, "stream_options": {"usage": 1}} -> stream_options.usage is not a known field: leave it out
+text {"xyzzy": null, "plugh": 0} -> plugh is not a known field: leave it out
+text {"best_of": 2} -> best_of is not supported: leave it out or send 1
+text {"logit_bias": [1]} -> logit_bias must be an object with at most 1024 token ids
+text {"logit_bias": {"0": -100, "50256": 100, "12345678901": 0.5, "": 1}} -> logit_bias has a key that is not a token id, got ''
+text {"logit_bias": {" 1": 1}} -> logit_bias has a key that is not a token id, got ' 1'
+text {"logit_bias": {"+1": 1}} -> logit_bias has a key that is not a token id, got '+1'
+text {"logit_bias": {"-1": 1}} -> logit_bias has a key that is not a token id, got '-1'
+text {"logit_bias": {"1.0": 1}} -> logit_bias has a key that is not a token id, got '1.0'
+text {"logit_bias": {"1_0": 1}} -> logit_bias has a key that is not a token id, got '1_0'
+text {"logit_bias": {"0x1": 1}} -> logit_bias has a key that is not a token id, got '0x1'
+text {"logit_bias": {"\u0663": 1}} -> logit_bias has a key that is not a token id, got '\u0663'
+text {"logit_bias": {"\u00b2": 1}} -> logit_bias has a key that is not a token id, got '\u00b2'
+text {"logit_bias": {"111111111111": 1}} -> logit_bias has a key that is not a token id, got '111111111111'
 text {"logit_bias": {"1": -100.1}} -> logit_bias.1 must be a number from -100 to 100, got -100.1
 text {"logit_bias": {"1": 100.1}} -> logit_bias.1 must be a number from -100 to 100, got 100.1
 text {"logit_bias": {"1": NaN}} -> logit_bias.1 must be a number from -100 to 100, got nan
@@ -205,14 +205,14 @@ text {"logit_bias": {"1": null}} -> logit_bias.1 must be a number from -100 to 1
 text {"logit_bias": {"1": [1]}} -> logit_bias.1 must be a number from -100 to 100, got [1]
 text {"logit_bias": {"1": true}} -> logit_bias.1 must be a number from -100 to 100, got True
 text {"cache_salt": ""} -> cache_salt: String should have at least 1 character, got ''
-chat {"prompt": "x"} -> prompt is not a field here: leave it out
+chat {"prompt": "x"} -> prompt is not a known field: leave it out
 chat {"messages": []} -> messages: List should have at least 1 item after validation, not 0, got []
 chat {"messages": [{"role": "function", "content": "x"}]} -> messages.0.role: Input should be ...
 chat {"messages": [{"role": "user", "content": "x"}, {"role": "user"}]} -> messages.1.content is missing
 chat {"messages": [{"role": "user", "content": null}]} -> messages.0.content: Input should be a valid string, got None
 chat {"messages": [{"role": "tool", "tool_call_id": "a", "output": "x"}]} -> messages.0.content is missing
-chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id belongs to the role tool, ...
-chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id belongs ...
+chat {"messages": [{"role": "tool", "content": "x"}]} -> messages.0.tool_call_id is for the role tool only, ...
+chat {"messages": [{"role": "user", "content": "x", "tool_call_id": "a"}]} -> messages.0.tool_call_id is for ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{}]}]} -> messages.0.tool_calls.0.id: Field required, ...
 chat {"messages": [{"role": "user", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]}]} -> messages.0.tool_calls are only for the role assistant: leave them out
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "[]"}}]}]} -> messages.0.tool_calls.0.function.arguments: Input should be a valid dictionary, ...
@@ -220,42 +220,42 @@ chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": 
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f"}}]}]} -> messages.0.tool_calls.0.function.arguments: Field required, ...
 chat {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f g", "arguments": "{}"}}]}]} -> messages.0.tool_calls.0.function.name: String should match pattern ...
 chat {"messages": [{"role": "user", "audio": {"id": "a"}}]} -> messages.0.audio is not ...
-chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of type text are served, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
-chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of type text are served, got {'text': 1, 'type': 'text'}
+chat {"messages": [{"content": [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "data:,"}}]}]} -> messages.0.content.1 cannot be read: only parts of type text are supported, got {'image_url': {'url': 'data:,'}, 'type': 'image_url'}
+chat {"messages": [{"content": [{"type": "text", "text": 1}]}]} -> messages.0.content.0 cannot be read: only parts of type text are supported, got {'text': 1, 'type': 'text'}
 chat {"messages": [{"content": [3]}]} -> messages.0.content.0 cannot be read: ...
 chat {"logprobs": 2} -> logprobs: Input should be a valid boolean, got 2
 chat {"top_logprobs": 1} -> top_logprobs needs logprobs: send logprobs true or leave it out
-text {"tools": [{}]} -> tools is not served here: leave it out or send []
+text {"tools": [{}]} -> tools is not supported: leave it out or send []
 chat {"tools": [{}]} -> tools.0.type: Field required, ...
 chat {"tools": [{"type": "function", "function": {"name": ""}}]} -> tools.0.function.name: String should match pattern '^[a-zA-Z0-9_-]{1,64}$', got ''
-chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions of the same name
-chat {"tool_choice": "auto"} -> tool_choice needs tools, and may only name one of these
+chat {"tools": [{"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "f"}}]} -> tools has two functions with the same name
+chat {"tool_choice": "auto"} -> tool_choice needs tools, and may only name one of them
 chat {"tool_choice": {"type": "function", "function": {"name": "g"}}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice needs tools, ...
 chat {"tool_choice": "f", "tools": [{"type": "function", "function": {"name": "f"}}]} -> tool_choice must be "none", "auto", "required", or {"type": "function", "function": {"name": ..}}
 chat {"tool_choice": {"type": "allowed_tools"}} -> tool_choice must be ...
-chat {"functions": [{"name": "f"}]} -> functions is not served here: ...
-text {"response_format": "json"} -> response_format must be of type text, json_object, or json_schema with json_schema.schema, an object
+chat {"functions": [{"name": "f"}]} -> functions is not supported: ...
+text {"response_format": "json"} -> response_format must be of type text, json_object, or json_schema with an object as json_schema.schema
 text {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": "{}"}}} -> response_format must be ...
 text {"response_format": {"type": "structural_tag"}} -> response_format must be ...
 text {"response_format": {"type": "json_object", "schema": "{}"}} -> response_format must be ...
-text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
-chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is not a field here: leave it out
-text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is not a field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is not a field here: leave it out
-text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is not a field here: did you mean schema?
-text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is not a field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is not a field here: leave it out
-chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is not a field here: leave it out
-chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is not a field here: did you mean parameters?
-chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is not a field here: leave it out
-chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is not a field here: leave it out
-chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is not a field here: leave it out
-text {"temprature": 1} -> temprature is not a field here: did you mean temperature?
-text {"maxTokens": 1} -> maxTokens is not a field here: did you mean max_tokens?
-chat {"guided_regex": "a"} -> guided_regex is not a field here: did you mean structured_outputs.regex?
-tokenize {"json_schema": {}} -> json_schema is not a field here: leave it out
+text {"response_format": {"type": "json_object", "json_schema": {}}} -> response_format.json_schema is not a known field: leave it out
+chat {"response_format": {"type": "text", "schema": {}}} -> response_format.schema is not a known field: leave it out
+text {"response_format": {"type": "text", "json_schema": {}}} -> response_format.json_schema is not a known field: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": true}} -> response_format.strict is not a known field: leave it out
+text {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "schemas": {}}}} -> response_format.json_schema.schemas is not a known field: did you mean schema?
+text {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}} -> structured_outputs.whitespace_pattern is not a known field: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f", "arguments": {}}}} -> tool_choice.function.arguments is not a known field: leave it out
+chat {"tool_choice": {"type": "function", "function": {"name": "f"}, "name": "g"}} -> tool_choice.name is not a known field: leave it out
+chat {"tools": [{"type": "function", "function": {"name": "f", "paramters": {}}}]} -> tools.0.function.paramters is not a known field: did you mean parameters?
+chat {"tools": [{"type": "function", "function": {"name": "f", "metadata": {}}}]} -> tools.0.function.metadata is not a known field: leave it out
+chat {"tools": [{"type": "function", "prefix": false, "function": {"name": "f"}}]} -> tools.0.prefix is not a known field: leave it out
+chat {"stream": true, "stream_options": {"user": "a"}} -> stream_options.user is not a known field: leave it out
+text {"temprature": 1} -> temprature is not a known field: did you mean temperature?
+text {"maxTokens": 1} -> maxTokens is not a known field: did you mean max_tokens?
+chat {"guided_regex": "a"} -> guided_regex is not a known field: did you mean structured_outputs.regex?
+tokenize {"json_schema": {}} -> json_schema is not a known field: leave it out
 text {"structured_outputs": "{}"} -> structured_outputs: Input should be a valid dictionary, ...
-text {"structured_outputs": {}} -> structured_outputs must have one of json (an object, or JSON in a string), regex, choice (a list of strings), grammar; structural_tag and others are not served
+text {"structured_outputs": {}} -> structured_outputs must have one of json (an object, or JSON in a string), regex, choice (a list of strings), grammar; structural_tag and others are not supported
 text {"structured_outputs": {"structural_tag": "{}"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": {}, "regex": "a"}} -> structured_outputs must have ...
 text {"structured_outputs": {"json": [1]}} -> structured_outputs must have ...
@@ -264,15 +264,15 @@ text {"structured_outputs": {"choice": []}} -> structured_outputs must have ...
 text {"structured_outputs": {"choice": ["a", {}]}} -> structured_outputs must have ...
 chat {"chat_template_kwargs": []} -> chat_template_kwargs: Input should be a valid dictionary, got []
 chat {"chat_template_kwargs": {"chat_template": "x"}} -> chat_template_kwargs has a name that a caller may not set: leave it out, got 'chat_template'
-chat {"chat_template": "x"} -> chat_template is not a field here: leave it out
+chat {"chat_template": "x"} -> chat_template is not a known field: leave it out
 text {"n": 129} -> n: Input should be less than or equal to 128, got 129
 text {"logprobs": -1} -> logprobs: Input should be greater than or equal to 0, got -1
 text {"logprobs": 21} -> logprobs: Input should be less than or equal to 20, got 21
-text {"logprob_token_ids": [1]} -> logprob_token_ids is not a field here: leave it out
+text {"logprob_token_ids": [1]} -> logprob_token_ids is not a known field: leave it out
 chat {"chat_template_kwargs": {"tools": []}} -> chat_template_kwargs has a name that ...
 chat {"chat_template_kwargs": {"eos_token": "x"}} -> chat_template_kwargs has a name ...
-tokenize {"prompt": null} -> prompt or messages must be sent, and not both
-tokenize {"messages": [{"role": "user", "content": "x"}]} -> prompt or messages must be sent, and not both
+tokenize {"prompt": null} -> prompt or messages must be sent, but not both
+tokenize {"messages": [{"role": "user", "content": "x"}]} -> prompt or messages must be sent, but not both
 detokenize {"tokens": [true]} -> tokens.0: Input should be a valid integer, got True
 """  # noqa: E501
 
@@ -346,13 +346,13 @@ def test_what_grammars_need(kind, fields, monkeypatch):
     body.check_fits([[1]], 5, 99, [4])
     error = refusal_of(body.check_fits, [[1]], 5, 99)
     assert error.param == name
-    assert error.message.startswith(f"{name} cannot be combined with a model without end-of-text")
+    assert error.message.startswith(f"{name} cannot be combined with a model without an end")
     monkeypatch.setattr(protocol, "HAS_GRAMMARS", False)
     parse(kind, response_format={"type": "text"})
     error = refusal(kind, **fields)
     assert error.param == name
     assert error.message == (
-        f"{name} is not served here: `pip install llguidance`, or leave it out"
+        f"{name} is not supported here: run `pip install llguidance`, or leave it out"
     )
 
 
@@ -366,7 +366,7 @@ def test_the_first_problem_is_the_only_one():
     started = time.process_time()
     for fields in (many, {"stream_options": many}, {"stop": [1] * 10**6}, {"stop": {long: 1}}):
         assert refusal(**fields)
-    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is not a field here")
+    assert refusal(**{long: 1}).message.startswith(f"{long[:200]} is not a known field")
     assert refusal(ChatRequest, messages=[{"role": "user", "content": [{"type": long}]}])
     assert time.process_time() - started < 1
 
@@ -570,17 +570,17 @@ text {"min_tokens": 1, "stop_token_ids": [0, 1, 2]} -> null
 text {"stop_token_ids": [0, 1, 2, 3]} -> null
 text {"min_tokens": 1, "stop_token_ids": [0, 1, 2, 3]} -> min_tokens is above 0, but all tokens are stop tokens
 text {"n": 64, "max_tokens": 195, "logprobs": 20} -> null
-text {"logprobs": 20, "n": 128, "max_tokens": 250} -> 672000 log-probabilities in one answer, at most 262144 are sent: lower
+text {"logprobs": 20, "n": 128, "max_tokens": 250} -> 672000 log-probabilities in one answer, but the limit is 262144: lower
 text {"n": 128, "logprobs": 15, "echo": true, "max_tokens": 0, "prompt": [[1], [1]]} -> null
-text {"prompt": [[1], [1]], "n": 128, "logprobs": 20, "echo": true, "max_tokens": 48} -> 263424 log-probabilities in one answer, at most 262144 are sent: lower
-chat {"logprobs": true, "top_logprobs": 20, "max_tokens": 12484} -> 262164 log-probabilities in one answer, at most 262144 are sent: lower
+text {"prompt": [[1], [1]], "n": 128, "logprobs": 20, "echo": true, "max_tokens": 48} -> 263424 log-probabilities in one answer, but the limit is 262144: lower
+chat {"logprobs": true, "top_logprobs": 20, "max_tokens": 12484} -> 262164 log-probabilities in one answer, but the limit is 262144: lower
 text {"response_format": {"type": "json_object"}} -> null
 text {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}} -> response_format cannot be combined with structured_outputs: leave one of them out
 chat {"structured_outputs": {"regex": "a"}, "tools": [{"type": "function", "function": {"name": "f"}}]} -> structured_outputs cannot be combined with tools: leave one of them out
 chat {"structured_outputs": {"regex": "a"}, "tool_choice": "none", "tools": [{"type": "function", "function": {"name": "f"}}]} -> null
 chat {"tools": [{"type": "function", "function": {"name": "f"}}], "ignore_eos": true} -> tools cannot be combined with ignore_eos: leave one of them out
 text {"structured_outputs": {"choice": ["a"]}, "echo": true, "max_tokens": 0} -> structured_outputs cannot be combined with max_tokens 0: leave one of them out
-chat {"logprobs": true, "top_logprobs": 20, "min_tokens": 12484} -> 262164 log-probabilities in one answer, at most 262144 are sent: lower
+chat {"logprobs": true, "top_logprobs": 20, "min_tokens": 12484} -> 262164 log-probabilities in one answer, but the limit is 262144: lower
 """  # noqa: E501
 
 

@@ -164,7 +164,7 @@ def test_without_jinja2_raw_text_is_continued_all_the_same(run, monkeypatch):
     """The message comes before the model is loaded; `--raw` needs no template."""
     monkeypatch.setitem(sys.modules, "jinja2", None)
     refused = run("--prompt", "x")
-    assert "needs jinja2: `pip install jinja2`, or add --raw" in refused.problem
+    assert "needs jinja2: run `pip install jinja2`, or add --raw" in refused.problem
     assert not refused.built
     assert run("--prompt", "x", "--raw").problem is None
 
@@ -175,7 +175,7 @@ def test_a_slow_engine_says_why(run, tmp_path, monkeypatch):
     model = save_random_model(tmp_path / "slow")
     args = serve.parse_args(["--model", str(model), "--device", "cpu"])
     monkeypatch.setattr(Echo, "device", serve.build_engine(args).device)
-    slow = "[torch, because there is no C compiler 'nocc': gcc would make it two to four times"
+    slow = "[torch, because C compiler 'nocc' was not found: gcc would make it two to four times"
     assert slow in run("--prompt", "x").err
 
 

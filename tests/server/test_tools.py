@@ -291,7 +291,7 @@ def test_the_others_are_held_where_a_tool_is_not_served(house, stream):
     """
     caller = call(house, stream=stream, n=2)
     first = house.engine.added["grammar"]
-    house.engine.fail("this grammar cannot be served: no", tools=[1, 0])
+    house.engine.fail("this grammar cannot be used: no", tools=[1, 0])
     again = house.engine.added["grammar"]
     lark, schemas = json.loads(again["text"])
     assert schemas == ['{"type": "object"}'] * 2
