@@ -1027,13 +1027,13 @@ class Scheduler:
             self.checked = dict(cache.contents)
         unused = {block for block in cache.contents if allocator.ref_counts[block] == 0}
         assert unused == allocator.idle.keys(), (
-            f"committed and in no block table: {unused}, idle: {list(allocator.idle)}"
+            f"committed but not in any block table: {unused}, idle: {list(allocator.idle)}"
         )
 
     def _check_request(self, r: Request):
         """Check a request's row and cursors: committed <= computed <= filled <= allocated."""
         is_waiting = r.status == "waiting"
-        assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id}: row without blocks"
+        assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id} has a row without blocks"
         committed = r.num_committed * self.block_size
         allocated = len(r.block_table) * self.block_size
         assert 0 <= committed <= r.num_computed_slots <= r.num_filled_slots <= allocated, (
