@@ -196,7 +196,7 @@ def attend_to_split(queries, keys, k_to_v, mask, visible, scale, softcap_scale):
     if visible is not None:
         score = tl.where(visible, score, -INF)
     top = tl.ceil(tl.max(score, axis=1) * scale)
-    reference = tl.where(top == -INF, 0.0, top)  # top is -inf if the row does not see any of these keys
+    reference = tl.where(top == -INF, 0.0, top)  # -inf if the row sees none of these keys
     weight = tl.exp2(tl.fma(score, scale, -reference[:, None]))
     units = tl.sum((weight + 1.0).to(tl.int32, bitcast=True) - ONE, axis=1)
     return tl.dot(weight.to(v.dtype), v, input_precision="ieee"), units.to(tl.float32) * UNIT, top

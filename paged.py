@@ -1033,7 +1033,7 @@ class Scheduler:
     def _check_request(self, r: Request):
         """Check a request's row and cursors: committed <= computed <= filled <= allocated."""
         is_waiting = r.status == "waiting"
-        assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id} has a row without blocks"
+        assert (r.row is None) == is_waiting == (not r.block_table), f"{r.id}: row without blocks"
         committed = r.num_committed * self.block_size
         allocated = len(r.block_table) * self.block_size
         assert 0 <= committed <= r.num_computed_slots <= r.num_filled_slots <= allocated, (

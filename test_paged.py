@@ -644,7 +644,7 @@ def test_the_reference_is_worth_comparing_with():
         answers = model.generate(prompts, 20)[:, 20:]
         different = {tuple(answer) for answer in answers.tolist()}
         assert len(different) == 20, "every prompt gets a different answer"
-        assert min(len(set(answer)) for answer in different) >= 6, "answers have many different letters"
+        assert min(len(set(answer)) for answer in different) >= 6, "answers have many letters"
         other = prompts.clone()  # change one letter, the eleventh from the end
         other[:, 9] = (other[:, 9] + 1) % VOCABULARY
         changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)

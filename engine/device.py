@@ -1,5 +1,5 @@
 """
-The engine's state on its device, and the computation of a step there.
+The engine's state on its device, and how a step is computed there.
 
     device = Device(model, settings)
     device.fill_rows(request)           # for a request that has started
@@ -7,9 +7,9 @@ The engine's state on its device, and the computation of a step there.
     device.send(launched)               # copy its tokens to the host
 
 The host's part of a step is in runner.py. The code here never waits for the device during a step.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary. A step has n decodes
-and C chunks. N is the maximum number of requests that run at the same time. Each of them has a row,
-and row N is for padding.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary size. A step has n
+decodes and C chunks. N is the maximum number of requests that run at the same time. Each of them
+has a row, and row N is for padding.
 """
 
 import gc
@@ -105,7 +105,7 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
-            if n in COARSE or n == N:  # N, so that every step fits
+            if n in COARSE or n == N:  # N always, so that every step fits
                 shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
     return shapes
 
@@ -230,7 +230,7 @@ class Device:
         if packed.shape not in self.graphs:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
-        # unchanged if the same requests each decode another token in the same block as before
+        # the inputs do not change if the same requests decode again in the same blocks
         if packed.inputs != self.last_inputs:
             upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs

@@ -245,7 +245,7 @@ class Recorder(Stage):
         settings = {name: getattr(self.engine.settings, name) for name in SETTINGS}
         state = {
             "version": VERSION,
-            # identifies the engine; a process id would not, as a restarted container has the same
+            # identifies the engine; a process id would be the same in a restarted container
             "engine": round(self.engine.started * 1e6),
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
@@ -374,7 +374,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         data = f"{line}\n".encode()
         try:
             end = file.tell()
-            # unbuffered, so that a killed process leaves only whole lines
+            # the file is unbuffered, so that a killed process leaves only whole lines
             if file.write(data) < len(data):
                 file.truncate(end)
                 raise OSError("no space is left for the next lines")

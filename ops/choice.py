@@ -1,16 +1,15 @@
 """
-The tables of operators (`Ops`), one for each kind of machine, and the choice of one, which is
-made once, when an engine is built.
+Tables of operators (`Ops`), one per kind of machine. One of them is chosen when an engine is built.
 
     ops, reason = choose_ops("auto", "cuda")      # the table, and why it was chosen
 
-    TORCH_OPS      model.TORCH_OPS plus what serving needs, in torch: the reference, on any device
-    BF16           torch on a CPU, with matrices in bf16 (packed by oneDNN), the rest in fp32
-    cpu            the operators of cpu.c, if there is a C compiler
-    TRITON         fused kernels that read K and V where they are; a CUDA graph can contain a step
-    DETERMINISTIC  the same, equal to the bit whatever shares a step: --deterministic
+    TORCH_OPS      model.TORCH_OPS plus what serving needs, in torch; the reference on any device
+    BF16           torch on a CPU, with matrices in bf16 (packed by oneDNN) and the rest in fp32
+    cpu            the operators in cpu.c; needs a C compiler
+    TRITON         fused kernels that read K and V from the pool; a CUDA graph can contain a step
+    DETERMINISTIC  --deterministic: TRITON, with answers that do not depend on what shares a step
 
-Each batch carries its table, so no other code has to know which device it is on.
+Each batch carries its table of operators, so no other code needs to know the device.
 """
 
 import os
@@ -36,7 +35,7 @@ BF16 = TORCH_OPS._replace(
 @cache
 def triton_tables() -> tuple[Ops, Ops]:
     """
-    Return TRITON and DETERMINISTIC. Their files are imported here, because only a GPU needs them.
+    Return TRITON and DETERMINISTIC. Their modules are imported here because only a GPU needs them.
     """
     from ops import (
         deterministic,
@@ -62,7 +61,7 @@ def triton_tables() -> tuple[Ops, Ops]:
         sample=sampling_kernels.sample_triton,
         send=fused.send,
         fixed_shapes=True,
-        group_finder=prefix.GroupFinder,  # delete this line and ops/prefix.py to share no prefixes
+        group_finder=prefix.GroupFinder,  # remove this and ops/prefix.py to turn sharing off
     )
     return fastest, fastest._replace(
         add_norm=linear.norm_now,
@@ -74,13 +73,13 @@ def triton_tables() -> tuple[Ops, Ops]:
 
 
 NEEDS = {
-    "triton": "needs a CUDA device and the package triton",
+    "triton": "needs a CUDA device and the triton package",
     "cpu": "needs a CPU, a C compiler, and weights in fp32 or int8",
 }
 
 
 def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
-    """Return the tables that work on this kind of device without cpu.c: the fastest, then torch."""
+    """Return the tables that work on this kind of device without cpu.c, the fastest one first."""
     fastest = TORCH_OPS
     if dtype == torch.bfloat16:
         fastest = BF16
@@ -99,9 +98,10 @@ def choose_ops(
     deterministic: bool = False,
 ) -> tuple[Ops, str]:
     """
-    Return the table of that name or, with "auto", the fastest one for the device and for the dtype
-    that weights are multiplied in; and the reason for the choice. If `deterministic`, the table's
-    answers do not depend on what shares a step. Raises ValueError if the table does not work here.
+    Return a table, and the reason for choosing it. The table is the one named `attention` or, with
+    "auto", the fastest one for the device and for the dtype that weights are multiplied in. If
+    `deterministic`, answers do not depend on what else is in a step. Raises ValueError if the table
+    does not work here.
     """
     ops, reason = find_ops(attention, device, dtype)
     if not deterministic or ops.is_deterministic:
@@ -109,16 +109,16 @@ def choose_ops(
     if ops.name == "triton":
         return triton_tables()[1], "--deterministic"
     raise ValueError(
-        f"--deterministic is for --attention triton, which {NEEDS['triton']}, and cpu, which "
-        f"{NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave it out"
+        f"--deterministic works only with --attention triton, which {NEEDS['triton']}, or cpu, "
+        f"which {NEEDS['cpu']}; here attention is {ops.name} in {dtype}: leave the flag out"
     )
 
 
 def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> tuple[Ops, str]:
-    """Do what `choose_ops` does, deterministic or not."""
+    """Like `choose_ops`, but the table need not be deterministic."""
     on_gpu = torch.device(device).type == "cuda"
     if on_gpu and dtype == torch.int8:
-        raise ValueError(f"--quantize int8 is for CPUs, and the device is {device}: leave it out")
+        raise ValueError(f"--quantize int8 is for CPUs, but the device is {device}: leave it out")
     tables = tables_for(on_gpu, dtype)
     if attention in tables:
         return tables[attention], "as requested"
@@ -144,9 +144,9 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         gain = "two to four times"
         if dtype == torch.int8:
             gain = "many times"
-        reason = f"because there is no C compiler {command!r}: gcc would make it {gain} as fast"
+        reason = f"because C compiler {command!r} was not found: gcc would make it {gain} as fast"
     elif on_gpu and fastest is TORCH_OPS:
-        reason = "because there is no package triton: it would make the GPU many times as fast"
+        reason = "because triton is not installed: it would make the GPU many times as fast"
     else:
         reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"
     return fastest, reason

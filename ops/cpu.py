@@ -1,17 +1,16 @@
 """
-The operators of cpu.c: this file builds them with the C compiler when they are first used, and
-calls them.
+The operators in cpu.c. This file compiles them on first use, and calls them.
 
     machine = CpuKernels(c_compiler(), threads=2)
-    x, y = machine.add_norm(x, delta, norm)       # computed immediately; each is called as its twin
-                                                  # in model.py, but q, k and v stay one tensor
-    forward = machine.program(model, ops, kv, known, T)   # or a whole step in one call
+    x, y = machine.add_norm(x, delta, norm)   # computed immediately; called like the twins in
+                                              # model.py, but q, k and v stay one tensor
+    forward = machine.program(model, ops, kv, known, T)   # or run a whole step in one call
     x, logits, rows, positions = forward(plan)
 
-A program is for a CPU what a CUDA graph is for a GPU: a list of operators, with the addresses of
-everything that they read and write. To record it, the model runs once, and its operators are listed
-instead of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk KV heads,
-D head size, S block size; for one layer, R rows, K inputs, N outputs.
+A program is the CPU's counterpart of a CUDA graph: a list of operators, with the addresses of
+everything that they read and write. To record a program, the model is run once, and its operators
+are listed instead of computed. Letters: T tokens, B requests, M blocks per table, H query heads, Hk
+KV heads, D head size, S block size; for one layer, R rows, K inputs, N outputs.
 """
 
 import ctypes
@@ -42,8 +41,8 @@ from paged import Plan
 # The compiler
 
 SOURCE = Path(__file__).with_name("cpu.c")
-# no -ffast-math, not even from CC: it would change results, and with gcc before 13 it would switch
-# off denormal numbers in the whole process
+# no -ffast-math, even if CC contains it: it would change results, and before gcc 13 it would also
+# disable denormal numbers in the whole process
 FLAGS = [
     "-std=gnu11",
     "-O3",
@@ -57,24 +56,24 @@ FLAGS = [
     "-pthread",
 ]
 if platform.machine() == "x86_64":
-    FLAGS.append("-mprefer-vector-width=512")  # if the CPU has vectors of that width
+    FLAGS.append("-mprefer-vector-width=512")  # if the CPU has vectors that wide
 
 
 def c_compiler() -> list[str]:
-    """Return the command of the C compiler, $CC or cc; [] if there is none."""
+    """Return the C compiler's command, $CC or cc, or [] if there is no compiler."""
     command = shlex.split(os.environ.get("CC", "cc"))
     return command if command and shutil.which(command[0]) else []
 
 
 def library(compiler: list[str]) -> Path:
     """
-    Return the path of cpu.c as a shared library, in the user's cache. It is compiled, which takes a
-    second, unless one for this source, compiler and CPU is there. Raises ValueError with the
-    compiler's output if that fails.
+    Return the path of cpu.c's shared library in the user's cache. Unless the cache has a library
+    for this source, compiler and CPU, compile one, which takes a second. Raises ValueError with the
+    compiler's output if compilation fails.
     """
     command = [*compiler, *FLAGS]
     run = partial(subprocess.run, capture_output=True)
-    # its predefined macros identify the compiler's version and the CPU's instructions
+    # the predefined macros identify the compiler's version and the CPU's instruction set
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout
     made_of = hashlib.sha256(SOURCE.read_bytes() + macros + shlex.join(command).encode())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "pagedgpt"
@@ -86,8 +85,8 @@ def library(compiler: list[str]) -> Path:
         folder = tempfile.TemporaryDirectory(dir=cache)
     except OSError as error:
         raise ValueError(
-            f"the compiled ops/cpu.c cannot be stored ({error}): set XDG_CACHE_HOME to a folder "
-            "with free space that you may write to, or choose --attention torch"
+            f"the compiled ops/cpu.c cannot be stored ({error}): set XDG_CACHE_HOME to a writable "
+            "folder with free space, or choose --attention torch"
         ) from error
     with folder:
         new = Path(folder.name) / path.name
@@ -96,17 +95,17 @@ def library(compiler: list[str]) -> Path:
             output = result.stderr.strip() or result.stdout.strip()
             raise ValueError(
                 f"the C compiler failed ({shlex.join(compiler)}, exit status {result.returncode}): "
-                "fix it, set CC to another one, or choose --attention torch. Its output:\n"
-                + (output[:2000] or "(none: is it a compiler?)")
+                "fix it, set CC to another compiler, or choose --attention torch. Its output:\n"
+                + (output[:2000] or "(none: is this a compiler?)")
             )
-        new.rename(path)  # another process may have done the same; the files are equal
+        new.rename(path)  # another process may have written it already; the files are identical
     return path
 
 
 # --------------------------------------------------------------------------------------------------
 # The operators
 
-# as in cpu.c
+# in the same order as in cpu.c
 KINDS = "embed rotation add_norm quantize heads exponentials log_softmax choose attend linear"
 POINTERS = (
     "x y weight x_scale scale columns bias delta temperature lowest k_norm rotation kv tokens "
@@ -116,7 +115,9 @@ NUMBERS = "N K H Hk D S M k_to_v window panel activation gated rms wide late"
 
 
 class Op(ctypes.Structure):
-    """One operator, as declared in cpu.c. Pointers are set to tensors, which it keeps alive."""
+    """
+    One operator, as declared in cpu.c. Pointers are set to tensors, which this object keeps alive.
+    """
 
     _fields_ = [
         ("kind", ctypes.c_int64),
@@ -141,7 +142,7 @@ class Op(ctypes.Structure):
         super().__setattr__(name, value)
 
     def set_weights(self, layer: nn.Module):
-        """Set the weights of a `PanelLinear`, an `Int8Linear` or an embedding."""
+        """Set the weights to those of a `PanelLinear`, an `Int8Linear` or an embedding."""
         self.weight = layer.weight
         self.scale = getattr(layer, "scale", None)
         self.columns = getattr(layer, "columns", None)
@@ -155,8 +156,8 @@ class Op(ctypes.Structure):
 
     def set_pool(self, attn: Attention, kv: Tensor):
         """
-        Set the heads and a layer's pool [2, num_blocks + 1, Hk, S, D], where K is stored as
-        [.., D, S].
+        Set the numbers of heads, and a layer's pool [2, num_blocks + 1, Hk, S, D], in which K is
+        stored as [.., D, S].
         """
         _, _, self.Hk, self.S, self.D = kv.shape
         self.H = attn.H
@@ -166,8 +167,8 @@ class Op(ctypes.Structure):
 
 class CpuKernels:
     """
-    The compiled library and its pool of threads. Each operator has the same name as in `Ops`.
-    Raises ValueError if the library cannot be built or loaded.
+    The compiled library and its thread pool. Operators have the same names as in `Ops`. Raises
+    ValueError if the library cannot be built or loaded.
     """
 
     def __init__(self, compiler: list[str], threads: int | None = None):
@@ -177,16 +178,16 @@ class CpuKernels:
         except OSError as error:
             raise ValueError(
                 f"the compiled ops/cpu.c cannot be loaded ({error}): remove {path}, set "
-                "XDG_CACHE_HOME to a folder that allows programs, or choose --attention torch"
+                "XDG_CACHE_HOME to a folder that may hold programs, or choose --attention torch"
             ) from error
         self.library.open_pool.restype = ctypes.c_void_p
         self.library.run.argtypes = 2 * [ctypes.c_void_p] + 2 * [ctypes.c_int64]
         self.pool = self.library.open_pool(threads or torch.get_num_threads())
         weakref.finalize(self, self.library.close_pool, ctypes.c_void_p(self.pool))
-        self.listed: list | None = None  # operators, while a program is recorded
+        self.listed: list | None = None  # operators recorded so far; None if not recording
 
     def table(self, other: Ops) -> Ops:
-        """Return the table `other` with these operators in place of its own."""
+        """Return a copy of the table `other` that uses these operators."""
         exp = partial(self.unary, "exponentials")
         log_softmax = partial(self.unary, "log_softmax")
         return other._replace(
@@ -209,14 +210,15 @@ class CpuKernels:
 
     def result(self, role: str, R: int, width: int, dtype=torch.float32) -> Tensor:
         """
-        Return memory for a result [R, width]. While a program is recorded, all results of one role
-        and width share a buffer: each is last read before the next one is written.
+        Return memory for a result [R, width]. While a program is being recorded, all results with
+        the same role and width share a buffer, because each is read for the last time before the
+        next is written.
         """
         new = torch.empty(R, width, dtype=dtype)
         return new if self.listed is None else self.buffers.setdefault((role, width), new)
 
     def compute(self, op: Op, y: Tensor) -> Tensor:
-        """Compute an operator for the rows of y, or list it. Returns y."""
+        """Compute an operator for the rows of y or, while recording, list it. Returns y."""
         op.y = y
         if self.listed is None:
             self.library.run(self.pool, ctypes.byref(op), 1, len(y))
@@ -225,7 +227,7 @@ class CpuKernels:
         return y
 
     def plan_attention(self, batch: Batch, H: int, kv: Tensor, window: int = 0) -> Tensor:
-        """Return [T] int64: the index of each token's request, and so of its block table."""
+        """Return the index of each token's request, and so of its block table, as [T] int64."""
         return torch.repeat_interleave(torch.tensor(batch.query_lens_host))
 
     def embed(
@@ -265,7 +267,8 @@ class CpuKernels:
 
     def project_qkv(self, y: Tensor, attn: Attention, kv: Tensor, batch: Batch):
         """
-        Return queries, keys and values [T, (H + 2 Hk) D] in one tensor, for `attend`, and the pool.
+        Return queries, keys and values in one tensor [T, (H + 2 Hk) D], as `attend` takes them, and
+        also return the pool.
         """
         qkv = self.linear(y, attn.c_attn)
         op = Op("heads", qkv)
@@ -297,7 +300,9 @@ class CpuKernels:
     def linear(
         self, x: Tensor, layer, activation=None, gated=False, partial_sums=False, softcap=0.0
     ) -> Tensor:
-        """Multiply x [R, K] by the layer's weights. If these are integers, x is rounded first."""
+        """
+        Multiply x [R, K] by the layer's weights. If the weights are integers, x is quantized first.
+        """
         op = Op("linear", x)
         op.N = layer.N
         op.set_weights(layer)
@@ -312,7 +317,9 @@ class CpuKernels:
         return self.compute(op, y)
 
     def quantized(self, x: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x [R, K] times columns [K] as 16-bit integers, and the step size of each row."""
+        """
+        Return x [R, K] times columns [K], rounded to 16-bit integers, and each row's step size.
+        """
         op = Op("quantize", x)
         op.columns = columns
         step = self.result("step", len(x), 1)
@@ -322,9 +329,9 @@ class CpuKernels:
         return self.compute(op, y), step
 
     def choose(self, scores: Tensor, temperature, lowest, allowed, *key: Tensor) -> Tensor:
-        """Compute sampling.choose, in a thirtieth of the time."""
+        """Like sampling.choose, but takes a thirtieth of the time."""
         op = Op("choose", scores.contiguous())
-        op.N = 32  # a score costs about this many products, which `run` counts
+        op.N = 32  # a score takes as long as about this many products, which `run` counts
         op.temperature = temperature
         op.lowest = lowest
         if allowed is not None:
@@ -335,7 +342,7 @@ class CpuKernels:
         return self.compute(op, y)
 
     def unary(self, kind: str, x: Tensor) -> Tensor:
-        """Compute "exponentials", e^x, or "log_softmax" of each row of x [R, K]. Returns [R, K]."""
+        """Return e^x ("exponentials") or each row's log-softmax ("log_softmax") for x [R, K]."""
         x = x.contiguous()
         op = Op(kind, x)
         op.N = 32  # as in `choose`
@@ -347,7 +354,7 @@ class CpuKernels:
         """
         Return a function forward(plan) that runs the model for steps of at most T tokens. It
         returns the hidden states [n, width] of all tokens and, for `plan.sampled`, the logits, the
-        rows, and the positions of the new tokens. The next step overwrites them.
+        rows, and the positions of the new tokens. The next step overwrites these results.
         """
         columns = torch.zeros(4, T, dtype=torch.int64)
         tokens, positions, slots, rows = columns
@@ -356,11 +363,11 @@ class CpuKernels:
         batch = Batch(tokens, positions, slots, none, none, tables, none, 0, [], [], ops)
         batch.attention_plans = dict.fromkeys(model.config.windows, rows)
         self.listed = []
-        self.buffers = {}  # (role, width) -> buffer of the results
+        self.buffers = {}  # (role, width) -> buffer for results
         x = model.hidden(batch, kv)
         before_head = len(self.listed)
-        logits = model.logits(x[: len(tables)], ops)  # of steps that only decode
-        kept = self.listed  # also keeps alive the tensors whose addresses the operators have
+        logits = model.logits(x[: len(tables)], ops)  # for steps that only decode
+        kept = self.listed  # also keeps alive the tensors that the operators point to
         self.listed = None
         program = (Op * len(kept))(*kept)
 

@@ -1,13 +1,14 @@
 """
-`--deterministic` on a GPU: linear layers whose results for a row are the same to the last bit,
+`--deterministic` on a GPU: linear layers whose results for a row are identical to the last bit,
 whatever other rows are in the step. A sum of floats depends on the order of its additions, so here
-that order never depends on the batch. A matrix product is a sum of parts (split-K), added first to
-last. The number of parts depends only on the layer. Each part is summed in the order of its inputs.
-The shape of the tiles does not change that order, because tensor cores add in the same order in all
-of them. So the number of rows may decide the tiles, and which program adds up which parts.
+that order never depends on the batch. A matrix product is a sum of parts (split-K), which are added
+first to last. The number of parts depends only on the layer, and each part is summed in the order
+of its inputs. The tile shape does not affect that order, because tensor cores add in the same order
+for every tile shape. So the number of rows may determine the tiles, and which program adds up which
+parts.
 
-Attention is deterministic in any case (kernels.py). ops/choice.py makes the table. Letters as in
-linear.py.
+Attention is always deterministic (kernels.py). ops/choice.py builds the table of operators. Letters
+are as in linear.py.
 """
 
 from torch import Tensor
@@ -17,11 +18,11 @@ from kernels import Batch, triton
 from ops import fused
 from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear, layer_tiles, num_parts
 
-# Up to APART_ROWS rows, the tiles are those of linear.py, and each part of a sum has a program of
-# its own. With more rows, one program computes all parts, in the largest tiles that still give
+# For up to APART_ROWS rows, tiles are chosen as in linear.py, and each part of a sum has its own
+# program. For more rows, one program computes all parts, using the largest tiles that still give
 # enough programs.
 APART_ROWS = 512
-MOST_PARTS = 4  # maximum parts of a sum
+MOST_PARTS = 4  # maximum number of parts in a sum
 LARGE = Tiles(128, 128, 64, warps=8, stages=4)
 MIDDLE = Tiles(128, 64, 64, warps=8, stages=6)
 SMALL = Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
@@ -29,7 +30,8 @@ SMALL = Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
 
 def tiles_for(R: int, layer, P=1) -> Tiles:
     """
-    Return the tiles for a product of R rows that is the sum of P parts. They change no bit of it.
+    Return the tiles for a product of R rows that is the sum of P parts. The tiles do not affect the
+    result at all.
     """
     N = len(layer.weight)
     if R <= APART_ROWS:
@@ -44,24 +46,24 @@ def tiles_for(R: int, layer, P=1) -> Tiles:
 
 
 def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -> Tensor:
-    """Compute linear.linear with a number of parts that depends only on the layer."""
+    """Like linear.linear, but the number of parts depends only on the layer."""
     N, K = layer.weight.shape
     P = 1
     if partial_sums:
-        programs = N // 64  # of one part; most tiles have 64 columns
+        programs = N // 64  # per part; most tiles have 64 columns
         P = min(MOST_PARTS, num_parts(K, programs))
     tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
 
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
-    """Compute linear.head by matrix_kernel, whatever the number of rows."""
+    """Like linear.head, but use matrix_kernel whatever the number of rows."""
     logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
     return model.soft_cap(logits, softcap) if softcap else logits
 
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
-    """Compute fused.project_qkv with the tiles of `tiles_for`."""
+    """Like fused.project_qkv, but with the tiles from `tiles_for`."""
     if batch.rotations or attn.q_norm is not None:
         return fused.project_qkv(y, attn, kv, batch)
     tiles = tiles_for(len(y), attn.c_attn)

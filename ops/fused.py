@@ -1,14 +1,14 @@
 """
-The fused Triton operators of a step, except its linear layers and norms (linear.py): inputs,
-embeddings, and what q, k and v go through between their product and the attention kernel. In plain
-torch, a decode step of a small model makes some 230 launches and spends its time on them. Here it
-makes 70 to 90, and programmatic dependent launch overlaps most of these. Attention and the KV pool
-are in kernels.py. ops/choice.py makes one table of all operators.
+A step's fused Triton operators, except linear layers and norms (linear.py). They prepare the inputs
+and embeddings, and process q, k and v between the QKV product and the attention kernel. In plain
+torch, a decode step of a small model makes about 230 kernel launches, which take most of its time.
+Here it makes 70 to 90, and most of them overlap thanks to programmatic dependent launch. Attention
+and the KV pool are in kernels.py. ops/choice.py combines all operators in one table.
 
-    q, kv = project_qkv(y, attn, kv, batch)    # one launch or two, which also store K and V
+    q, kv = project_qkv(y, attn, kv, batch)    # one or two launches, which also store K and V
 
-Each has the signature of its torch twin in model.py. Letters: n requests that decode, M blocks per
-table, S block size, R rows, P parts of a sum (split-K).
+Each operator has the same signature as its torch twin in model.py. Letters: n requests that decode,
+M blocks per table, S block size, R rows, P parts of a sum (split-K).
 """
 
 from torch import Tensor
@@ -28,7 +28,7 @@ def decode_inputs_kernel(
     tokens, positions, slots, lens, tables, padding_row, M,
     WIDTH: tl.constexpr, S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (n,): a program does for one row what decode_inputs does."""
+    """Grid (n,): each program does what decode_inputs does, for one row."""
     pdl_wait(PDL)
     i = tl.program_id(0)
     m = tl.arange(0, WIDTH)
@@ -50,7 +50,7 @@ def decode_inputs_kernel(
 
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
-    """Triton version of inputs.decode_inputs: one launch instead of a dozen."""
+    """Like inputs.decode_inputs, but with one launch instead of a dozen."""
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
     n = len(rows)
@@ -76,9 +76,9 @@ def embed_kernel(
     C: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (T,): a program does for one token what embed does. Unlike pdl_wait, it does not let its
-    successor start early: later kernels read the step's inputs without waiting, which is safe only
-    if everything before this kernel has ended.
+    Grid (T,): each program does what embed does, for one token. It does not call pdl_wait, which
+    would let the next kernel start early. Later kernels read the step's inputs without waiting,
+    which is safe only if everything before this kernel has ended.
     """
     if PDL:
         gdc_wait()
@@ -91,7 +91,10 @@ def embed_kernel(
 
 
 def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
-    """Return scale * wte(tokens) + wpe(positions) [T, C] for [T] int64 each; wpe may be None."""
+    """
+    Return scale * wte(tokens) + wpe(positions), shape [T, C]. Tokens and positions are int64 [T],
+    and wpe may be None.
+    """
     assert wte.weight.is_contiguous(), "embeddings must be contiguous"
     wpe_weight = None
     if wpe is not None:
@@ -110,11 +113,11 @@ def embed(tokens: Tensor, positions: Tensor, wte, wpe, scale: float) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # Queries, keys and values
 
-HEADS_AT_ONCE = 4  # heads per program of norm_rope_store_kernel
+HEADS_AT_ONCE = 4  # heads per program in norm_rope_store_kernel
 
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the arguments: norm_rope_store computes cosines and sines itself."""
+    """Return the arguments unchanged: norm_rope_store computes cosines and sines itself."""
     return positions, frequencies
 
 
@@ -124,8 +127,9 @@ def norm_weights(
     APART: tl.constexpr,
 ):  # fmt: skip
     """
-    Load half of a norm's weights for heads h: q_weight for the first H heads, k_weight for the next
-    Hk. The weights of two heads are APART numbers apart; 0 if all heads share the same.
+    Load half of the norm weights of heads h, from q_weight for the first H heads and from k_weight
+    for the next Hk. The weights of consecutive heads are APART numbers apart, or 0 if all heads
+    share the same weights.
     """
     q = (h < H)[:, None]
     k = (h >= H)[:, None] & (h < H + Hk)[:, None]
@@ -143,11 +147,12 @@ def norm_rope_store_kernel(
     WIDE: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, (H + 2 Hk) / HEADS): a program takes HEADS heads of one token. It adds up the P parts
-    of parts [P, R, (H + 2 Hk) D]. It normalises the heads of q and k with q_weight and k_weight,
-    unless these are None, and rotates them as model.rotate does. It stores q to [R, H, D], and k
-    and v to their slots in the layer's pool. WIDE: the heads of q are normalised together, and so
-    are those of k; a program then takes all heads. LATE: normalise after the rotation.
+    Grid (R, (H + 2 Hk) / HEADS): each program handles HEADS heads of one token. It adds up the P
+    parts in parts [P, R, (H + 2 Hk) D]. It normalises the heads of q and k with q_weight and
+    k_weight, unless these are None, and rotates the heads as model.rotate does. It stores q to q
+    [R, H, D], and k and v to their slots in the layer's pool. WIDE: all heads of q are normalised
+    together, as are all heads of k, so each program handles all heads. LATE: normalise after the
+    rotation.
     """
     ALL: tl.constexpr = H + 2 * Hk
     HALF: tl.constexpr = D // 2
@@ -205,12 +210,12 @@ def norm_rope_store_kernel(
 
 def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Batch) -> Tensor:
     """
-    Return the queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or
-    [P, R, ..]. Queries and keys are normalised and rotated. In place: keys and values are stored at
-    their slots in one layer's pool kv.
+    Return the queries [R, H, D], in the dtype of the weights, from parts [R, (H + 2 Hk) D] or [P,
+    R, ..]. Queries and keys are normalised and rotated. Keys and values are stored in their slots
+    in kv, one layer's pool, in place.
     """
     R, N = parts.shape[-2:]
-    heads = HEADS_AT_ONCE if R > 8 else 1  # each head has its own warp, so this changes no bit
+    heads = HEADS_AT_ONCE if R > 8 else 1  # each head has its own warp, so results are identical
     all_heads = attn.H + 2 * attn.Hk
     assert parts.is_contiguous() and kv.is_contiguous(), "parts and the pool must be contiguous"
     norms = (None, None)
@@ -238,8 +243,8 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """
-    Return queries [T, H, D] of y [T, C], and kv, one layer's pool [2, num_blocks + 1, Hk, S, D],
-    where keys and values have been stored at their slots, in place.
+    Return the queries [T, H, D] for y [T, C], and kv, one layer's pool [2, num_blocks + 1, Hk, S,
+    D]. Keys and values have been stored in their slots in the pool, in place.
     """
     if batch.rotations:
         parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
@@ -270,8 +275,8 @@ def send_kernel(
 def send(tokens: Tensor, ring: Tensor, num_sent: Tensor):
     """
     Copy tokens [R] int64 to the next row of `ring` [rounds, R or more] int64, which is in pinned
-    memory of the host. num_sent [1] int64 counts the calls, so it chooses the row. As the last
-    kernel of a CUDA graph this takes less time than a copy by torch between two graphs.
+    host memory. num_sent [1] int64 counts the calls, and so selects the row. As the last kernel in
+    a CUDA graph, `send` takes less time than a torch copy between two graphs.
     """
     rounds, most = ring.shape
     shape = {"ROUNDS": rounds, "MOST": most, "WIDTH": triton.next_power_of_2(most)}

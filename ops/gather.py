@@ -1,16 +1,16 @@
 """
-Attention through block tables in torch: gather the context of each request, then compute scaled
-dot-product attention. It runs anywhere; ops/choice.py chooses it for CPUs without cpu.c and for
-`--attention torch`. Its Triton twins in kernels.py have the same signatures and in-place effects,
-and read K and V where they are.
+Attention through block tables in plain torch: gather each request's context, then compute scaled
+dot-product attention. This code runs anywhere; ops/choice.py chooses it on CPUs without cpu.c, and
+for `--attention torch`. Its Triton twins in kernels.py have the same signatures and in-place
+effects, but read K and V directly from the pool.
 
-    # once a step, for each window: which rows of the pool are written and read
+    # once per step, for each window: find the rows of the pool that are written and read
     batch.attention_plans = {0: plan_attention_torch(batch, H, kv)}
     store_kv_torch(k, v, kv, batch)                     # in each layer
     y = paged_attention_torch(q, kv, attn, batch)
 
 Letters: T tokens, H query heads, Hk KV heads, G = H / Hk, D head size, M blocks per table, S block
-size; for one call, b requests with n queries each, and C context length (padded).
+size; for one call, b requests with n queries each and C context length (padded).
 """
 
 from collections import defaultdict
@@ -25,26 +25,26 @@ from kernels import Batch
 
 
 class Gather(NamedTuple):
-    """Requests that attend in one call: b requests with n queries each, contexts padded to C."""
+    """One attention call: b requests with n queries each, and contexts padded to C."""
 
-    tokens: slice | Tensor  # indices of their b * n queries on the flat axis
+    tokens: slice | Tensor  # indices of the b * n queries on the flat token axis
     kv_rows: Tensor  # [2, b, Hk, C] int64: rows of K and V, from `pool_rows`
-    mask: Tensor | None  # [b, 1, G * n, C]: 0 if a query may see a key, else -inf; None: sees all
+    mask: Tensor | None  # [b, 1, G * n, C]: 0 if a query may see a key, else -inf; None: all 0
 
 
 class GatherPlan(NamedTuple):
-    """The result of `plan_attention_torch`. batch.attention_plans has one for each window."""
+    """The result of `plan_attention_torch`. batch.attention_plans has one plan per window."""
 
     store_rows: Tensor  # [2 * T * Hk] int64: rows of K and V that the step writes
-    calls: list  # of `Gather`
+    calls: list  # list of `Gather`
 
 
 def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
     """
-    Find the rows of slots [..., C] in one layer's pool kv [2, num_blocks + 1, Hk, S, D], seen as a
-    table of rows of D numbers. Returns [2, ..., Hk, C]: the rows of K and of V, for each head.
-    Example: in a pool of 6 blocks and the padding block, with S = 4 and Hk = 2, slot 21 is in block
-    5, at offset 1:
+    Find the rows for slots [..., C] in one layer's pool kv [2, num_blocks + 1, Hk, S, D], viewed as
+    a table with D numbers per row. Returns [2, ..., Hk, C]: the rows of K and of V, for each head.
+    For example, if a pool has 6 blocks plus the padding block, with S = 4 and Hk = 2, then slot 21
+    is in block 5, at offset 1:
 
         rows of K    .. | 40 [41] 42 43   44 [45] 46 47 | 48 ..       V: 7 * 2 * 4 = 56 rows on
         block 5         |     head 0          head 1    | the padding block
@@ -64,9 +64,9 @@ def pool_rows(slots: Tensor, kv: Tensor) -> Tensor:
 
 def length_classes(lens: list[int]) -> list[list[int]]:
     """
-    Group requests so that padding each to the longest of its group at most doubles the memory. If
-    this already holds for all of them together, they are one group. Otherwise they are grouped by
-    the bits of their context lengths, in at most log2(longest) + 1 groups.
+    Group requests so that padding each to the longest in its group at most doubles the memory. If a
+    single group achieves this, all requests go into one group. Otherwise, requests are grouped by
+    the number of bits in their context lengths, which gives at most log2(longest) + 1 groups.
 
     >>> length_classes([500, 512, 300]), length_classes([4096, 16, 17, 31])
     ([[0, 1, 2]], [[0], [1, 2, 3]])
@@ -81,7 +81,7 @@ def length_classes(lens: list[int]) -> list[list[int]]:
 
 
 def plan_attention_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> GatherPlan:
-    """Find out, once for all layers, which rows of the pool the step writes and which it reads."""
+    """Find, once for all layers, the rows of the pool that the step writes and reads."""
     lens = batch.context_lens_host
     calls = []
     num_decodes = batch.num_decodes
@@ -90,7 +90,7 @@ def plan_attention_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> G
     for group in length_classes(seen):
         requests = [decodes[i] for i in group]
         longest = max(seen[i] for i in group)
-        # a decode has one token, so its index is the same on the token axis
+        # a decode has one token, so requests and tokens have the same indices
         indices = slice(0, len(requests))
         if len(requests) < num_decodes:
             indices = torch.tensor(requests, device=batch.tokens.device)
@@ -108,9 +108,9 @@ def plan_attention_torch(batch: Batch, H: int, kv: Tensor, window: int = 0) -> G
 
 def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, window: int) -> Gather:
     """
-    Plan one call, for these requests of the batch and these tokens on the flat axis (slices, or
-    tensors of indices). A context shorter than `longest` is padded with its own last token, masked,
-    so that no slot of another request is ever read.
+    Plan one call for some of the batch's requests, and for their tokens on the flat axis (both are
+    slices or tensors of indices). A context shorter than `longest` is padded with its own last
+    token, which is masked, so that another request's slots are never read.
     """
     Hk, S = kv.shape[2:4]
     lens = batch.context_lens[requests].long()[:, None]  # [b, 1]
@@ -137,8 +137,8 @@ def gather(batch: Batch, requests, tokens, longest: int, H: int, kv: Tensor, win
 
 def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
     """
-    Write k, v [T, Hk, D] into one layer's pool kv [2, num_blocks + 1, Hk, S, D], in place, at
-    `slot_mapping`. Returns the pool.
+    Write k and v [T, Hk, D] to the slots in `slot_mapping`, in place in one layer's pool kv [2,
+    num_blocks + 1, Hk, S, D]. Returns the pool.
     """
     D = k.shape[-1]
     pool = kv.view(-1, D)
@@ -150,9 +150,9 @@ def store_kv_torch(k: Tensor, v: Tensor, kv: Tensor, batch: Batch) -> Tensor:
 
 def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: Batch) -> Tensor:
     """
-    Compute attention of q [T, H, D] to the keys and values in one layer's pool, through the block
-    tables. The G query heads that share a KV head are treated as G * n queries of it, so K and V
-    are gathered once and not repeated. Returns [T, H, D], zeros for padding.
+    Compute the attention of q [T, H, D] to the keys and values in one layer's pool, through the
+    block tables. The G query heads that share a KV head are treated as G * n queries for that head,
+    so K and V are gathered only once. Returns [T, H, D], with zeros for padding.
     """
     _, H, D = q.shape
     pool = kv.view(-1, D)
@@ -168,7 +168,7 @@ def paged_attention_torch(q: Tensor, kv: Tensor, attn: model.Attention, batch: B
         mixed = mixed.view(queries.shape)  # [b, Hk, G, n, D]
         mixed = mixed.permute(0, 3, 1, 2, 4)  # [b, n, Hk, G, D]
         mixed = mixed.reshape(-1, H, D).to(q.dtype)
-        if len(mixed) == len(q):  # this call has all requests
+        if len(mixed) == len(q):  # this call covers all requests
             return mixed
         if out is None:
             out = torch.zeros_like(q)

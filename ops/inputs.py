@@ -1,16 +1,16 @@
 """
-From the scheduler's plan to the model's batch.
+Convert the scheduler's plan to the model's batch.
 
-    packed = pack(plan, shape, padding_row, padding_block)      # host: one array, one copy
+    packed = pack(plan, shape, padding_row, padding_block)      # on the host: one array, one copy
     packed = upload(packed, device)
-    batch, rows = lay_out(packed, shape, plan, known, ops)      # device: the flat token axis
-    inputs, last = flat_inputs(plan, S)                         # or from what the host knows
+    batch, rows = lay_out(packed, shape, plan, known, ops)      # on the device: the flat token axis
+    inputs, last = flat_inputs(plan, S)                         # or use only what the host knows
 
-Most of what a step needs is already on the device, in arrays indexed by a request's row: its last
-token, its context length and its block table. `decode_inputs` makes the inputs of decodes from
-these arrays. With guesses, a request decodes several tokens in a step, and the host gives those
-that it knows. Letters: n tokens of decodes, C prefill chunks with T tokens in total, N rows, M
-blocks per table, S block size.
+Most of what a step needs is already on the device: each request's last token, context length and
+block table, in arrays indexed by the request's row. `decode_inputs` derives the inputs for decodes
+from these arrays. With guesses, a request decodes several tokens in a step, and the host supplies
+those tokens that it knows. Letters: n decode tokens, C prefill chunks with T tokens in total, N
+rows, M blocks per table, S block size.
 """
 
 from array import array
@@ -28,28 +28,28 @@ from params import NO_TOKEN
 class StepShape(NamedTuple):
     """The sizes that a step is padded to."""
 
-    n: int  # tokens of decodes, including guesses
-    C: int  # chunks
-    T: int  # tokens of all chunks
-    groups: int = 0  # of decodes that share a prefix (prefix.py); if any, there are no chunks
+    n: int  # number of decode tokens, including guesses
+    C: int  # number of chunks
+    T: int  # number of tokens in all chunks
+    groups: int = 0  # number of groups that share a prefix (prefix.py); if any, C and T are 0
 
 
 class StepInputs(NamedTuple):
     """
-    The inputs of a step. They are packed in this order into one int64 array. The lengths of the
-    fields (`sizes`) and the values that pad them (in `pack`) are also StepInputs.
+    A step's inputs, which are packed in this order into one int64 array. The fields' lengths
+    (`sizes`) and padding values (in `pack`) are also held in StepInputs.
     """
 
     rows: Tensor  # [n] the rows of the requests that decode
-    last_blocks: Tensor  # [n] the block that the token is written to; it may be new
+    last_blocks: Tensor  # [n] the block that each token is written to, which may be new
     chunk_rows: Tensor  # [C] the rows of the requests with a chunk
-    sampling_rows: Tensor  # [C] the same if the chunk completes the prompt, else the padding row
-    chunk_starts: Tensor  # [C + 1] where each chunk begins in the T tokens, and the end of the last
-    chunk_contexts: Tensor  # [C] tokens in the pool after the chunk
+    sampling_rows: Tensor  # [C] the chunk's row if it completes the prompt, else the padding row
+    chunk_starts: Tensor  # [C + 1] where each chunk begins in the T tokens; then the last one's end
+    chunk_contexts: Tensor  # [C] number of tokens in the pool after the chunk
     tokens: Tensor  # [T] the tokens of all chunks
     positions: Tensor  # [T] the position of each token in its own request
     token_rows: Tensor  # [T] the row of each token's request
-    given_tokens: Tensor  # [n] tokens of decodes; NO_TOKEN: the device knows it
+    given_tokens: Tensor  # [n] input tokens of decodes; NO_TOKEN if only the device knows it
     given_positions: Tensor  # [n] positions of the given tokens
     # see prefix.Groups
     shared: Tensor  # [n], or empty without groups
@@ -69,16 +69,16 @@ def pack(
     plan: Plan, shape: StepShape, padding_row: int, padding_block: int, S: int = 0, groups=()
 ) -> array:
     """
-    Return the fields back to back, each padded to its size with requests of the padding row. The
-    last fields are `groups` (prefix.Groups), if there are any. In this example, requests a and b
-    decode. There is also a chunk of 3 tokens of c, padded to 4; it does not complete c's prompt:
+    Return the fields back to back, each padded to its size with requests in the padding row. The
+    fields of `groups` (prefix.Groups), if any, come last. In this example, requests a and b decode.
+    There is also a chunk with 3 tokens of c, padded to 4, which does not complete c's prompt:
 
          rows   last    chunk  sampling  chunk   chunk
                 blocks  rows   rows      starts  contexts  tokens       positions  token rows
         | 3 0 | 7 2   | 5    | 8       | 0 3   | 5       | 22 23 24 0 | 2 3 4 0  | 5 5 5 8 |
 
-    Pass S, the block size, to give the tokens of decodes that the host knows. In the example it is
-    not passed, so none are given:
+    If S, the block size, is passed, decode tokens that the host knows are given. In the example it
+    is not passed, so no tokens are given:
 
          given tokens  given positions
         | -1 -1       | 0 0            |
@@ -99,7 +99,7 @@ def pack(
             step.rows.append(row)
             step.last_blocks.append(slot // S)
             step.given_tokens.append(token)
-            # 0 if no token is given: the next step's inputs may then be equal and need no upload
+            # 0 if no token is given: the next step's inputs can then be identical, and not uploaded
             step.given_positions.append(position if token != NO_TOKEN else 0)
     else:
         step.rows.extend([r.row for r in plan.decodes])
@@ -124,21 +124,21 @@ def pack(
     for values, size, value in zip(step, sizes(shape), padding, strict=True):
         packed += values
         packed += [value] * (size - len(values))
-    return array("q", packed)  # ten times as fast to make a tensor from as a list
+    return array("q", packed)  # torch converts an array ten times as fast as a list
 
 
 def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[int]]:
     """
-    Return a step as the host knows it: (id, position, slot, row of its request) of each token,
-    decodes first; and the indices of the tokens whose logits are needed, for `plan.sampled`. A
-    token that the host does not know yet is taken from last_token [N], by row.
+    Return a step's inputs as the host knows them: (id, position, slot, row of its request) for each
+    token, decodes first. Also return the indices of the tokens whose logits are needed for
+    `plan.sampled`. A token that the host does not know yet is taken from last_token [N], by row.
     """
     inputs = []
     last = []
     for request, n in plan.work:
         start = request.num_filled_slots
         tokens = request.tokens_between(start, start + n) + plan.guesses.get(request, [])
-        first = request.num_tokens - 1  # from here on, logits choose new tokens
+        first = request.num_tokens - 1  # from here on, logits are used to choose new tokens
         for position, token in enumerate(tokens, start):
             if token is TO_COME:
                 token = last_token[request.row]
@@ -151,8 +151,9 @@ def flat_inputs(plan: Plan, S: int, last_token=()) -> tuple[list[tuple], list[in
 
 def upload(values, device, dtype=torch.int64, out: Tensor | None = None) -> Tensor:
     """
-    Copy numbers from the host (a list, a tensor, or an array of that dtype) to a device: into a new
-    tensor, or to the start of `out`. The copy is from pinned memory, so the host does not wait.
+    Copy numbers from the host (a list, a tensor, or an array of the given dtype) to a device,
+    either into a new tensor or to the start of `out`. The copy is made from pinned memory, so the
+    host does not wait for it.
     """
     host = torch.asarray(values, dtype=dtype)
     if torch.device(device).type == "cuda":
@@ -164,8 +165,9 @@ def upload(values, device, dtype=torch.int64, out: Tensor | None = None) -> Tens
 
 class ModelInputs(NamedTuple):
     """
-    The model's inputs, named as in kernels.Batch. The shapes below are those of decodes. For
-    chunks, read T for n in the first three, and C in the last two. A step may have both.
+    The model's inputs, named as in kernels.Batch. The shapes below are for decodes. For chunks, n
+    is replaced by T in the first three fields, and by C in the last two. A step may have both
+    decodes and chunks.
     """
 
     tokens: Tensor  # [n] int64
@@ -176,10 +178,12 @@ class ModelInputs(NamedTuple):
 
 
 class KnownRows(NamedTuple):
-    """The device's copy of each running request's state, by row. The last row is for padding."""
+    """
+    The device's copy of each running request's state, indexed by row. The last row is for padding.
+    """
 
-    last_token: Tensor  # [N + 1] int64: the next input of a decode
-    context_len: Tensor  # [N + 1] int64: tokens in the pool
+    last_token: Tensor  # [N + 1] int64: the request's next input token
+    context_len: Tensor  # [N + 1] int64: number of tokens in the pool
     block_tables: Tensor  # [N + 1, M] int32
     counting: Tensor  # [N + 1 or more] int32: 0, 1, 2, ...
     S: int
@@ -187,9 +191,9 @@ class KnownRows(NamedTuple):
 
 def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
     """
-    Return the inputs of n decodes. In place: step.last_blocks are entered in known.block_tables,
-    and known.context_len is advanced past the token; the padding row stays 0. After guesses the
-    context length is unspecified, because the host gives the next token and its position.
+    Return the inputs for n decodes. In place, step.last_blocks are added to known.block_tables, and
+    known.context_len is advanced past the token; the padding row stays 0. After guesses, the
+    context length is unspecified, because the host supplies the next token and its position.
     """
     last_token, context_len, block_tables, _, S = known
     rows = step.rows
@@ -206,7 +210,7 @@ def decode_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
 
 
 def chunk_inputs(step: StepInputs, known: KnownRows) -> ModelInputs:
-    """Return the inputs of chunks: those of their tokens [T], and of their requests [C]."""
+    """Return the inputs for chunks, per token [T] and per request [C]."""
     S = known.S
     blocks = known.block_tables[step.token_rows, step.positions // S]
     slots = blocks * S + step.positions % S
@@ -218,10 +222,10 @@ def lay_out(
     packed: Tensor, shape: StepShape, plan: Plan | None, known: KnownRows, ops: Ops
 ) -> tuple[Batch, Tensor]:
     """
-    Return the batch of a step on one flat token axis, decodes first, then chunks; and the rows
-    [n + C] of its requests, for the sampler. `packed` may be longer than the step. Without a plan,
-    the whole step is padding. In place: known.context_len and known.block_tables are updated to
-    what they are after the step.
+    Return a step's batch on one flat token axis, with decodes first and chunks after them. Also
+    return the rows [n + C] of its requests, for the sampler. `packed` may be longer than the step.
+    Without a plan, the whole step is padding. In place, known.context_len and known.block_tables
+    are updated to their values after the step.
     """
     n, C, *_ = shape
     lengths = sizes(shape)
@@ -238,7 +242,7 @@ def lay_out(
         logits_index = query_start[1:] - 1  # the last token of each request
         known.context_len[step.chunk_rows] = step.chunk_contexts
         rows = torch.cat([rows, step.sampling_rows])
-    # The lengths on the host: some operators use them to divide up their work. The order is
+    # These lengths are on the host, where some operators use them to divide up their work. The order is
     # decodes, padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))

@@ -1,15 +1,15 @@
 """
-The norms and linear layers of a step in Triton, for GPUs. The launches are few and fused, because a
-small model's decode step spends its time on launches.
+A step's norms and linear layers in Triton, for GPUs. Operations are fused into few launches,
+because launches take most of the time in a small model's decode step.
 
     x, y = add_norm(x, delta, norm)                 # x += delta; y = norm(x)
-    y = linear(y, layer, activation="gelu_new")     # one launch, the activation in its epilogue
+    y = linear(y, layer, activation="gelu_new")     # one launch; the activation is in its epilogue
     y = linear(y, layer, "silu", gated=True)        # also one launch, for both gate and up
     delta = linear(y, layer, partial_sums=True)     # split-K: more programs run in parallel
 
-Each has the signature of its torch twin in model.py. If there is only one row, its norm is computed
-by the product that reads it, see `LazyNorm`. Letters, for one layer: R rows, K inputs, N outputs, P
-parts of a sum (split-K).
+Each operator has the same signature as its torch twin in model.py. If there is only one row, its
+norm is computed by the product that reads it (see `LazyNorm`). Letters, for one layer: R rows, K
+inputs, N outputs, P parts of a sum (split-K).
 """
 
 from dataclasses import dataclass
@@ -39,15 +39,14 @@ from kernels import (
 
 @jit
 def load_row(numbers, k, K: tl.constexpr):
-    """Load numbers k of a row of K as fp32, zero-padded."""
+    """Load elements k of a row of K numbers as fp32, zero-padded."""
     return tl.load(numbers + k, mask=k < K, other=0.0).to(tl.float32)
 
 
 @jit
 def normalised(value, weight, bias, eps, k, K: tl.constexpr, RMS: tl.constexpr):
     """
-    Normalise a zero-padded row of K numbers as nn.LayerNorm (bias may be None) or model.RMSNorm
-    does.
+    Normalise a zero-padded row of K numbers like nn.LayerNorm (bias may be None) or model.RMSNorm.
     """
     if not RMS:
         value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
@@ -62,9 +61,9 @@ def add_norm_kernel(
     P: tl.constexpr, K: tl.constexpr, RMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program adds up the P parts of a row of delta [P, R, K], and adds the sum to the
-    row of x [R, K], in place. It stores the norm of the result to `out`. The norm is nn.LayerNorm
-    or, if RMS, model.RMSNorm; bias may be None.
+    Grid (R,): each program adds up the P parts of a row of delta [P, R, K], and adds the sum to the
+    row of x [R, K], in place. It stores the norm of the result to `out`. The norm is model.RMSNorm
+    if RMS, else nn.LayerNorm; bias may be None.
     """
     k, row = tl.arange(0, WIDTH), tl.program_id(0).to(tl.int64) * K
     w = load_row(weight, k, K)
@@ -73,7 +72,7 @@ def add_norm_kernel(
     value = tl.zeros([WIDTH], tl.float32)
     for part in tl.static_range(P):
         value += load_row(delta + part * R * K + row, k, K)
-    value += load_row(x + row, k, K)  # added last, because delta may also come as one sum
+    value += load_row(x + row, k, K)  # added last, as if delta were a single sum
     if P:
         tl.store(x + row + k, value.to(x.dtype.element_ty), mask=k < K)
     value = normalised(value, w, b, eps, k, K, RMS)
@@ -83,8 +82,8 @@ def add_norm_kernel(
 @dataclass
 class LazyNorm:
     """
-    A deferred norm(x + delta) of one row, x [1, K]. The product that reads it normalises the row
-    itself, which saves a launch, and stores x + delta in `total` [1, K].
+    A deferred norm(x + delta) for a single row x [1, K]. The product that reads it computes the
+    norm itself, which saves a launch, and also stores x + delta in `total` [1, K].
     """
 
     x: Tensor
@@ -96,16 +95,18 @@ class LazyNorm:
         return 1
 
     def __getitem__(self, index) -> Tensor:
-        """Return some of its rows, normalised now. x is left as it is, for later calls."""
+        """
+        Return the selected rows, normalised immediately. x is left unchanged, for later calls.
+        """
         _, y = norm_now(self.x.clone(), self.delta, self.norm)
         return y[index]
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
     """
-    Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum, which may be x, changed in
-    place, and norm(sum). For one row the latter is a `LazyNorm`, which `linear`, `head` and
-    `project_qkv` accept.
+    Add delta [R, K], [P, R, K] or None to x [R, K]. Returns the sum (which may be x, changed in
+    place) and norm(sum). For a single row, norm(sum) is usually a `LazyNorm`, which `linear`,
+    `head` and `project_qkv` accept.
     """
     is_norm = not isinstance(norm, nn.Identity)
     if len(x) > 1 or delta is None or x.shape[1] > NORMED_ROW or not is_norm:
@@ -115,7 +116,7 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module):
 
 
 def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
-    """Compute add_norm in place, without a `LazyNorm`."""
+    """Like add_norm, but compute the norm immediately, without a `LazyNorm`."""
     contiguous = x.is_contiguous() and (delta is None or delta.is_contiguous())
     assert contiguous, "x and delta must be contiguous"
     if isinstance(norm, nn.Identity):
@@ -141,7 +142,7 @@ def normalise(x: Tensor, norm: nn.Module) -> Tensor:
 
 @jit
 def activate(y, ACTIVATION: tl.constexpr):
-    """Apply one of model.ACTIVATIONS. In GELU, tanh(u) is 2 sigmoid(2 u) - 1."""
+    """Apply one of model.ACTIVATIONS. "gelu_new" uses tanh(u) = 2 sigmoid(2 u) - 1."""
     if ACTIVATION == "gelu_new":
         return y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))  # 2 sqrt(2 / pi)
     if ACTIVATION == "gelu":
@@ -155,9 +156,9 @@ def activate(y, ACTIVATION: tl.constexpr):
 @jit
 def wait(PDL: tl.constexpr, QKV: tl.constexpr):
     """
-    Wait as pdl_wait does. But if this is the QKV product, its successor is attention, which starts
-    later (`let_attention_start`): otherwise its many programs would all land on the first
-    processors that become free.
+    Wait as pdl_wait does. But the QKV product is followed by attention, which is started later
+    (`let_attention_start`). Otherwise the many attention programs would all be placed on the first
+    multiprocessors that become free.
     """
     if PDL and QKV:
         gdc_wait()
@@ -178,9 +179,9 @@ def epilogue(
 ):  # fmt: skip
     """
     Epilogue of both matrix kernels, for rows r and columns n. Apply the activation. If the layer is
-    gated, multiply by `up`, the product with the other half of its rows (else None). Store the
-    result to this part of out [P, R, N]. The QKV product passes kv: then q goes to out [R, H D],
-    and k and v straight to their slots in the layer's pool.
+    gated, multiply by `up`, the product with the other half of the layer's rows; otherwise `up` is
+    None. Store the result to this part of out [P, R, N]. The QKV product passes kv. In this case,
+    store q to out [R, H D], and k and v directly to their slots in the layer's pool.
     """
     if ACTIVATION is not None:
         acc = activate(acc, ACTIVATION)
@@ -188,7 +189,7 @@ def epilogue(
         acc *= up
     real, wide = (r < R)[:, None] & (n < N)[None, :], N
     if kv is not None:
-        wide = N - 2 * Hk * D  # columns of q
+        wide = N - 2 * Hk * D  # number of columns for q
         i, slot = n[None, :] - wide, slots[:, None]
         of_k = pool_offset(slot // S, slot % S, i // D % Hk, Hk, S, D) + i % D
         target = kv + i // (Hk * D) * k_to_v + of_k
@@ -207,15 +208,15 @@ def vector_kernel(
     COLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """
-    Matrix-vector product (GEMV). Grid (N / COLS,): a program computes COLS outputs of the only row,
-    which is too little work for tensor cores. Before it waits for its predecessor, it starts to
+    Matrix-vector product (GEMV). Grid (N / COLS,): each program computes COLS outputs for the only
+    row, which is too little work for tensor cores. Before waiting for its predecessor, it starts to
     load its first weights, and everything else that the predecessor does not write. If there is a
-    norm_weight, the row is norm(x + delta), see `LazyNorm`: each program normalises it itself, and
-    the first one also stores x + delta.
+    norm_weight, the row is norm(x + delta) (see `LazyNorm`): each program computes this norm
+    itself, and the first program also stores x + delta.
     """
     k, row = tl.arange(0, BLOCK), tl.arange(0, 1)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    half = tl.arange(0, 2 if GATED else 1)[:, None]  # of the layer's rows: gate and up
+    half = tl.arange(0, 2 if GATED else 1)[:, None]  # halves of the layer's rows: gate and up
     m = half * N + n[None, :]  # [1 or 2, COLS]
     weight += m.to(tl.int64)[:, :, None] * K
     real = (n < N)[None, :, None]
@@ -250,7 +251,7 @@ def vector_kernel(
 
 @jit
 def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.constexpr):
-    """Load a tile of weights: rows n, inputs k. A load without a mask is faster."""
+    """Load a tile of weights: rows n, inputs k. Loading without a mask is faster."""
     if masked:
         w = tl.load(weight + k[None, :], mask=(n < N)[:, None] & (k < K)[None, :], other=0.0)
     else:
@@ -260,7 +261,7 @@ def load_weights(weight, n, k, N: tl.constexpr, K: tl.constexpr, masked: tl.cons
 
 @jit
 def prefetch_weights(weight, n, first, last, N: tl.constexpr, K: tl.constexpr):
-    """Prefetch inputs first .. last of the rows n into the L2 cache, in lines of 64 numbers."""
+    """Prefetch the weights of rows n for inputs first .. last into L2, in lines of 64 numbers."""
     n = tl.minimum(n, N - 1).to(tl.int64)
     for start in range(first, last, 512):
         k = tl.minimum(start + 64 * tl.arange(0, 8), K - 1)
@@ -289,12 +290,12 @@ def matrix_kernel(
     PARTS: tl.constexpr, SWAPPED: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """
-    Split-K matrix product. Grid (N / COLS, R / ROWS, P): a program computes COLS outputs of ROWS
-    rows, for one of the P parts of out [P, R, N], BLOCK inputs at a time. Its part is in turn a sum
-    of PARTS parts of LENGTH inputs, added in the order in which add_norm_kernel adds. SWAPPED
-    computes the transposed product: Hopper's tensor cores want 64 rows of the first factor, and the
-    weights have 64 even if x has fewer. With PREFETCH, its weights are already on their way
-    from memory while it waits for its predecessor.
+    Split-K matrix product. Grid (N / COLS, R / ROWS, P): each program computes COLS outputs for
+    ROWS rows, for one of the P parts of out [P, R, N], BLOCK inputs at a time. This part is itself
+    a sum of PARTS parts of LENGTH inputs each, added in the same order as in add_norm_kernel.
+    SWAPPED: compute the transposed product, because Hopper's tensor cores need 64 rows in the first
+    factor, which the weights have even if x has fewer. PREFETCH: fetch weights from memory while
+    waiting for the predecessor.
     """
     r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -306,7 +307,7 @@ def matrix_kernel(
         if GATED:
             prefetch_weights(weight + N * K, n, begin, end, N, K)
     if bias is not None:
-        of_part_0 = load_row(bias, n + part * N, N)  # for other parts this is out of range: zeros
+        of_part_0 = load_row(bias, n + part * N, N)  # zeros for other parts, which are out of range
         if GATED:
             of_up = load_row(bias + N, n, N)
     slots = tl.load(slot_mapping + r, mask=r < R, other=0) if kv is not None else None
@@ -344,7 +345,8 @@ def matrix_kernel(
 @jit
 def gate_kernel(x, out, N: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """
-    Grid (R, N / BLOCK): store activation(gate) * up to out [R, N], for the halves of x [R, 2 N].
+    Grid (R, N / BLOCK): store activation(gate) * up to out [R, N], where gate and up are the halves
+    of x [R, 2 N].
     """
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -364,40 +366,40 @@ def gate(x: Tensor, activation: str) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------
-# Linear layers: which kernel, how it is cut, and the launches
+# Linear layers: choosing kernels and tiles, and launching
 
-# Tuned on an H200, 2026-11-27, for the sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
-# Llama-3.2-1B: `python bench.py overhead` measures the time of all linear layers.
-LINEAR_ROWS = 256  # with more rows a product fills the chip, and cuBLAS computes it
-FEW_ROWS = 64  # up to here, layers of any size; beyond, up to this many multiplications:
-LINEAR_PRODUCTS = 600_000_000
-SMALL_WEIGHT = 2_000_000  # up to this many weights take small tiles even for many rows
-TILES_MEMORY = 210_000  # bytes of shared memory that the tiles in flight may take
-SPLIT_K = 256  # minimum inputs of a part
-PART_BLOCK = 128  # the inputs of a part are a multiple of this, as this is of all tiles' blocks
-ENOUGH_PROGRAMS = 95  # with more, K is not split further
-PREFETCHED = 2_500_000  # up to this many weights are prefetched if there are few rows
-NORMED_ROW = 1024  # up to this length, a product normalises its row itself
+# Tuned on an H200, 2026-11-27, for the layer sizes of gpt2-124M, SmolLM2-135M, Qwen3-0.6B and
+# Llama-3.2-1B. `python bench.py overhead` measures the time of all linear layers.
+LINEAR_ROWS = 256  # with more rows, a product fills the chip, and cuBLAS is used
+FEW_ROWS = 64  # up to this many rows, these kernels are used for layers of any size
+LINEAR_PRODUCTS = 600_000_000  # with more rows, they are used up to this many multiplications
+SMALL_WEIGHT = 2_000_000  # layers with up to this many weights use small tiles even for many rows
+TILES_MEMORY = 210_000  # maximum bytes of shared memory for the tiles in flight
+SPLIT_K = 256  # minimum number of inputs per part
+PART_BLOCK = 128  # inputs per part are a multiple of this, which is a multiple of every tile's `block`
+ENOUGH_PROGRAMS = 95  # with more programs, K is not split further
+PREFETCHED = 2_500_000  # layers with up to this many weights are prefetched if there are few rows
+NORMED_ROW = 1024  # maximum length of a row that is normalised by the product that reads it
 
 
 class Tiles(NamedTuple):
-    """How a product is cut: ROWS x COLS outputs per program, BLOCK inputs at a time."""
+    """How a product is tiled: ROWS x COLS outputs per program, BLOCK inputs at a time."""
 
     rows: int
     cols: int
     block: int
     warps: int
-    stages: int = 1  # tiles in flight
+    stages: int = 1  # number of tiles in flight
     swapped: bool = False
-    apart: int = 1  # parts of a sum that different programs compute
-    together: int = 1  # parts of a sum that one program computes and adds up
+    apart: int = 1  # number of parts of a sum that are computed by different programs
+    together: int = 1  # number of parts that one program computes and adds up
 
     def options(self) -> dict:
         return {"COLS": self.cols, "BLOCK": self.block, "num_warps": self.warps}
 
 
 def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bool) -> Tiles:
-    """Return the tiles for one row, as tuned."""
+    """Return the tuned tiles for one row."""
     width = triton.next_power_of_2(K)
     if isinstance(x, LazyNorm):  # the norm needs the whole row in one block
         warps = 2 if K > 768 else 1
@@ -416,8 +418,8 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
 
 
 def layer_tiles(R: int, N: int, numbers: int) -> Tiles:
-    """Return the tiles for R rows with N outputs each and this many weights, as tuned."""
-    if R <= 16:  # 6 stages: only one program fits on a processor, so they spread evenly
+    """Return the tuned tiles for R rows, N outputs, and a layer with this many weights."""
+    if R <= 16:  # with 6 stages, only one program fits on a multiprocessor, so they spread evenly
         return Tiles(16, 64, 128, warps=4, stages=6, swapped=True)
     if R <= 32:
         return Tiles(32, 64, 128, warps=4, stages=5, swapped=True)
@@ -436,7 +438,7 @@ def head_tiles(R: int) -> Tiles:
 
 
 def num_parts(K: int, programs: int) -> int:
-    """Return how many parts to cut the K inputs into (split-K), so that enough programs run."""
+    """Return how many parts to split the K inputs into (split-K), so that enough programs run."""
     P = 1
     while programs * P <= ENOUGH_PROGRAMS and K >= 2 * P * SPLIT_K:
         P *= 2
@@ -452,21 +454,22 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     """
     Return activation(layer(x)) [R, N] for x [R, K] and a layer with weight [N, K] and bias [N] or
     None. A gated layer has twice as many rows, and the result is activation(gate) * up. With
-    `partial_sums` the result may also be several fp32 matrices [P, R, N], which `add_norm` adds up.
+    `partial_sums`, the result may instead be several fp32 matrices [P, R, N], which `add_norm` adds
+    up.
     """
     if use_triton(len(x), layer):
         return launch_linear(x, layer, activation, gated, partial_sums)
     if gated:
         return gate(layer(x), activation)
-    if activation == "gelu_new" and layer.bias is not None:  # cuBLAS has an epilogue for it
+    if activation == "gelu_new" and layer.bias is not None:  # cuBLAS has an epilogue for this
         return torch._addmm_activation(layer.bias, x, layer.weight.T, use_gelu=True)
     return model.linear(x, layer, activation)
 
 
 def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
     """
-    Return logits [R, V] of x [R, K], by these kernels unless cuBLAS is faster. In 16 bits, cuBLAS
-    takes five times as long if the size of the vocabulary is not a multiple of 8.
+    Return logits [R, V] for x [R, K], computed by these kernels unless cuBLAS is faster. In 16
+    bits, cuBLAS takes five times as long if the vocabulary size is not a multiple of 8.
     """
     in_16_bits = layer.weight.element_size() == 2
     if len(x) == 1 or (in_16_bits and (len(x) <= FEW_ROWS or len(layer.weight) % 8)):
@@ -487,15 +490,16 @@ def launch_linear(
     tiles: Tiles | None = None,
 ) -> Tensor:
     """
-    Compute `linear` with these kernels. With `targets`, one layer's pool and the slots [R] in it,
-    compute project_qkv, but return q as [R, H D]. With `tiles`, use matrix_kernel even for one row.
+    Like `linear`, but always use these kernels. If `targets` (one layer's pool, and the slots [R]
+    in it) is given, do the same as project_qkv, but return q as [R, H D]. If `tiles` is given, use
+    matrix_kernel even for one row.
     """
     N, K = layer.weight.shape
     if gated:
         N //= 2
     assert layer.weight.is_contiguous(), "weights must be contiguous"
     assert not (partial_sums and activation), "an activation applies to the sum, not to its parts"
-    # without a pool D is 0, so no columns belong to k and v
+    # without a pool, D is 0, so no columns belong to k or v
     shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated}
     shape |= {"Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
@@ -504,7 +508,7 @@ def launch_linear(
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
         pool = (kv, slots, kv.stride(0))  # offset from K to V
-    width = N - 2 * shape["Hk"] * shape["D"]  # columns of the result
+    width = N - 2 * shape["Hk"] * shape["D"]  # number of columns in the result
     dtype = torch.float32 if partial_sums else layer.weight.dtype
     R = len(x)
     if R == 1 and tiles is None:
@@ -522,7 +526,7 @@ def launch_linear(
 
 
 def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
-    """Launch vector_kernel for the only row of x."""
+    """Launch vector_kernel for x, which has a single row."""
     row = (x, None, None, None, None, 0.0)
     P = 0
     rms = False
@@ -539,7 +543,7 @@ def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles)
 
 
 def launch_matrix(x: Tensor, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
-    """Launch matrix_kernel for the R rows of x; it writes out [P, R, columns]."""
+    """Launch matrix_kernel for the R rows of x. The kernel writes out [P, R, columns]."""
     assert x.is_contiguous(), "rows must be contiguous"
     R = len(x)
     column_tiles = triton.cdiv(shape["N"], tiles.cols)

@@ -1,13 +1,13 @@
 """
-Linear layers in the formats that a CPU computes with: fp32 in panels for cpu.c, 8-bit integers for
-cpu.c or torch, and bf16, packed by oneDNN, for torch.
+Linear layers in the weight formats used on a CPU: fp32 in panels (for cpu.c), 8-bit integers (for
+cpu.c or torch), and bf16 packed by oneDNN (for torch).
 
     model = pack_weights(model, "int8")             # a copy with weights as 8-bit integers
     model = pack_weights(model, layer=Bf16Linear)   # a copy with matrices in bf16, the rest in fp32
     model = pack_weights(model, layer=PanelLinear)  # a copy with matrices in panels for cpu.c
 
-If the model has no weights yet (meta device), neither has the copy. checkpoint.py then calls `fill`
-for each layer as it loads the weights.
+If the model has no weights yet (meta device), neither does the copy. checkpoint.py then calls
+`fill` for each layer as it loads the weights.
 """
 
 import mmap
@@ -24,15 +24,15 @@ from model import GPT
 # oneDNN chooses the layout for this many rows of x; other numbers make little difference
 PACKED_FOR_ROWS = 64
 LARGEST = 127  # the largest 8-bit weight; the smallest is -127
-PANEL = 32  # outputs whose weights are stored together, as in cpu.c
-ARENA = 2**26  # bytes that are mapped at a time
+PANEL = 32  # number of outputs whose weights are stored together, as in cpu.c
+ARENA = 2**26  # number of bytes to map at a time
 
 
 class Packed(nn.Module):
     """
     Base class of linear layers that store their weights in another layout. `allocate` reserves
-    memory for weights of a shape [out, in], and `fill(weight)` copies them into it. `parts` is 2
-    for a gated layer, whose halves have N outputs each.
+    memory for weights [out, in], and `fill(weight)` copies the weights into that memory. `parts` is
+    2 for a gated layer, whose halves have N outputs each.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, parts: int = 1, arena=None):
@@ -44,14 +44,14 @@ class Packed(nn.Module):
 
 
 def can_pack() -> bool:
-    """Return whether oneDNN is available and multiplies bf16, for which it needs AVX-512."""
+    """Return whether oneDNN is available and can multiply bf16, which requires AVX-512."""
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class Bf16Linear(Packed):
     """
-    A linear layer in bf16; x and the result are fp32. Its weights are in the layout that oneDNN
-    multiplies fastest, if oneDNN can multiply bf16. It needs no compiler, and has no gradients.
+    A linear layer with bf16 weights; x and the result are fp32. If oneDNN can multiply bf16, the
+    weights are stored in its fastest layout. This layer needs no compiler, and has no gradients.
     """
 
     def allocate(self, weight: Tensor, arena=None):
@@ -77,9 +77,9 @@ class Bf16Linear(Packed):
 
 class Arena:
     """
-    Memory for the weights of a model, back to back. It uses pages of 2 MB if the system has them: a
-    step reads all weights, and with fewer pages it spends less time looking them up. A page takes
-    up memory only once it is written.
+    Memory that holds a model's weights back to back. It uses 2 MB pages if the system has them,
+    because a step reads all the weights, and spends less time on page lookups if there are fewer
+    pages. A page takes up memory only once it has been written to.
     """
 
     def __init__(self):
@@ -88,7 +88,7 @@ class Arena:
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
         count = prod(shape)
-        size = count * dtype.itemsize  # a multiple of 32, because panels are whole
+        size = count * dtype.itemsize  # a multiple of 32, because there are only whole panels
         if self.used + size > len(self.memory):
             self.memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -100,12 +100,12 @@ class Arena:
 
 
 def panels_of(weight: Tensor, parts: int) -> list[Tensor]:
-    """Split weights [out, in] into panels of [at most 32, in]. Each part begins a new panel."""
+    """Split weights [out, in] into panels [32 or fewer, in]. Each part starts a new panel."""
     return [rows for part in weight.chunk(parts) for rows in part.split(PANEL)]
 
 
 class PanelLinear(Packed):
-    """A linear layer in the layout of cpu.c: fp32 weights [panels, in, 32], zero-padded."""
+    """A linear layer in cpu.c's layout: fp32 weights [panels, in, 32], zero-padded."""
 
     def allocate(self, weight: Tensor, arena: Arena):
         panels = len(panels_of(weight, self.parts))
@@ -118,19 +118,19 @@ class PanelLinear(Packed):
 
 def largest_activation(K: int) -> int:
     """
-    Return the largest integer that activations are rounded to: 16 bits, or less if K is large,
-    because a sum of K products with 8-bit weights must stay below 2^31.
+    Return the largest integer that activations are rounded to. It has 16 bits, or fewer if K is
+    large, because a sum of K products with 8-bit weights must stay below 2^31.
     """
     return min(2**15 - 1, (2**31 - 1) // (LARGEST * K))
 
 
 class Int8Linear(Packed):
     """
-    A linear layer of 8-bit weights [out, in]. There is one scale for each output, and also one for
-    each input: some inputs are large and have small weights, which a scale per output would round
-    to a few steps. Each row of x, times the inputs' scales, is rounded to a sign and 11 to 15 bits.
-    The sums of the products of these integers are exact, so it does not matter which code computes
-    them: normally cpu.c, or `forward`, which needs no compiler but is slow.
+    A linear layer with 8-bit weights [out, in]. There is one scale per output, and also one per
+    input: some inputs are large and have small weights, which would be rounded to only a few steps
+    by output scales alone. Each row of x is multiplied by the input scales and rounded to a sign
+    and 11 to 15 bits. Sums of products of these integers are exact, so it does not matter which
+    code computes them. Normally cpu.c does; `forward` needs no compiler, but is slow.
     """
 
     def allocate(self, weight: Tensor, arena: Arena):
@@ -138,14 +138,14 @@ class Int8Linear(Packed):
         self.weight = arena.zeros(rows, weight.shape[1], dtype=torch.int8)
         self.scale = arena.zeros(rows)
         self.columns = nn.Parameter(torch.zeros(weight.shape[1]), False)
-        if self.parts == 1:  # cpu.c reads whole panels; outputs of padding are not used
+        if self.parts == 1:  # cpu.c reads whole panels; the outputs for the padding are ignored
             self.weight.data = self.weight[: self.N]
             self.scale.data = self.scale[: self.N]
 
     def fill(self, weight: Tensor):
         """
-        Quantize these weights. The scale of input j is the maximum of |w[i, j]| / max |w[i, :]|
-        over all outputs i.
+        Quantize these weights. Input j's scale is the maximum of |w[i, j]| / max |w[i, :]| over all
+        outputs i.
         """
         panels = []
         for rows in panels_of(weight, self.parts):
@@ -157,7 +157,7 @@ class Int8Linear(Packed):
             largest = shares.amax(1).clamp(min=1e-12)
             self.scale[outputs] = largest / LARGEST
             shares /= largest[:, None]
-            shares.nan_to_num_()  # NaN or infinity in one output must not spoil the others
+            shares.nan_to_num_()  # NaN or infinity in one output must not affect the others
             torch.maximum(self.columns, shares.amax(0), out=self.columns)
         for outputs, rows in panels:
             steps = rows.float() / self.scale[outputs, None]
@@ -193,10 +193,10 @@ class Int8Embedding(Packed):
 
 def pack_weights(model: GPT, quantize: str = "none", layer: type[Packed] | None = None) -> GPT:
     """
-    Return a copy of the model whose linear layers are of the class `layer` or, with
-    quantize="int8", `Int8Linear`, with an `Int8Embedding`. Everything else is fp32. If the model
-    has such layers already, the copy shares their weights. If neither is given, return the model
-    itself.
+    Return a copy of the model whose linear layers are instances of `layer`. With quantize="int8",
+    they are `Int8Linear`, and the embedding is an `Int8Embedding`. Everything else is fp32. If the
+    model already has such layers, the copy shares their weights. If there is nothing to convert to,
+    return the model itself.
     """
     if quantize not in ("none", "int8"):
         raise ValueError(f"quantize is {quantize!r}: use none or int8")
@@ -204,13 +204,13 @@ def pack_weights(model: GPT, quantize: str = "none", layer: type[Packed] | None 
         layer = Int8Linear
     if layer is None:
         return model
-    # a deepcopy that shares the weights instead of copying them
+    # make deepcopy share the weights instead of copying them
     shared = {id(weight): nn.Parameter(weight.detach(), False) for weight in model.parameters()}
     model = deepcopy(model, shared)
     arena = Arena()
 
     def packed(linear: nn.Module, parts: int = 1) -> Packed:
-        bias = getattr(linear, "bias", None)  # an embedding has none
+        bias = getattr(linear, "bias", None)  # an embedding has no bias
         new = layer(linear.weight, bias, parts, arena)
         if not linear.weight.is_meta:
             new.fill(linear.weight.detach())

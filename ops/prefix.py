@@ -1,20 +1,20 @@
 """
 Shared prefixes (cascade attention). If consecutive decoding requests begin with the same blocks, K
-and V in these blocks are read once for the group, not once for each request. Examples are the
-choices of one prompt, and requests with the same system prompt.
+and V in these blocks are read once for the whole group, not once per request. Examples include
+multiple completions of one prompt, and requests with the same system prompt.
 
-kernels.attention_kernel computes both parts: first a group's rows of queries attend to the tokens
-that they share, then each request goes on from there. A request on its own would make the same
-additions in the same order, so its answer is the same to the last bit. Example: 256 choices of a
-prompt of 768 tokens, G = 1:
+kernels.attention_kernel works in two parts: first, all queries in a group attend to the tokens that
+they share, then each request continues from there. A request on its own would make the same
+additions in the same order, so its answer is identical to the last bit. In this example, a prompt
+of 768 tokens has 256 completions, and G = 1:
 
     requests    0 .. 63    64 .. 127    128 .. 191    192 .. 255
     tokens      ▓▓▓▓▓▓▓▓   ▓▓▓▓▓▓▓▓     ▓▓▓▓▓▓▓▓      ▓▓▓▓▓▓▓▓      0 .. 767, by 4 groups
                 ││││││││   ││││││││     ││││││││      ││││││││      768 .., by 256 requests
 
 The host, which knows all block tables, finds the groups and decides whether sharing pays off. A
-step with groups has a shape of its own (`StepShape.groups`). Every other step is the same as it
-would be without this file. ops/choice.py has the table of operators. Letters as in kernels.py.
+step with groups has its own shape (`StepShape.groups`). All other steps are the same as they would
+be without this file. ops/choice.py has the table of operators. Letters are as in kernels.py.
 """
 
 from typing import NamedTuple
@@ -22,27 +22,27 @@ from typing import NamedTuple
 import kernels
 from ops.inputs import StepShape
 
-LEAST_REQUESTS = 16  # decodes in a step with groups; with fewer there is no time to save
-LEAST_SPARED = 16384  # reads of a token's K and V that all groups together must save
-LEAST_MEMBERS = 8  # of a group on average, if a step has its maximum number of groups
+LEAST_REQUESTS = 16  # minimum number of decodes in a step with groups; fewer would not save time
+LEAST_SPARED = 16384  # number of reads of a token's K and V that all groups must save together
+LEAST_MEMBERS = 8  # average per group, if a step has the maximum number of groups
 
 
 class Groups(NamedTuple):
-    """The groups of a step, as lists that become inputs of the step (inputs.StepInputs)."""
+    """A step's groups, as lists that become inputs to the step (inputs.StepInputs)."""
 
-    # [n] tokens that a request shares with its group, a multiple of TILE; 0 without a group
+    # [n] number of tokens that a request shares with its group, a multiple of TILE; 0: no group
     shared: list[int]
     first: list[int]  # [groups] the first request of each group
     end: list[int]  # [groups] the end of each group (exclusive)
 
 
 def most_members(G: int) -> int:
-    """Return how many requests' queries for one KV head fit into the rows of a program."""
+    """Return how many requests' queries for one KV head fit into one program's rows."""
     return max(1, kernels.PREFILL_ROWS // G)
 
 
 def num_groups(n: int, G: int) -> int:
-    """Return the maximum number of groups in a step of n decodes."""
+    """Return the maximum number of groups in a step with n decodes."""
     return -(-n // min(most_members(G), LEAST_MEMBERS))
 
 
@@ -63,9 +63,9 @@ def num_common(a: list[int], b: list[int], most: int) -> int:
 def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tuple[int, int, int]]:
     """
     Return the groups as [(first, end, blocks)]: requests first .. end - 1, at most `most` of them,
-    have their first `blocks` blocks in common. Only full blocks are shared; `full` [n] is the
-    number of full blocks of each request. A request that shares fewer blocks than the group so far
-    still joins it, if that saves more reads.
+    have their first `blocks` blocks in common. Only full blocks are shared; `full` [n] is each
+    request's number of full blocks. A request that shares fewer blocks than the group so far still
+    joins the group if that saves more reads.
 
     >>> tables = [[1, 2, 3], [1, 2, 4], [5], [1, 2, 6], [1, 2, 7], [1, 2, 8], [1, 9, 9]]
     >>> find_groups(tables, [2, 2, 1, 2, 2, 2, 3], most=64)
@@ -92,8 +92,8 @@ def find_groups(tables: list[list[int]], full: list[int], most: int) -> list[tup
 
 class GroupFinder:
     """
-    Finds the groups of a step, for a model with G query heads per KV head and blocks of S tokens.
-    Most steps have the same requests and groups as the step before, so the groups are kept.
+    Finds a step's groups, for a model with G query heads per KV head and blocks of S tokens. Most
+    steps have the same requests and groups as the step before, so groups are cached.
     """
 
     def __init__(self, G: int, S: int):
@@ -105,8 +105,9 @@ class GroupFinder:
     def find(self, requests: list) -> Groups | None:
         """Return the groups of the decoding requests, or None if sharing does not pay off."""
         tables = [r.block_table for r in requests]
-        # A table stays the same list while its request runs, and its full blocks do not change. So
-        # a table that has only grown compares as equal, and the comparison is fast.
+        # A table remains the same list object while its request runs, and its full blocks do not
+        # change. So a table that has only grown still compares as equal, and the comparison is
+        # fast.
         if tables != self.tables:
             self.tables = tables
             full = [r.num_filled_slots // self.S for r in requests]
@@ -119,8 +120,8 @@ class GroupFinder:
 
     def shapes(self, N: int) -> list[StepShape]:
         """
-        Return the shapes that steps with groups are padded to, for up to N decodes. There are few
-        of them, because each needs a CUDA graph of its own, and a step that shares prefixes has
+        Return the shapes that steps with groups are padded to, for up to N decodes. There are only
+        a few shapes, because each needs its own CUDA graph, and a step that shares prefixes has
         time to spare for padding.
         """
         least = LEAST_REQUESTS

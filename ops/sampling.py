@@ -1,9 +1,9 @@
 """
-From logits to tokens, for a batch in which every request has its own parameters.
+Sample tokens from logits, for a batch in which each request has its own parameters.
 
-Randomness is a function, not a state: the noise of a token depends only on the request's seed, its
+Randomness is a function, not state: a token's noise depends only on the request's seed, the token's
 position and the choice index, never on what else is in the batch. So the same request with the same
-seed gets the same tokens, whether it runs alone or in a crowd, and even if it was preempted.
+seed gets the same tokens, whether it runs alone or in a large batch, and even if it is preempted.
 Letters: R rows of logits, V vocabulary.
 
     rows = SamplingRows(num_rows=4, vocab_size=V, device="cpu")
@@ -11,7 +11,7 @@ Letters: R rows of logits, V vocabulary.
     tokens = sample_torch(logits, torch.tensor([2]), positions, rows)     # [1, V], [1] -> [1]
 
 `sample_torch` is the reference and runs anywhere. On a GPU, its twin in sampling_kernels.py does
-the same in two launches, whatever the batch asks for, so that a CUDA graph can contain it.
+the same in two launches, whatever the requests' parameters, so a CUDA graph can contain them.
 """
 
 import math
@@ -36,8 +36,8 @@ MOST_LOGPROBS = RANGES["logprobs"].bounds["le"]
 
 class Floats(NamedTuple):
     """
-    The parameters of a request that the device stores in fp32, in the order that the kernels rely
-    on. In SamplingRows each field is a column, with one number per row.
+    A request's parameters that the device stores in fp32, in the order that the kernels rely on. In
+    SamplingRows, each field is a column, with one number per row.
     """
 
     temperature: float
@@ -49,7 +49,7 @@ class Floats(NamedTuple):
 
 
 class Ints(NamedTuple):
-    """The parameters of a request that the device stores in int64, in the same way."""
+    """A request's parameters that the device stores in int64, likewise in columns."""
 
     top_k: int  # 0: all tokens
     seed: int
@@ -60,19 +60,19 @@ class Ints(NamedTuple):
 
 
 class SamplingRow(NamedTuple):
-    """What goes into a request's row of `SamplingRows`."""
+    """The content of a request's row in `SamplingRows`."""
 
     row: int
     params: SamplingParams
     seed: int
-    choice: int = 0  # index of the answer among those to its prompt
+    choice: int = 0  # index of this answer among those to its prompt
     prompt_tokens: Sequence[int] = ()
     generated_tokens: Sequence[int] = ()  # not empty after a preemption
     stop_token_ids: Iterable[int] = ()
 
     def floats(self) -> Floats:
         p = self.params
-        repetition = max(p.repetition_penalty, 1e-6)  # a smaller divisor would overflow logits
+        repetition = max(p.repetition_penalty, 1e-6)  # dividing logits by less could overflow
         temperature = p.temperature
         if temperature < GREEDY_BELOW:
             temperature = 0.0
@@ -90,7 +90,8 @@ class SamplingRow(NamedTuple):
 
 def sampling_row(request: Request) -> SamplingRow:
     """
-    Return the row of a request that starts to run. It is greedy unless the request has `params`.
+    Return the row for a request that starts to run. Decoding is greedy unless the request has
+    `params`.
     """
     params = getattr(request, "params", GREEDY)
     return SamplingRow(
@@ -114,7 +115,7 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
 
 
 def token_flags(request: SamplingRow, V: int) -> Tensor:
-    """Return a request's row of SamplingRows.token_flags: [V] int64."""
+    """Return a request's row for SamplingRows.token_flags, [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
     token_flags = 4 * generated.bincount(minlength=V)
     stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
@@ -126,27 +127,28 @@ def token_flags(request: SamplingRow, V: int) -> Tensor:
 
 class SamplingRows:
     """
-    The parameters of every running request, and its last token, in device arrays indexed by the
-    request's row. The tensors are never replaced, because CUDA graphs store their addresses. If a
-    request does not use an array, its row there is never read, so it need not be cleared.
+    Every running request's parameters and last token, in device arrays indexed by the request's
+    row. The tensors are never replaced, because CUDA graphs store their addresses. If a request
+    does not use an array, its row in that array is never read, so the row need not be cleared.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device):
         zeros = partial(torch.zeros, device=device)
         self.packed_floats = zeros(num_rows, len(Floats._fields))
         self.packed_ints = zeros(num_rows, len(Ints._fields), dtype=torch.int64)
-        # the same numbers by name, each column [num_rows]
+        # views of the same numbers by name, each a column [num_rows]
         self.floats = Floats(*self.packed_floats.unbind(1))
         self.ints = Ints(*self.packed_ints.unbind(1))
         self.bias = zeros(num_rows, vocab_size)
-        # for each token: 4 * times generated + 2 if it is a stop token + 1 if it is in the prompt
+        # per token: 4 * number of times generated + 2 if a stop token + 1 if in the prompt
         self.token_flags = zeros(num_rows, vocab_size, dtype=torch.int32)
-        self.last_token = zeros(num_rows, dtype=torch.int64)  # the next input of a decode
+        self.last_token = zeros(num_rows, dtype=torch.int64)  # each request's next input token
 
     def fill(self, *requests: SamplingRow):
         """
-        Fill the requests' rows in place. This takes two small uploads for all rows together, and
-        one of V numbers for each bias and each row of flags that is used. The host does not wait.
+        Fill the requests' rows in place. This takes two small uploads for all rows together, plus
+        an upload of V numbers for each bias and each row of flags that is used. The host does not
+        wait for the uploads.
         """
         device = self.bias.device
         V = self.bias.shape[1]
@@ -164,7 +166,7 @@ class SamplingRows:
         self.packed_floats[rows] = floats
 
     def uncount(self, rows: Tensor, tokens: Tensor):
-        """Undo the counting of these tokens [R] by `sample`, because they are refused."""
+        """Remove these refused tokens [R] from the counts, to which `sample` has added them."""
         counted = 4 * self.ints.penalised[rows].int()
         self.token_flags.index_put_((rows, tokens), -counted, accumulate=True)
 
@@ -175,8 +177,8 @@ class SamplingRows:
 
 def masked(scores: Tensor, allowed: Tensor | None) -> Tensor:
     """
-    Return scores [R, V] with -inf for tokens that are not allowed. allowed [R, V / 32] int32 has a
-    bit for each token, the lowest first; 0 means not allowed. None allows all.
+    Return scores [R, V] with -inf for tokens that are not allowed. allowed [R, V / 32] int32 has
+    one bit per token, lowest bit first; 0 means not allowed. If `allowed` is None, all tokens are.
     """
     if allowed is None:
         return scores
@@ -195,12 +197,12 @@ def choose(
     *key: Tensor,
 ) -> Tensor:
     """
-    Return the best token [R] int64 of scores [R, V] / temperature [R] + Gumbel noise. This is a
-    sample of the softmax (the Gumbel-max trick, Gumbel 1954). Only tokens that are `allowed` (see
-    `masked`), and whose score / temperature is at least `lowest` [R], can be chosen. A row with
-    temperature 0 is greedy: it gets no noise. Without temperatures (None) all rows are greedy.
-    `key` holds the arguments of `gumbel_noise`. Ties go to the lowest token. A row without a finite
-    maximum (NaN anywhere, or all -inf) gets NO_TOKEN.
+    Return each row's best token [R] int64 by scores [R, V] / temperature [R] + Gumbel noise. This
+    is equivalent to sampling from the softmax (the Gumbel-max trick, Gumbel 1954). A token can be
+    chosen only if it is `allowed` (see `masked`) and its score / temperature is at least `lowest`
+    [R]. A row with temperature 0 is greedy: it gets no noise. If `temperature` is None, all rows
+    are greedy. `key` holds the arguments for `gumbel_noise`. Ties go to the lowest token id. A row
+    without a finite maximum (NaN anywhere, or all -inf) gets NO_TOKEN.
     """
     scores = masked(scores, allowed)
     if temperature is not None:
@@ -226,13 +228,14 @@ def sample_torch(
     exp: Callable = torch.exp,
 ) -> Tensor:
     """
-    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), by `choose`. rows [R] are the
-    requests' rows in `per_row`, and positions [R] are those of the new tokens. `row_params`, the
-    SamplingParams of the rows, lets it skip work that no row needs. `allowed`: see `masked`.
-    Returns [R] int64, NO_TOKEN where `choose` finds none. In place: per_row.last_token is set to
-    the tokens (0 for NO_TOKEN), and per_row.token_flags counts them in rows with penalties.
+    Pick a token for each row of logits [R, V] (fp32, bf16 or fp16), using `choose`. rows [R] are
+    the requests' rows in `per_row`, and positions [R] are the new tokens' positions. If
+    `row_params`, the rows' SamplingParams, is given, work that no row needs is skipped. For
+    `allowed`, see `masked`. Returns [R] int64, with NO_TOKEN where `choose` finds no token. In
+    place, per_row.last_token is set to the tokens (0 for NO_TOKEN), and per_row.token_flags counts
+    the tokens in rows with penalties.
     """
-    # what at least one row asks for, as attributes of SamplingParams
+    # attributes of SamplingParams that are set in at least one row
     names = ("adjusts", "temperature", "filters", "penalises")
     used = {name for name in names if row_params is None or any(map(attrgetter(name), row_params))}
     floats = per_row.floats
@@ -262,9 +265,9 @@ def sample_torch(
 
 def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRows) -> Tensor:
     """
-    Return scores [R, V] fp32 after bias, ban of stop tokens and penalties; the formulas are vLLM's.
-    For a forbidden token, -inf is added, not assigned, so that a NaN stays NaN and makes its row
-    invalid.
+    Return scores [R, V] fp32 after applying biases, banning stop tokens and applying penalties,
+    with vLLM's formulas. For a banned token, -inf is added, not assigned, so that NaN stays NaN and
+    makes its row invalid.
     """
 
     def column(values: Tensor) -> Tensor:
@@ -295,9 +298,9 @@ def threshold(
     scores: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, exp: Callable = torch.exp
 ) -> Tensor:
     """
-    Return the lowest score [R] that all filters [R] keep, for scores [R, V]: the largest of the
-    filters' own thresholds. Scores that tie with it are kept, so the best token always is. `exp`
-    computes e^x of [R, V].
+    Return, for scores [R, V], the lowest score [R] that all filters [R] keep. This is the largest
+    of the filters' own thresholds. Scores that tie with it are kept, so the best token is always
+    kept. `exp` computes e^x elementwise for x [R, V].
     """
     V = scores.shape[1]
     ranked = scores.sort(dim=1, descending=True).values
@@ -309,18 +312,18 @@ def threshold(
     of_top_k = ranked.gather(1, k[:, None] - 1)
 
     # top_p (nucleus sampling, Holtzman et al. 2020): the score of the last token that is needed to
-    # reach this share of the probability that top_k keeps
-    # first each token's probability, relative to the best token's
+    # reach this fraction of the probability that top_k keeps. First compute each token's
+    # probability, relative to the best token's.
     shares = exp(ranked - best)
     weights = shares.masked_fill(ranked < of_top_k, 0.0)
     mass = weights.cumsum(1)
     share = top_p[:, None]
-    needed = mass - weights < share * mass[:, -1:]  # the tokens before are not enough
+    needed = mass - weights < share * mass[:, -1:]  # the tokens before this one are not enough
     of_top_p = last_score(ranked, needed)
-    # a top_p of 1 keeps all, but because of rounding the sum may reach 1 before the last token
+    # a top_p of 1 keeps all tokens, but due to rounding the sum may reach 1 before the last one
     of_top_p = torch.where(share < 1, of_top_p, -torch.inf)
 
-    # min_p (Nguyen et al. 2024): the score at this share of the best token's probability
+    # min_p (Nguyen et al. 2024): the score at this fraction of the best token's probability
     likely = shares >= min_p[:, None]
     of_min_p = last_score(ranked, likely)
     highest = torch.maximum(of_top_k, of_top_p)
@@ -329,18 +332,18 @@ def threshold(
 
 def last_score(ranked: Tensor, kept: Tensor) -> Tensor:
     """
-    Return the score [R, 1] of the last token that is kept, or of the first token if none is. Both
-    arguments are [R, V], best first.
+    Return the score [R, 1] of the last token that is kept, or of the first token if none is kept.
+    Both arguments are [R, V], best first.
     """
     count = kept.sum(1, keepdim=True)
     return ranked.gather(1, count.clamp(min=1) - 1)
 
 
 def log_softmax(logits: Tensor) -> Tensor:
-    """Return the log-softmax [R, V] fp32 of logits [R, V]. It may have a few more columns."""
+    """Return the log-softmax of logits [R, V], in fp32. The result may have a few extra columns."""
     if logits.is_cuda:  # the order of the sum depends on a row's alignment to 16 bytes
         logits = F.pad(logits, (0, -logits.shape[1] % 8), value=-torch.inf)
-    # not logsumexp: if there is only one row, several threads add up parts of it
+    # not logsumexp, because with only one row it splits the sum among several threads
     return logits.log_softmax(1, dtype=torch.float32)
 
 
@@ -349,10 +352,10 @@ def logprobs(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """
     Return log-probabilities: the log-softmax of the raw logits [R, V], before temperature and
-    penalties. The three tensors are the log-probabilities of the chosen tokens [R], as [R] fp32;
-    the ids of the n most likely tokens [R, n], best first; and their log-probabilities [R, n] fp32.
-    The lowest value is LOWEST_LOGPROB. It also stands for NaN in a row, and for NO_TOKEN. A row's
-    results do not depend on the other rows, on threads, or on n.
+    penalties. The three tensors are the log-probabilities [R] fp32 of the chosen tokens [R]; the
+    ids [R, n] of the n most likely tokens, best first; and the log-probabilities [R, n] fp32 of
+    these tokens. The lowest value is LOWEST_LOGPROB, which also stands for NaN in a row, and for
+    NO_TOKEN. A row's results do not depend on other rows, the number of threads, or n.
     """
     _, V = logits.shape
     scores = log_softmax(logits)
@@ -360,7 +363,7 @@ def logprobs(
     def finite(x: Tensor) -> Tensor:
         return x.nan_to_num(LOWEST_LOGPROB).clamp(LOWEST_LOGPROB, 0.0)
 
-    # which of equal logits topk takes depends on how many it takes, so always take the maximum
+    # topk's choice among equal logits depends on how many it takes, so always take the maximum
     most = max(n, MOST_LOGPROBS) if n else 0
     ranked = sort_keys(logits) if logits.is_cuda else logits
     ids = ranked.topk(min(most, V)).indices[:, :n]
@@ -370,12 +373,12 @@ def logprobs(
 
 def sort_keys(logits: Tensor) -> Tensor:
     """
-    Return integers [R, V] that have the order of logits [R, V]; of equal logits, the first gets the
-    largest integer. On a GPU, the number of rows decides which of equal numbers topk takes.
+    Return integers [R, V] in the same order as logits [R, V]; among equal logits, the first gets
+    the largest integer. On a GPU, topk's choice among equal numbers depends on the number of rows.
     """
     _, V = logits.shape
     words = logits.float().view(torch.int32).long()
-    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # negative floats are reversed
+    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # reverse the order of negative floats
     return (words << 32) - torch.arange(V, device=logits.device)
 
 
@@ -391,9 +394,9 @@ ROUNDS = 10
 
 def philox(counter: tuple, key: tuple) -> tuple:
     """
-    Return four random words for four 32-bit counter words and two key words, all of them int64
-    tensors that broadcast. In each round words 0 and 2 are treated alike, and so are words 1 and 3.
-    So each pair is one tensor, which halves the operations.
+    Return four random words for four 32-bit counter words and two key words, all given as int64
+    tensors that broadcast. Each round treats words 0 and 2 alike, and words 1 and 3 alike. So each
+    pair is held in one tensor, which halves the number of operations.
     """
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     even = torch.stack([c0, c2])  # [2, ...]
@@ -413,8 +416,8 @@ def philox(counter: tuple, key: tuple) -> tuple:
 def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, V: int) -> Tensor:
     """
     Return standard Gumbel noise [R, V] fp32 for seeds, positions and choices [R] int64. The key is
-    the seed. The counter is (token id // 4, position, choice, 0), and token id t takes word t % 4.
-    The upper 23 bits of a word make a number u in (0, 1), exact in fp32.
+    the seed. The counter is (token id // 4, position, choice, 0), and token id t uses word t % 4. A
+    word's upper 23 bits are converted to a number u in (0, 1), which is exact in fp32.
     """
     quads = torch.arange(math.ceil(V / 4), device=seeds.device)  # [V / 4]
     zero = torch.zeros_like(quads)

@@ -1,12 +1,12 @@
 """
-The sampler's Triton twin: the tokens of `sampling.sample_torch`, in two launches that depend only
-on shapes. So one CUDA graph of them works for whatever a batch asks for. Nothing is sorted, and
-what a row did not ask for is skipped on the device.
+The sampler's Triton twin. It picks tokens as `sampling.sample_torch` does, in two launches that
+depend only on shapes. So one CUDA graph of these launches works for any sampling parameters.
+Nothing is sorted, and the device skips steps that a row does not need.
 
     threshold_kernel     the lowest score that a row's top_k, top_p and min_p keep
     gumbel_max_kernel    argmax of score / temperature + Gumbel noise, over the kept scores
 
-Not run by itself. Letters: R rows of logits, V vocabulary.
+Letters: R rows of logits, V vocabulary.
 """
 
 import torch
@@ -18,11 +18,11 @@ from ops.sampling import Floats, Ints, SamplingRows, masked
 
 # Tuned on an H200, 2026-11-21, for GPT-2's vocabulary and 1 to 256 rows. On a GPU, `python bench.py
 # overhead` measures the time of both kernels in a decode step ("sampling").
-THRESHOLD_WIDTH = 2048  # tokens that a program reads at a time
+THRESHOLD_WIDTH = 2048  # number of tokens that a program reads at a time
 THRESHOLD_WARPS = 16
-QUADS = 256  # Philox calls that a program makes at a time, for four tokens each
+QUADS = 256  # number of Philox calls that a program makes at a time, each for four tokens
 GUMBEL_MAX_WARPS = 4
-GUMBEL_MAX_PROGRAMS = 4096  # four times as many as the chip runs at a time
+GUMBEL_MAX_PROGRAMS = 4096  # maximum number; four times as many as the chip runs at a time
 
 GREEDY_BELOW = tl.constexpr(params.GREEDY_BELOW)
 NO_TOKEN = tl.constexpr(params.NO_TOKEN)
@@ -38,8 +38,8 @@ NUM_INTS = tl.constexpr(len(INTS))
 @jit
 def row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride, V):
     """
-    Return row r of logits and what it asks for, in the form that `load_adjusted` takes: pointers to
-    the row's own numbers, and whether the row has a bias, may not stop yet, and has penalties.
+    Return row r of logits and its parameters, in the form that `load_adjusted` takes: pointers to
+    the row's own numbers, and whether the row has a bias, must not stop yet, and has penalties.
     """
     row = tl.load(rows + r)
     floats, ints = floats + row * NUM_FLOATS, ints + row * NUM_INTS
@@ -52,8 +52,8 @@ def row_view(r, logits, rows, positions, floats, ints, bias, token_flags, stride
 @jit
 def load_adjusted(view, t):
     """
-    Load the logits of tokens t, adjusted as in `sampling.adjust`: fp32, after bias, ban of stop
-    tokens and penalties; -inf beyond the last token.
+    Load the logits of tokens t as fp32, adjusted as in `sampling.adjust`: biases and penalties are
+    applied, and stop tokens are banned. Return -inf for t beyond the last token.
     """
     logits, floats, _, bias, token_flags, V, biased, banned, penalised = view
     score = tl.load(logits + t, mask=t < V, other=-INF).to(tl.float32)
@@ -79,10 +79,10 @@ def weight_above(
     scores, n, low, high, p1, p2, p3, top, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    Make one pass over n scores. Return the weight at or above each of three pivots, the smallest
-    score that is at least `low`, and the largest below `high`. The weight is the number of scores
-    or, if WEIGHTED, their probability times a constant: the sum of 2^((score - top) * rate) with
-    rate = log2(e) / temperature.
+    Make one pass over n scores. Return the weight of the scores at or above each of three pivots,
+    the smallest score that is at least `low`, and the largest score below `high`. The weight is the
+    number of scores or, if WEIGHTED, their total probability times a constant, computed as the sum
+    of 2^((score - top) * rate) with rate = log2(e) / temperature.
     """
     above1 = tl.zeros([WIDTH], tl.float32)
     above2 = tl.zeros([WIDTH], tl.float32)
@@ -111,13 +111,14 @@ def find_threshold(
     scores, n, smallest, top, target, rate, WEIGHTED: tl.constexpr, WIDTH: tl.constexpr
 ):
     """
-    Return the largest of n scores, among `smallest` .. `top`, with a weight of at least `target`
-    (k, or a share of the mass) at or above it, see weight_above. Each pass cuts the bracket low <=
-    answer < high into four. It also finds the smallest and the largest score inside the previous
-    bracket: when these two are equal, that score is the answer.
+    Return the largest of n scores, among `smallest` .. `top`, for which the scores at or above it
+    have a weight of at least `target` (k, or a fraction of the mass); see weight_above. Each pass
+    divides the bracket low <= answer < high into four. It also finds the smallest and the largest
+    score inside the previous bracket. When these two are equal, that score is the answer.
     """
     low, high, largest, rounds = smallest, top + INF, top, 0
-    # fp32 has 2^8 binades, so 300 rounds are always enough; no row may make the kernel hang
+    # fp32 has 2^8 binades, so 300 rounds are always enough; the limit ensures that no row makes the
+    # kernel hang
     while (smallest < largest) & (rounds < 300):
         step = largest * 0.25 - smallest * 0.25
         p1, p2, p3 = smallest + step, smallest + 2 * step, smallest + 3 * step
@@ -144,7 +145,7 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
     """
     Copy a row's scores that are at least `floor` to `scores`, in WIDTH columns side by side. Each
     lane fills its own column, so no lane waits for another. Shorter columns are padded with -inf.
-    Returns how many numbers `scores` has now, including padding.
+    Returns how many numbers `scores` now holds, including padding.
     """
     lane = tl.arange(0, WIDTH)
     height = tl.zeros([WIDTH], tl.int32)
@@ -156,7 +157,7 @@ def compact(view, V, floor, scores, WIDTH: tl.constexpr):
     padding = tl.full([WIDTH], -INF, tl.float32)
     for i in range(0, highest):
         tl.store(scores + i * WIDTH + lane, padding, mask=i >= height)
-    tl.debug_barrier()  # other threads will read them
+    tl.debug_barrier()  # other threads will read the scores
     return highest * WIDTH
 
 
@@ -167,11 +168,11 @@ def threshold_kernel(
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R,): a program finds the lowest score that its row's filters keep, as `sampling.threshold`
-    does, but before dividing by the temperature. It is -inf if there is nothing to filter. One or
-    two passes over the row find bounds. A last pass copies only the scores that may be the answer
-    to `scratch`, and only these few are searched. Also sets `finished` to zero, for
-    gumbel_max_kernel.
+    Grid (R,): each program finds the lowest score that its row's filters keep, as
+    `sampling.threshold` does, but before dividing by the temperature. The result is -inf if there
+    is nothing to filter. One or two passes over the row find bounds. A final pass copies the scores
+    that may be the answer to `scratch`, so that only these few are searched. Also sets `finished`
+    to zero, for gumbel_max_kernel.
     """
     pdl_wait(PDL)
     r, lane = tl.program_id(0), tl.arange(0, WIDTH)
@@ -185,7 +186,7 @@ def threshold_kernel(
     if (temperature < GREEDY_BELOW) | ((top_p >= 1) & (min_p <= 0) & (limited == 0)):
         return
 
-    peak = tl.full([WIDTH], -INF, tl.float32)  # the best score of each lane
+    peak = tl.full([WIDTH], -INF, tl.float32)  # each lane's best score
     least = tl.full([WIDTH], INF, tl.float32)
     for start in range(0, V, WIDTH):
         score = load_adjusted(view, start + lane)
@@ -197,9 +198,9 @@ def threshold_kernel(
     rate = 1.4426950408889634 / temperature  # log2(e): weights are powers of two
     if limited | (top_p < 1):
         mass = 0.0
-        # First find a cheap lower bound. For top_k: the k-th best of the peaks, if at least k lanes
-        # have one. For top_p: V tokens that each weigh less than (1 - top_p) * mass / V together
-        # weigh less than what top_p drops.
+        # First find a cheap lower bound. For top_k, it is the k-th best peak, if at least k lanes
+        # have one. For top_p, note that V tokens that each weigh less than (1 - top_p) * mass / V
+        # together weigh less than what top_p drops.
         if limited:
             if tl.sum((peak > -INF).to(tl.int32), axis=0) >= k:
                 tl.store(scratch + lane, peak)
@@ -220,7 +221,7 @@ def threshold_kernel(
             mass = weight_above(
                 scratch, n, floor, floor, floor, floor, floor, top, rate, True, WIDTH
             )[0]
-        if top_p < 1:  # a share of what top_k kept
+        if top_p < 1:  # a fraction of what top_k kept
             floor = find_threshold(scratch, n, floor, top, top_p * mass, rate, True, WIDTH)
     if min_p > 0:
         floor = tl.maximum(floor, top + tl.log(min_p) * temperature)
@@ -234,8 +235,8 @@ def threshold_kernel(
 @jit
 def philox_words(seed, quad, position, choice):
     """
-    Return the words of tokens 4 * quad .. 4 * quad + 3, uint32 each, as in `sampling.gumbel_noise`.
-    tl.philox has the same rounds.
+    Return the random words for tokens 4 * quad .. 4 * quad + 3, each uint32, as in
+    `sampling.gumbel_noise`. tl.philox performs the same rounds.
     """
     return tl.philox(seed, quad, position.to(tl.int32), choice.to(tl.int32), 0)
 
@@ -252,12 +253,13 @@ else:
 @jit
 def gumbel(word):
     """
-    Return the Gumbel noise of words uint32, as in `sampling.gumbel_noise`: -log(E) with E =
-    -log(u). The chip's own logarithm is three times as fast as an exact one, but inaccurate for u
-    close to 1. The winning tokens have such a u, so there E is computed as a series in 1 - u.
+    Return the Gumbel noise for uint32 words, as in `sampling.gumbel_noise`: -log(E) with E =
+    -log(u). The hardware logarithm is three times as fast as an exact one, but inaccurate for u
+    close to 1. Winning tokens have such values of u, so for these, E is computed from a series in 1
+    - u.
     """
-    # v is 1 - u, exactly (the factor is 2^-23). The xor computes ~, which older interpreters refuse
-    # for unsigned words.
+    # v is 1 - u, exactly (the factor is 2^-23). The xor computes ~, which older interpreters do not
+    # support for unsigned words.
     v = ((word >> 9 ^ 0x7FFFFF).to(tl.float32) + 0.5) * 1.1920928955078125e-07
     series = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5 + v * (1 / 6 + v / 7))))))
     minus_log_2: tl.constexpr = -0.6931471805599453
@@ -267,8 +269,8 @@ def gumbel(word):
 @jit
 def running_argmax(best, token, score, t, noise, inverse, floor):
     """
-    Return the best perturbed score so far and its token, per lane, after tokens t. `inverse` is 1 /
-    temperature. A NaN counts as infinity, so it wins and makes the row invalid.
+    Return each lane's best perturbed score so far, and its token, after considering tokens t.
+    `inverse` is 1 / temperature. NaN counts as infinity, so it wins and makes the row invalid.
     """
     score = tl.where(score < floor, -INF, score * inverse + noise)
     score = tl.where(score == score, score, INF)
@@ -282,10 +284,10 @@ def gumbel_max_kernel(
     SPLITS: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """
-    Grid (R, SPLITS): a program searches every SPLITS-th tile of a row. A tile is QUADS Philox calls
-    with four tokens each. The last program of a row to finish compares the best tokens of all
-    programs, stores the winner in `tokens` and `last_token`, and counts it in `token_flags` if the
-    row has penalties. `finished` must be zero before.
+    Grid (R, SPLITS): each program searches every SPLITS-th tile of a row. A tile has QUADS Philox
+    calls, for four tokens each. The last of a row's programs to finish compares all programs' best
+    tokens, and stores the winner in `tokens` and `last_token`. If the row has penalties, it also
+    counts the winner in `token_flags`. `finished` must be zero at the start.
     """
     pdl_wait(PDL)
     r, split = tl.program_id(0), tl.program_id(1)
@@ -302,7 +304,7 @@ def gumbel_max_kernel(
         s0, s1 = load_adjusted(view, t), load_adjusted(view, t + 1)
         s2, s3 = load_adjusted(view, t + 2), load_adjusted(view, t + 3)
         noise = zero, zero, zero, zero
-        # noise is most of the work, and few tiles have a token that the filters keep
+        # computing noise is most of the work, and few tiles have a token that the filters keep
         noisy = drawn
         if floor > -INF:
             noisy = tl.max(tl.maximum(tl.maximum(s0, s1), tl.maximum(s2, s3)), axis=0) >= floor

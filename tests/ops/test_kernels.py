@@ -370,15 +370,15 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
         choose_ops("trition")
     assert choose_ops("auto", deterministic=True)[0].name == "cpu"
     for attention, dtype in ("torch", torch.float32), ("auto", torch.bfloat16):
-        with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave it out"):
+        with pytest.raises(ValueError, match=r"attention is (torch|bf16) .*: leave the flag out"):
             choose_ops(attention, "cpu", dtype, deterministic=True)
     monkeypatch.setattr(kernels, "INTERPRETED", False)
-    with pytest.raises(ValueError, match="needs a CUDA device and the package triton; cpu has"):
+    with pytest.raises(ValueError, match="needs a CUDA device and the triton package; cpu has"):
         choose_ops("triton")
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch"
-    assert reason.startswith("because there is no package triton: ")
+    assert reason.startswith("because triton is not installed: ")
     assert ops.sample is sampling.sample_torch
 
 
