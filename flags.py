@@ -1,11 +1,11 @@
 """
-The command line of serve.py: every flag, its default and its meaning.
+The command line of serve.py: every flag, with its default and meaning.
 
     args = parse_args(["--port", "9000"])       # python serve.py --port 9000
     engine = Engine(model, engine_settings(args))
 
-The engine's flags come from the fields of `Settings` (params.py), which has their defaults. The
-flags of the HTTP server and of the terminal are defined here. This module does not import torch.
+The engine's flags and their defaults come from the fields of `Settings` (params.py). The flags for
+the HTTP server and the terminal are defined here. This module does not import torch.
 """
 
 import argparse
@@ -28,7 +28,8 @@ ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """
     Parse the command line. The result also has `sampling`, the model's own sampling defaults, and
-    `sampling_note`, a line to print about these. Exit with a message if something is wrong.
+    `sampling_note`, a line to print about these defaults. Exit with a message if something is
+    wrong.
     """
     about = "Serve a model over HTTP, or use it at the terminal."
     parser = Parser(description=about, allow_abbrev=False)
@@ -36,7 +37,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
     add_http_flags(parser.add_argument_group("HTTP"))
-    add_limits(partial(add_flag, parser.add_argument_group("limits of HTTP clients")))
+    add_limits(partial(add_flag, parser.add_argument_group("limits for HTTP clients")))
     add_terminal_flags(parser.add_argument_group("at the terminal"))
     args = parser.parse_args(argv)
     try:
@@ -73,13 +74,13 @@ def add_model_flags(add):
         "directory of a model made by train.py or downloaded from the Hugging Face Hub",
         "out/stdlib",
     )
-    add("--device", "cpu, cuda, cuda:1; not given: a GPU if there is one", None, device)
+    add("--device", "cpu, cuda or cuda:1; default: a GPU if there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
     add("--dtype", "dtype of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
     add(
         "--generation-config",
-        "where to read generation_config.json, with defaults for requests; auto: the model's "
-        "directory; vllm: nowhere; otherwise another directory",
+        "where to read generation_config.json, which has defaults for requests; auto: in the "
+        "model's directory; vllm: nowhere; otherwise: in this directory",
         "auto",
         metavar="auto|vllm|DIR",
     )
@@ -92,8 +93,8 @@ def add_model_flags(add):
     )
     add(
         "--record",
-        "write what each step does to a new FILE, which the page can open; about 0.3 KB per step, "
-        "with token ids only if --log-requests is given",
+        "record what each step does in a new FILE, which the page can open; takes about 0.3 KB per "
+        "step, and includes token ids only with --log-requests",
         metavar="FILE",
     )
 
@@ -138,18 +139,18 @@ def add_http_flags(group):
     add_key = partial(add_flag, group.add_mutually_exclusive_group())
     add_key(
         "--api-key-file",
-        f"file with API keys, one per line; not given: the key in ${KEY_VARIABLE}, or none",
+        f"file with API keys, one per line; default: the key in ${KEY_VARIABLE}, if set",
         metavar="FILE",
     )
     add_key(
         "--api-key",
-        "one API key; a file is safer, because every user of this machine sees this one in `ps`",
+        "one API key; a file is safer, because every user of this machine can see this key in `ps`",
         metavar="KEY",
     )
-    add("--allow-remote", "let other machines in without an API key", False)
+    add("--allow-remote", "allow access from other machines without an API key", False)
     add(
         "--allowed-hosts",
-        "more names to accept in the Host header",
+        "additional names to accept in the Host header",
         [],
         nargs="*",
         metavar="NAME",
@@ -157,15 +158,15 @@ def add_http_flags(group):
     add(
         "--allowed-origins",
         "origins of web pages that may call the server from a browser (CORS), for example "
-        "http://localhost:3000, tauri://localhost or null; *: any page (without an API key, every "
+        "http://localhost:3000, tauri://localhost or null; *: any page (without an API key, any "
         "page you visit can then use the model)",
         [],
         origin,
         nargs="*",
         metavar="ORIGIN",
     )
-    add("--served-model-name", "the model's name in the API; not given: the value of --model")
-    reasoning = "off: leave a model's thinking in the text of its answer, not in a separate field"
+    add("--served-model-name", "the model's name in the API; default: the value of --model")
+    reasoning = "off: leave a model's reasoning in the answer's text, not in a separate field"
     add("--reasoning", reasoning, "on", choices=["on", "off"])
     add("--log-requests", "log the fields of each request, including texts", False)
     add("--no-access-log", "do not log a line for each request", True, dest="access_log")
@@ -173,8 +174,8 @@ def add_http_flags(group):
 
 def origin(text: str) -> str:
     """
-    Parse one of --allowed-origins (a type for argparse). Return it as browsers send it: in lower
-    case, without a path and without the scheme's default port.
+    Parse one of --allowed-origins (a type for argparse). Return the origin as browsers send it: in
+    lower case, without a path or the scheme's default port.
     """
     if text in ("*", "null"):
         return text
@@ -192,23 +193,23 @@ def origin(text: str) -> str:
 def add_limits(add):
     add(
         "--max-queue",
-        "maximum number of waiting answers (a request with n counts n times); above it, 429",
+        "maximum number of waiting answers (a request with n counts n times); above this: 429",
         256,
         at_least(0),
     )
-    add("--max-body-mib", "largest request body in MiB; above it, 413", 4.0)
-    add("--max-connections", "maximum number of open connections; above it, 503", 512)
+    add("--max-body-mib", "maximum size of a request body in MiB; above this: 413", 4.0)
+    add("--max-connections", "maximum number of open connections; above this: 503", 512)
     add(
         "--client-seconds",
-        "how long a client may take to send a request, or to read what was sent to it",
+        "how long a client may take to send a request, or to read what it was sent",
         30.0,
     )
     add(
         "--keep-alive-seconds",
-        "how long an idle connection stays open; should be longer than in a proxy in front",
+        "how long a connection may be idle; should be longer than the limit of a proxy in front",
         75.0,
     )
-    add("--request-seconds", "how long an answer may take, including its wait", 600.0)
+    add("--request-seconds", "how long an answer may take, including time in the queue", 600.0)
     add("--drain-seconds", "how long running requests may continue after SIGTERM", 30.0)
 
 
@@ -216,24 +217,25 @@ def add_terminal_flags(group):
     add_mode = partial(add_flag, group.add_mutually_exclusive_group())
     add_mode(
         "--prompt",
-        "answer TEXT and exit, instead of serving HTTP; -: read standard input",
+        "answer TEXT and exit, instead of serving HTTP; -: read TEXT from standard input",
         metavar="TEXT",
     )
     add_mode("--chat", "hold a conversation, line by line; needs a chat template", False)
     add = partial(add_flag, group)
-    add("--raw", "continue the text of --prompt as it is, even if there is a chat template", False)
+    add("--raw", "continue the --prompt text as it is, even if there is a chat template", False)
     add(
         "--max-tokens",
-        "longest answer, in tokens; not given: the value in the model's generation_config.json, "
-        "else the rest of the context with a chat template, or 200 without one",
+        "maximum length of an answer, in tokens; default: the value in the model's "
+        "generation_config.json, else the rest of the context with a chat template, or 200 "
+        "without one",
         None,
         positive,
     )
     add(
         "--temperature",
-        "0: always the most likely token; not given: the value in the model's "
+        "0: always choose the most likely token; default: the value in the model's "
         f"generation_config.json, else {TEMPERATURE}",
         None,
         float,
     )
-    add("--seed", "same seed, same text; not given: a random one, which is printed", None, int)
+    add("--seed", "makes answers repeatable; default: a random seed, which is printed", None, int)

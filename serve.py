@@ -12,8 +12,8 @@ a separate process.
 
 The two processes never wait for each other's work: the engine does not wait for HTTP, and HTTP does
 not wait for a step. An `EngineClient` connects them. The HTTP process does not import torch, so it
-stays small. Endpoints are in server/app.py, flags in flags.py. At the terminal (server/terminal.py)
-the engine runs in the same process, and no HTTP packages are needed.
+stays small. Endpoints are in server/app.py, and flags are in flags.py. With --prompt or --chat
+(server/terminal.py), the engine runs in this process, and no HTTP packages are needed.
 """
 
 if __name__ == "__main__":  # first, because the other imports take a while
@@ -50,13 +50,13 @@ from flags import KEY_VARIABLE, engine_settings, parse_args
 context = multiprocessing.get_context("spawn")
 
 # --------------------------------------------------------------------------------------------------
-# The engine, in this process or its own
+# The engine, in this process or in its own
 
 
 def build_engine(args: Namespace):
     """
-    Load the model and build its Engine. Raises ValueError (CheckpointError is one) with a message
-    that says what to change.
+    Load the model and build its Engine. Raises ValueError (or its subclass CheckpointError) with a
+    message that says what to change.
     """
     import torch
 
@@ -69,7 +69,7 @@ def build_engine(args: Namespace):
     if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
         raise ValueError(
             f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; choose "
-            "another, or leave the flag out"
+            "another device, or leave the flag out"
         )
     settings = engine_settings(args)
     dtype = serving_dtype(args.dtype, device)
@@ -84,7 +84,7 @@ def build_engine(args: Namespace):
 
 
 def engine_process(args: Namespace, sock: socket.socket):
-    """Run the engine in its own process, until the HTTP process is gone."""
+    """Run the engine in its own process until the HTTP process ends."""
     from engine.link import Link
 
     link = Link(sock)
@@ -93,7 +93,8 @@ def engine_process(args: Namespace, sock: socket.socket):
 
         from engine.process import serve
 
-        # Leave one core to HTTP: on two cores, the p99 time between tokens is then 5 ms, not 30.
+        # Leave one core for HTTP: on two cores, this lowers the p99 time between tokens from 30 ms
+        # to 5 ms.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         engine = build_engine(args)
         say(engine.statement())
@@ -105,10 +106,11 @@ def engine_process(args: Namespace, sock: socket.socket):
 
 
 def set_environment():
-    """Set variables that torch's libraries read when the engine loads them."""
+    """Set environment variables that torch's libraries read when the engine loads them."""
     # OpenMP: let waiting threads spin less, because HTTP also needs the cores
     os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
-    # oneDNN caches code for each number of rows: without a limit, 500 MB in a minute of mixed load
+    # oneDNN caches code for each number of rows; without a limit, the cache grows to 500 MB in a
+    # minute of mixed load
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "64")
 
@@ -116,15 +118,15 @@ def set_environment():
 def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
     """
     Start the engine's process. Return the process and our end of the link to it. If either process
-    ends, the link closes, and the other one ends as well.
+    ends, the link closes, and the other process also ends.
 
-    SIGINT, SIGTERM and SIGHUP are blocked in the engine's process. Ctrl-C at a terminal reaches
-    both processes, but the HTTP process decides when to stop. A process inherits blocked signals,
-    so they are also blocked here, but only until the process has started.
+    SIGINT, SIGTERM and SIGHUP are blocked in the engine's process, because Ctrl-C at a terminal
+    reaches both processes, but the HTTP process decides when to stop. A new process inherits
+    blocked signals, so they are also blocked here, but only until the engine's process has started.
     """
     ours, theirs = socket.socketpair()
     process = context.Process(target=engine_process, args=(args, theirs), daemon=True)
-    # otherwise process.start would start the resource tracker, and that unblocks the signals
+    # otherwise process.start would start the resource tracker, which unblocks the signals
     resource_tracker.ensure_running()
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
@@ -132,7 +134,7 @@ def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()  # the process has a copy: the link closes when that copy does
+    theirs.close()  # the engine's process has a copy; the link closes when that copy does
     return process, ours
 
 
@@ -143,7 +145,8 @@ def start_engine(args: Namespace) -> tuple[context.Process, socket.socket]:
 def api_keys(args: Namespace) -> list[str]:
     """
     Return the keys in --api-key-file (one per line; blank and repeated lines are dropped), or the
-    key from --api-key or the environment. Raises ValueError.
+    key from --api-key or the environment. Raises ValueError if the file cannot be read, or if the
+    file or key is blank.
     """
     if args.api_key_file is not None:
         try:
@@ -156,7 +159,7 @@ def api_keys(args: Namespace) -> list[str]:
             ) from None
         if not keys:
             raise ValueError(
-                f"--api-key-file {args.api_key_file} has no key in it: write one key per line"
+                f"--api-key-file {args.api_key_file} contains no keys: write one key per line"
             )
         return list(dict.fromkeys(keys))
     where = "--api-key"
@@ -172,16 +175,16 @@ def api_keys(args: Namespace) -> list[str]:
 
 
 def warn_of_readable_keys(path: str):
-    """Print a warning on stderr if other users than the file's owner can read the keys."""
+    """Print a warning on stderr if users other than the file's owner can read the keys."""
     if os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         print(
-            f"warning: other users can read --api-key-file {path}: chmod 600 {path}",
+            f"warning: other users can read --api-key-file {path}: run chmod 600 {path}",
             file=sys.stderr,
         )
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Return a listening socket. At host "::" it also accepts IPv4."""
+    """Return a listening socket. With host "::", it also accepts IPv4."""
     family = socket.getaddrinfo(host, None)[0][0]
     both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     sock = socket.create_server((host, port), family=family, dualstack_ipv6=both)
@@ -192,7 +195,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 def listen(args: Namespace) -> socket.socket:
     """
-    Open the listening socket, before anything is loaded. Exit with a message if that fails, or if
+    Open the listening socket before anything is loaded. Exit with a message if this fails, or if
     other machines could use the server without an API key.
     """
     try:
@@ -200,14 +203,14 @@ def listen(args: Namespace) -> socket.socket:
     except OSError as error:
         # socket.create_server appends the address to the system's message
         reason = error.strerror.partition(" (while")[0]
-        remedy = "stop the program that listens there, or choose another --port"
+        remedy = "stop the program that uses this port, or choose another --port"
         if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
             remedy = "--host must be a name or address of this machine, without a port"
-        sys.exit(f"cannot listen at {args.host}:{args.port}: {reason}; {remedy}")
+        sys.exit(f"cannot listen on {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
     if not (api_keys(args) or is_local or args.allow_remote):
         sys.exit(
-            f"--host {args.host} opens the model to other machines without a password: set "
+            f"--host {args.host} opens the model to other machines without an API key: set "
             f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if that is intended"
         )
     if args.api_key_file is not None:
@@ -216,7 +219,7 @@ def listen(args: Namespace) -> socket.socket:
 
 
 def client_and_encoder(args: Namespace):
-    """Return an EngineClient, which starts the engine, and the Encoder of its model."""
+    """Return an EngineClient (which starts the engine) and its model's Encoder."""
     from server.client import EngineClient
     from server.text import Encoder
 
@@ -226,8 +229,8 @@ def client_and_encoder(args: Namespace):
 
 def terminate_on_hang_up():
     """
-    Let SIGHUP, which is sent when the terminal is closed, drain and end the server as SIGTERM does.
-    Under nohup, SIGHUP stays ignored.
+    Make SIGHUP, which is sent when the terminal closes, drain and end the server as SIGTERM does.
+    Under nohup, SIGHUP remains ignored.
     """
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -235,17 +238,18 @@ def terminate_on_hang_up():
 
 def serve_http(args: Namespace) -> str | None:
     """Serve until a signal arrives. Return None for exit code 0, or an error message."""
-    # Exit immediately until the event loop, which drains, runs. (The engine ends with its link.)
+    # Until the event loop runs, there is nothing to drain: exit immediately. (The engine ends with
+    # its link.)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     terminate_on_hang_up()
-    from server.app import Service  # here, so a missing package is found before a model is loaded
+    from server.app import Service  # here, so that a missing package is found before loading
 
     check_model(args.model)  # a wrong model name is reported before a port in use
     sock = listen(args)
     keys = api_keys(args)
     import uvicorn
 
-    # use uvloop if installed: 25% more tokens per second with 32 streams on 2 cores
+    # use uvloop if it is installed: 25% more tokens per second with 32 streams on 2 cores
     make_loop = uvicorn.Config(None).get_loop_factory()
     client, encoder = client_and_encoder(args)
     collect_garbage_rarely()
@@ -263,10 +267,10 @@ def serve_http(args: Namespace) -> str | None:
 
 
 def create_record(path: str):
-    """Create the file of --record, before a model is loaded. Raises OSError."""
+    """Create the --record file before loading a model. Raises OSError."""
     try:
         with open(path, "a") as file:
-            is_empty = file.tell() == 0  # new, or left by a start that failed
+            is_empty = file.tell() == 0  # new, or left by a failed start
     except OSError as error:
         raise OSError(f"--record {path}: {error.strerror}; name another file") from None
     if not is_empty:

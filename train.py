@@ -4,14 +4,14 @@ Train a small GPT, and write a checkpoint directory that serve.py, transformers 
     python train.py                              # the Python standard library, 2 min 15 s
     python train.py --preset shakespeare_char    # nanoGPT's Shakespeare -> out/shakespeare_char
     python train.py --resume                     # continue a run that was stopped or killed
-    python train.py --data text                  # your texts, from data/text/prepare.py -> out/text
+    python train.py --data text                  # texts from data/text/prepare.py -> out/text
     python train.py --init smollm2 --data chat   # finetune an existing model
     torchrun --nproc_per_node 8 train.py --preset gpt2-124M
-    python train.py --compare out/stdlib out/b   # draw their losses in one picture
+    python train.py --compare out/stdlib out/b   # plot the losses of both runs in one picture
 
 The corpus is prepared if it is missing. Ctrl-C saves and stops. Everything random is a function of
-(seed, step), so a resumed run has the same losses as an uninterrupted one. In this file: flags,
-recipe, the run and its loop; for an overview, read `train_and_report`. Letters: B sequences per
+(seed, step), so a resumed run has the same losses as an uninterrupted one. This file has the flags,
+the recipe, the run and its loop; for an overview, read `train_and_report`. Letters: B sequences per
 step, T tokens per sequence.
 """
 
@@ -74,20 +74,20 @@ from training.report import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# Flags. The defaults are in `build_parser`. A preset is a string of flags, one for a CPU and one
-# for a GPU. It is put before the flags that were typed, so typed flags override it. Presets tuned
-# with GPT-2's architecture still use it.
+# Flags. The defaults are in `build_parser`. A preset has two strings of flags, one for a CPU and
+# one for a GPU. The string is put before the flags that were typed, so typed flags override it.
+# Presets that were tuned with GPT-2's architecture still use it.
 
-# Tuned for runs of two minutes on two cores. In code, names recur, so the model must learn to copy
-# from far back. That is worth 0.1 bits per byte. It takes three layers and about 600 steps, and
-# happens earlier with weight decay. The vocabulary of data/stdlib has 4,096 tokens. Its logits cost
-# more than those of a smaller vocabulary, but each token covers more text.
+# Tuned for two-minute runs on two cores. In code, names recur, so the model must learn to copy from
+# far back. This skill is worth 0.1 bits per byte. Learning it takes three layers and about 600
+# steps, or fewer steps with weight decay. The vocabulary of data/stdlib has 4,096 tokens. Its
+# logits cost more than those of a smaller vocabulary, but each token covers more text.
 SMALL = (
     "--n_layer 3 --n_embd 128 --context_length 512 --short_context 128 --eval_every 200 "
     "--matrix_lr 0.03 --vector_lr 0.02 --momentum 0.9 --matrix_decay 0.5 --vector_decay 0.1 "
     "--beta2 0.99 --decay 0.6"
 )
-# 11M parameters, as nanoGPT trains on Shakespeare
+# 11M parameters, as in nanoGPT's Shakespeare model
 MIDDLE_SIZED = "--n_layer 6 --n_head 6 --n_embd 384 --batch_size 64 --steps 1500"
 SHAKESPEARE_CPU = (
     "--data shakespeare_char --arch gpt2 --n_layer 3 --n_embd 128 --context_length 128 "
@@ -97,9 +97,9 @@ SHAKESPEARE_CUDA = (
     f"{MIDDLE_SIZED} --data shakespeare_char --arch gpt2 --dropout 0.2 --matrix_decay 2.0 "
     "--vector_decay 2.0 --steps 1715 --eval_every 350"  # 28 epochs
 )
-# GPT-2 small with its original activation, but without biases, which cost 3% of a step on a GPU.
-# The run reads its corpus about ten times, so dropout and weight decay lower the held-out loss from
-# 2.21 to 1.69; tuned learning rates lower it to 1.63.
+# GPT-2 small with its original activation, but without biases, which would take 3% of a step on a
+# GPU. The run reads its corpus about ten times, so dropout and weight decay lower the held-out loss
+# from 2.21 to 1.69. Tuned learning rates lower it further, to 1.63.
 GPT2 = (
     "--arch gpt2 --n_layer 12 --n_head 12 --n_embd 768 --context_length 1024 "
     "--activation gelu_new --data stdlib_gpt2 --batch_size 32 --steps 1000 --dropout 0.2 "
@@ -110,12 +110,13 @@ PRESETS = {
     "shakespeare_char": {"cpu": SHAKESPEARE_CPU, "cuda": SHAKESPEARE_CUDA},
     "gpt2-124M": {"cpu": GPT2, "cuda": GPT2},
 }
-# used with --init instead of a preset; and flags that --init does not allow
+# flags used with --init instead of a preset, and flags that --init does not allow
 FINETUNE = "--batch_size 4 --vector_lr 5e-5 --eval_every 50 --out out/finetuned"
 MODEL_FLAGS = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
 MODEL_FLAGS |= {"matrix_lr", "matrix_decay", "momentum"}  # flags of Muon, which --init does not use
-LONG_SHARE = 0.25  # the last share of a run, which trains on windows of the whole context
-# Steps between two reads of the losses. A read waits for the device, which is free on a CPU.
+LONG_SHARE = 0.25  # final fraction of a run, in which training uses windows of the full context
+# Number of steps between reads of the losses. A read waits for the device, which costs nothing on a
+# CPU.
 STRIDES = {"cpu": 1, "cuda": 10}
 # settings that --resume may change
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
@@ -123,8 +124,8 @@ RESUMABLE = {"out", "preset", "resume", "device", "compile"}
 
 def build_parser() -> Parser:
     about = (
-        "Train a small GPT. A preset sets some of the flags; flags that you give override it. The "
-        "defaults below apply to flags that neither sets."
+        "Train a small GPT. A preset sets some of the flags; flags that you give override the "
+        "preset. The defaults below apply to flags that are set by neither."
     )
     parser = Parser(description=about, allow_abbrev=False)
     with_no = BooleanOptionalAction  # --bias and --no-bias
@@ -132,38 +133,38 @@ def build_parser() -> Parser:
     flag = partial(add_flag, parser)
     about = "corpus, model and recipe, suited to the device"
     flag("--preset", about, "stdlib", choices=PRESETS)
-    flag("--init", "directory of a model to finetune, with all its weights; replaces a preset")
-    about = "directory of the checkpoint; default: out/DATA, out/PRESET, with --init out/finetuned"
+    flag("--init", "directory of a model to finetune (all its weights); replaces a preset")
+    about = "checkpoint directory; default: out/DATA, out/PRESET or, with --init, out/finetuned"
     flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
-    flag("--overwrite", "delete the checkpoint in the given --out, and start again there", False)
-    about = "only draw the losses of these runs, in compare.png"
+    flag("--overwrite", "delete the checkpoint in the given --out, and start a new run", False)
+    about = "only plot the losses of these runs, in compare.png"
     flag("--compare", about, nargs="+", metavar="DIR")
     flag("--data", "corpus: name of a recipe in data/, or a folder that a recipe made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
-    flag("--arch", "family: GPT-2, or a Llama of the same size", "llama", choices=("gpt2", "llama"))
+    flag("--arch", "GPT-2, or a Llama of the same size", "llama", choices=("gpt2", "llama"))
     flag("--n_layer", "number of layers", 4)
     flag("--n_head", "number of attention heads", 2)
     # above the limit, the number of weights would overflow
     flag("--n_embd", "width, a multiple of n_head", 256, at_least(1, below=2**24))
-    flag("--context_length", "tokens the model sees (nanoGPT: block_size)", 256)
+    flag("--context_length", "number of tokens the model sees (nanoGPT: block_size)", 256)
     about = "tokens per window until the last quarter of the run; default: --context_length"
     flag("--short_context", about, kind=positive)
-    about = "function in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
+    about = "activation in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
-    flag("--bias", "biases in linear layers and norms, only for GPT-2", False, action=with_no)
+    flag("--bias", "use biases in linear layers and norms (GPT-2 only)", False, action=with_no)
     about = "dropout probability, useful if the corpus is read many times"
     flag("--dropout", about, 0.0, at_least(0, float, below=1))
 
     add_recipe_flags(parser.add_argument_group("recipe"))
 
     flag = partial(add_flag, parser.add_argument_group("monitoring"))
-    flag("--eval_every", "steps between evaluations, samples and checkpoints", 100)
-    flag("--eval_tokens", "held-out tokens to score each time; at the end, all of them", 16384)
+    flag("--eval_every", "number of steps between evaluations, samples and checkpoints", 100)
+    flag("--eval_tokens", "held-out tokens to score each time; at the end, all are scored", 16384)
 
     flag = partial(add_flag, parser.add_argument_group("machine"))
-    about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES selects it"
+    about = "default: a GPU if there is one; CUDA_VISIBLE_DEVICES selects which"
     flag("--device", about, choices=("cpu", "cuda"))
     about = "dtype of matrix products; default: bfloat16 if the hardware supports it"
     flag("--dtype", about, choices=("float32", "bfloat16"))
@@ -175,12 +176,12 @@ def build_parser() -> Parser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     share = at_least(0, float, below=1)
-    about = "duration of a run without --steps; the time to make the corpus does not count"
+    about = "duration of a run without --steps, not counting the time to make the corpus"
     flag("--minutes", about, 2.25, at_least(0.01, float))
-    about = "optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
+    about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
-    flag("--batch_size", "sequences of context_length tokens per step, over all devices", 8)
-    about = "number of parts in which a device computes its share of the batch, to save memory"
+    flag("--batch_size", "sequences per step, over all devices, of context_length tokens each", 8)
+    about = "number of parts to split a device's share of the batch into, to save memory"
     flag("--accumulate", about, 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     about = "peak learning rate of AdamW: embeddings and norms; with --init, all weights"
@@ -188,21 +189,21 @@ def add_recipe_flags(group):
     flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
     about = "decay rate of AdamW's running mean of the squared gradient"
     flag("--beta2", about, 0.95, share)
-    about = "weight decay of Muon; it is multiplied by the learning rate, so it also falls to zero"
+    about = "Muon's weight decay; multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
-    about = "weight decay of AdamW, for embeddings; with --init, for all matrices"
+    about = "AdamW's weight decay, for embeddings or, with --init, for all matrices"
     flag("--vector_decay", about, 0.0)
     flag("--warmup", "number of steps during which the learning rate rises", 10)
-    about = "last share of the run, during which the learning rate falls to zero"
+    about = "final fraction of the run, during which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
     flag("--clip", "maximum norm of the gradient", 1.0)
-    about = "seed of weights, batches, dropout and samples"
+    about = "seed for weights, batches, dropout and samples"
     flag("--seed", about, 1337, at_least(0, below=2**62))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
     """
-    Parse the command line: typed flags override the preset, and the preset overrides the defaults.
+    Parse the command line. Typed flags override the preset, and the preset overrides the defaults.
     Exit with a message if a flag is unknown, or if flags contradict each other.
     """
     parser = build_parser()
@@ -223,21 +224,21 @@ def parse_args(argv: list[str] | None) -> Namespace:
     base = read_about(args.data).get("init")
     if base and not (args.init or args.resume or typed & MODEL_FLAGS):
         parser.error(
-            f"--data {args.data} has the tokens of {base}: did you mean --init {base}? To train a "
-            "new model on these tokens, give a flag of the model, such as --n_layer 4"
+            f"--data {args.data} has tokens for {base}: did you mean --init {base}? To train a new "
+            "model on these tokens, set one of the model flags, such as --n_layer 4"
         )
     settings = PRESETS[args.preset][pick_device(args.device).type]
     if args.init:
         limit = load_config(args.init).context_length
         settings = f"{FINETUNE} --context_length {min(512, limit)}"
         if "context_length" in typed and args.context_length > limit:
-            parser.error(f"--context_length is larger than the model's own, {limit}: lower it")
+            parser.error(f"--context_length is larger than the model's limit, {limit}: lower it")
     args = parser.parse_args([*settings.split(), *argv])
     if "minutes" in typed and "steps" not in typed:  # override a preset's --steps
         args.steps = None
     if args.arch == "llama":
         if args.bias:
-            parser.error("--bias: Llama has no biases, leave it out or use --arch gpt2")
+            parser.error("--bias: Llama has no biases; leave it out, or use --arch gpt2")
         if "activation" not in typed:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
@@ -257,9 +258,10 @@ def model_fields(args: Namespace) -> dict:
 
 def gated_width(n_embd: int) -> int:
     """
-    Return the width of a gated MLP that has as many weights as GPT-2's. GPT-2's has two matrices
-    and a width of 4 n_embd; a gated one has three, so its width is 8 / 3 n_embd. Round to a
-    multiple of 8, or of 64 for wide models, because GPUs multiply in tiles.
+    Return the width of a gated MLP that has as many weights as GPT-2's. GPT-2's MLP has two
+    matrices and a width of 4 n_embd; a gated MLP has three matrices, so its width is 8 / 3 n_embd.
+    The width is rounded to a multiple of 8, or of 64 for wide models, because GPUs multiply in
+    tiles.
     """
     tile = 64 if n_embd >= 384 else 8
     return max(1, round(8 * n_embd / 3 / tile)) * tile
@@ -271,8 +273,9 @@ def gated_width(n_embd: int) -> int:
 
 def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
     """
-    Return the optimizers: Muon for the matrices inside the blocks, AdamW for vectors, embeddings
-    and the head. With --init, AdamW for everything, because it trained those models before.
+    Return the optimizers: Muon for the matrices inside the blocks, and AdamW for vectors,
+    embeddings and the head. With --init, use AdamW for everything, because such models were trained
+    with it.
     """
     # Muon's orthogonal updates suit maps between hidden states, but an embedding is a table.
     blocks = [] if args.init else model.h
@@ -293,8 +296,9 @@ def make_optimizers(model: GPT, args: Namespace, process: Process) -> list:
 
 def learning_rate(step: int, share: float, args: Namespace) -> float:
     """
-    Return the factor (0 to 1) for the peak learning rates, by a linear warmup-stable-decay (WSD)
-    schedule. `step` counts from 0. `share` is the share of the run that is done.
+    Return the factor (0 to 1) that multiplies the peak learning rates, according to a linear
+    warmup-stable-decay (WSD) schedule. `step` counts from 0. `share` is the fraction of the run
+    that is done.
     """
     warmup = min(1.0, (step + 1) / args.warmup)
     decay = min(1.0, (1 - share) / args.decay)
@@ -303,8 +307,9 @@ def learning_rate(step: int, share: float, args: Namespace) -> float:
 
 def tokens_and_targets(rows):
     """
-    Split rows (B, T + 1) int64 of a corpus into tokens (B, T) and targets (B, T), the token after
-    each. A corpus stores ~id for a token that should not be predicted; its target is -100.
+    Split rows (B, T + 1) int64 of a corpus into tokens (B, T) and targets (B, T), which are the
+    next tokens. A corpus stores ~id for a token that should not be predicted; the target is then
+    -100.
     """
     tokens = torch.maximum(rows, ~rows)
     targets = rows.masked_fill(rows < 0, -100)
@@ -314,10 +319,10 @@ def tokens_and_targets(rows):
 @torch.no_grad()
 def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | None = None):
     """
-    Return the cross-entropy on the held-out text: (total nats, number of tokens scored). The text
-    is cut into windows of T tokens. Each token is scored once, but the very first only if the
-    tokenizer has an end-of-text token to put before it. With `limit`, score only about that many
-    tokens, in evenly spaced windows.
+    Return the cross-entropy on the held-out text, as (total nats, number of tokens scored). The
+    text is cut into windows of T tokens. Each token is scored once, except that the very first is
+    scored only if the tokenizer has an end-of-text token to put before it. If `limit` is given,
+    score only about that many tokens, in evenly spaced windows.
     """
     eos = corpus.tokenizer.eos_token_id
     # one long row of tokens, padded to a whole number of windows
@@ -326,12 +331,12 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | 
         tokens = F.pad(tokens, (1, 0), value=eos)
     missing = -(len(tokens) - 1) % T
     tokens = F.pad(tokens, (0, missing), value=-1)  # negative tokens are not predicted
-    windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1): neighbours overlap by one token
+    windows = tokens.unfold(0, T + 1, T)  # (windows, T + 1), overlapping by one token
     windows = windows[(windows[:, 1:] >= 0).any(-1)]
     if limit is not None:
         count = min(len(windows), max(process.world, limit // T))
         windows = windows[torch.linspace(0, len(windows) - 1, count).long()]
-    # float64, so that the order of the sum hardly matters
+    # float64, so that the order of summation hardly matters
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
     own = windows[process.rank :: process.world]  # empty if there are more processes than windows
@@ -364,7 +369,7 @@ def new_model(args: Namespace, tokenizer: Tokenizer, process: Process) -> GPT:
 
 
 class Run:
-    """The state of a run that is saved and resumed: weights, optimizers, step, settings, log."""
+    """The state of a run, to save and resume it: weights, optimizers, step, settings and log."""
 
     def __init__(self, args: Namespace, corpus: Corpus, process: Process):
         self.args = args
@@ -383,18 +388,19 @@ class Run:
         self.model = model.to(process.device)
         self.optimizers = make_optimizers(self.model, args, process)
         if process.compile:
-            for block in self.model.h:  # the blocks are alike, so only the first takes time
+            for block in self.model.h:  # blocks are alike: only the first takes long
                 block.compile(dynamic=False)
             if process.device.type == "cuda":
                 self.train_step = CudaGraph(self.train_step)
         self.step = 0
-        self.share = 0.0  # share of the run's steps (or minutes) that is done
+        self.share = 0.0  # fraction of the run's steps (or minutes) that is done
         self.log = []  # the lines of log.jsonl
 
     def window(self) -> int:
         """
-        Return the tokens per sequence of the next step. Attention over short windows is cheap, so
-        most of a run uses these. A model learns to use its full context quickly at the end.
+        Return the number of tokens per sequence in the next step. Attention over short windows is
+        cheap, so most of a run uses short windows. At the end, a model quickly learns to use its
+        full context.
         """
         is_long = self.share >= 1 - LONG_SHARE
         return self.args.context_length if is_long else self.args.short_context
@@ -404,7 +410,7 @@ class Run:
         args = self.args
         process = self.process
         T = self.window()
-        B = args.batch_size * (args.context_length // T)  # keeps the number of tokens
+        B = args.batch_size * (args.context_length // T)  # keeps the number of tokens constant
         place = (args.seed, self.step, process.rank, process.world)
         rows = torch.from_numpy(batch_rows(self.corpus.train, B, T, *place))
         if process.device.type == "cuda":
@@ -413,7 +419,9 @@ class Run:
         return tokens_and_targets(rows)
 
     def update(self, x, y) -> torch.Tensor:
-        """Train one step on x, y (B, T) int64. Return (loss, gradient norm) (2,) on the device."""
+        """
+        Train one step on x and y (B, T) int64. Return loss and gradient norm, (2,) on the device.
+        """
         args = self.args
         # dropout is also a function of (seed, step), so no random state has to be saved
         torch.manual_seed(args.seed + self.step * self.process.world + self.process.rank)
@@ -425,8 +433,8 @@ class Run:
 
     def train_step(self, x, y, rate) -> torch.Tensor:
         """
-        Compute the gradients and update the weights: the part of `update` on the device. `rate` is
-        a number or, in a CUDA graph, a tensor ().
+        Compute the gradients and update the weights: the part of `update` that runs on the device.
+        `rate` is a number or, in a CUDA graph, a tensor ().
         """
         process = self.process
         parts = self.args.accumulate
@@ -434,7 +442,7 @@ class Run:
         for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
             with process.autocast():
                 _, part = self.model(x_part, y_part, process.ops)
-            # average the parts and the processes; each has averaged over its own targets
+            # average over parts and processes; each has already averaged over its own targets
             part = part / parts
             (part / process.world).backward()
             loss += part.detach()
@@ -451,8 +459,8 @@ class Run:
 
     def record(self, **line: float):
         """
-        Append a line to the log (`save` writes log.jsonl). Exit if a number is not finite: then the
-        model is broken, but the last checkpoint is still good.
+        Append a line to the log (`save` writes log.jsonl). Exit if a number is not finite, because
+        the model is then broken. The last checkpoint is still good.
         """
         if all(map(math.isfinite, line.values())):
             self.log.append(line)
@@ -467,7 +475,9 @@ class Run:
         )
 
     def evaluate_and_sample(self) -> str:
-        """Evaluate on part of the held-out text, and sample. Return the lines to print."""
+        """
+        Evaluate on part of the held-out text, and generate a sample. Return the lines to print.
+        """
         nats, count = evaluate(
             self.model, self.corpus, self.process, self.window(), self.args.eval_tokens
         )
@@ -480,8 +490,8 @@ class Run:
     def save(self):
         """
         Write train_state.pt, which --resume reads, and then the checkpoint, which everything else
-        reads. If the process is killed between the two, they are from different steps. Both still
-        load, and `load` writes the checkpoint again.
+        reads. If the process is killed in between, they are from different steps. Both can still be
+        loaded, and `load` writes the checkpoint again.
         """
         if self.process.is_main:
             state = {
@@ -505,7 +515,7 @@ class Run:
 
     def load(self, state: dict):
         """Restore the state that `save` wrote."""
-        self.model.load_state_dict(state.pop("model"))  # pop, so that no second copy is kept
+        self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # keep this run's settings, because a GPU's differ from a CPU's
             optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
@@ -517,8 +527,8 @@ class Run:
 
 def open_out(args: Namespace) -> dict | None:
     """
-    Return the state to resume from, or None for a new run. Exit if --out cannot be used. Nothing is
-    deleted yet.
+    Return the state to resume from, or None for a new run. Exit if --out cannot be used. This
+    function does not delete anything.
     """
     out = Path(args.out)
     path = out / "train_state.pt"
@@ -533,23 +543,23 @@ def open_out(args: Namespace) -> dict | None:
                 return state
         except Exception as error:  # a damaged file can raise any error
             sys.exit(
-                f"nothing to resume, {path} cannot be read ({error!r:.200}): name the run with "
+                f"nothing to resume: {path} cannot be read ({error!r:.200}). Name the run with "
                 "--out, or start a new one without --resume (with --overwrite if --out has a model)"
             )
     if args.init and Path(args.init).resolve() == out.resolve():
         sys.exit(f"--init and --out are both {out}: name another folder, for example --out {out}-2")
     if (out / "config.json").exists() and not args.overwrite:
         sys.exit(
-            f"{out} holds a model: --out {out}-2 trains another beside it, --resume --out {out} "
-            f"continues it, --overwrite --out {out} deletes it and starts again"
+            f"{out} holds a model: use --out {out}-2 to train another one, --resume --out {out} to "
+            f"continue this one, or --overwrite --out {out} to delete it and start again"
         )
     return None
 
 
 def is_same_run(saved: dict, args: Namespace) -> bool:
     """
-    Return whether the flags are the same as in the saved run, not counting flags that the run set
-    itself.
+    Return whether the flags are the same as in the saved run, ignoring flags that the run itself
+    has set.
     """
     names = saved.keys() - RESUMABLE - {"dtype", "init"}
     return all(saved[name] == getattr(args, name) for name in names)
@@ -557,11 +567,11 @@ def is_same_run(saved: dict, args: Namespace) -> bool:
 
 def delete_checkpoint(out: Path):
     """
-    Delete the old model for --overwrite. Called when the new run is ready to start, so that a
-    mistyped flag does not cost a model.
+    Delete the old model for --overwrite. This is called only when the new run is ready to start, so
+    that a mistyped flag does not cost a model.
     """
     # Delete these two first: loss.png tells the Makefile that training is done, and config.json
-    # makes a directory a checkpoint.
+    # marks a directory as a checkpoint.
     names = ["loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"]
     for name in names + COMPANIONS:  # companions may belong to another model
         for path in out.glob(name):
@@ -570,9 +580,10 @@ def delete_checkpoint(out: Path):
 
 def train(run: Run, caught: list[int], clock: Clock) -> bool:
     """
-    Train until the run is done (return True) or a signal was caught (return False), and save.
-    Without --steps, the clock determines the share that is done. The learning rate follows it, so
-    the run ends in time and with a full decay, even if something else slows the machine down.
+    Train until the run is done or a signal is caught, then save. Return True if the run is done.
+    Without --steps, the clock determines what fraction of the run is done. The learning rate
+    follows that fraction, so the run ends in time and with a full decay, even if something else
+    slows the machine down.
     """
     args = run.args
     process = run.process
@@ -608,7 +619,9 @@ def train(run: Run, caught: list[int], clock: Clock) -> bool:
 
 
 def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
-    """Do a whole run, a new one or from `state`. Exit with a message if it cannot start."""
+    """
+    Carry out a whole run, new or resumed from `state`. Exit with a message if it cannot start.
+    """
     began = time.perf_counter()
     try:
         if state:  # use the interrupted run's settings, except those in RESUMABLE
@@ -618,7 +631,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
         process = init_process(args)
         corpus = load_corpus(args.data, process)
-        started = time.perf_counter()  # --minutes start here, after the corpus is made
+        started = time.perf_counter()  # --minutes begins here, after the corpus is made
         parts = process.world * args.accumulate
         if args.batch_size % parts:
             sys.exit(
@@ -628,7 +641,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         if state and state.get("corpus", corpus.digest) != corpus.digest:
             sys.exit(
                 f"the corpus has changed: --data {args.data} has different tokens than when "
-                f"{args.out} was trained: restore it, or start a new run with another --out"
+                f"{args.out} was trained. Restore it, or start a new run with another --out"
             )
         run = Run(args, corpus, process)
         if state:
@@ -636,7 +649,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         elif process.is_main:
             with exit_if_unwritable(run.out):
                 delete_checkpoint(run.out)
-                if args.init:  # copy everything, so that resuming does not need that directory
+                if args.init:  # copy everything, so that resuming does not need --init's folder
                     copy_companions(args.init, run.out)
                     save_checkpoint(run.model, run.out)
                 else:
@@ -648,14 +661,14 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
     clock = Clock(run, started)
     if train(run, caught, clock):
         process.print(f"scoring {len(corpus.val):,} held-out tokens ..")
-        # score every held-out token once, after the last checkpoint was written
+        # score every held-out token once, after the last checkpoint has been written
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)
     else:
         again = f"python train.py --resume --out {run.out}"
-        if "MAKELEVEL" in os.environ:  # started by `make run`, maybe without an active environment
+        if "MAKELEVEL" in os.environ:  # started by `make run`, maybe with no active environment
             again = "make run"
-        process.print(f"stopped and saved at step {run.step}: `{again}` continues")
+        process.print(f"stopped and saved at step {run.step}; to continue: `{again}`")
     process.print(
         f"{plural(run.step, 'step')}, {time.perf_counter() - began:.0f} s in total; checkpoint in "
         f"{run.out}"

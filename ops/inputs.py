@@ -242,7 +242,7 @@ def lay_out(
         logits_index = query_start[1:] - 1  # the last token of each request
         known.context_len[step.chunk_rows] = step.chunk_contexts
         rows = torch.cat([rows, step.sampling_rows])
-    # These lengths are on the host, where some operators use them to divide up their work. The order is
+    # The lengths on the host, which some operators use to divide up their work. The order is
     # decodes, padding, chunks, padding.
     plan = plan or Plan()
     no_chunk = [0] * (C - len(plan.chunks))

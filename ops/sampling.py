@@ -378,7 +378,7 @@ def sort_keys(logits: Tensor) -> Tensor:
     """
     _, V = logits.shape
     words = logits.float().view(torch.int32).long()
-    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # reverse the order of negative floats
+    words = torch.where(words < 0, words ^ 0x7FFFFFFF, words)  # negative floats sort in reverse
     return (words << 32) - torch.arange(V, device=logits.device)
 
 

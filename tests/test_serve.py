@@ -33,12 +33,12 @@ def test_answers_do_not_wait_for_acknowledgements():
         accepted.close()
 
 
-LOADED = "cannot listen at 127.0.0.1:PORT: Address already in use; stop the program that listens "
+LOADED = "cannot listen on 127.0.0.1:PORT: Address already in use; stop the program that uses "
 MODELS = {  # files of a directory -> the message about it, before that about a port in use
     "": "no model in DIR: tokenizer.json is missing",
     "tokenizer.json": "no model in DIR: config.json is missing",
     "x.gguf": "GGUF files are llama.cpp's",
-    "tokenizer.json config.json": f"{LOADED}there, or choose another --port$",
+    "tokenizer.json config.json": f"{LOADED}this port, or choose another --port$",
 }
 
 
@@ -66,9 +66,9 @@ def test_sigterm_while_it_starts_is_no_failure():
 
 
 HOSTS = {  # what is typed -> the refusal, or none
-    "no.invalid": r"cannot listen at no\.invalid:0: \w.*; --host must be a name or address of this",
-    "localhost:8012": r"cannot listen at localhost:8012:0: \w.*; --host must be .*, without a port",
-    "192.0.2.1": r"cannot listen at 192\.0\.2\.1:0: \w.*; --host must be a name or address of this",
+    "no.invalid": r"cannot listen on no\.invalid:0: \w.*; --host must be a name or address of this",
+    "localhost:8012": r"cannot listen on localhost:8012:0: \w.*; --host must be .*, without a port",
+    "192.0.2.1": r"cannot listen on 192\.0\.2\.1:0: \w.*; --host must be a name or address of this",
     "0.0.0.0": "--allow-remote",
     "::": "--allow-remote",
     "127.0.0.1": "",

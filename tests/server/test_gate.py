@@ -95,7 +95,7 @@ KEYS = [  # flags, the environment's key, the file -> keys, or a refusal
     (["--api-key", " sesame "], "one", "", ["sesame"]),
     ([], " one\n", "", ["one"]),
     (FILE, None, "\ufeffone\n\n  two \none\n", ["one", "two"]),
-    (FILE, None, "\n", "has no key in it"),
+    (FILE, None, "\n", "contains no keys"),
     ([*FILE[:1], "nowhere"], None, "", "--api-key-file nowhere cannot be read .*: name a file"),
     (["--api-key", " "], None, "", "--api-key is blank"),
     ([], "", "", "PAGEDGPT_API_KEY is blank"),  # like a secret that was not filled in

@@ -82,7 +82,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
         train.main(flags)  # returns: exit status 0
         flags = ["--resume", f"--out={out}"]
         printed = capsys.readouterr().out
-        assert f"stopped and saved at step {stop}: `{command}` continues\n" in printed
+        assert f"stopped and saved at step {stop}; to continue: `{command}`\n" in printed
         assert assert_loads(out)["step"] == stop
         assert read_log(out)[-1]["step"] == stop
     train.main(flags)
@@ -255,12 +255,12 @@ MISTAKES = """
 --minutes=nan -> --minutes: nan is too small
 --dropout=2 -> --dropout: 2 is too large, wanted less than 1
 --n_embd=1000000000 -> --n_embd: 1000000000 is too large, wanted less than 16777216
---bias -> --bias: Llama has no biases, leave it out or use --arch gpt2
---data=CHAT -> has the tokens of smollm2: did you mean --init smollm2?
+--bias -> --bias: Llama has no biases; leave it out, or use --arch gpt2
+--data=CHAT -> has tokens for smollm2: did you mean --init smollm2?
 --init=nowhere -> there is no directory nowhere
 --init=out --preset=gpt2-124M --no-bias --n_head=3 -> AdamW trains it: leave out --bias, --n_head, --preset
 --init=out --arch=gpt2 --matrix_lr=0.1 --momentum=0.9 -> it: leave out --arch, --matrix_lr, --momentum
---init=out --context_length=34 -> --context_length is larger than the model's own, 33
+--init=out --context_length=34 -> --context_length is larger than the model's limit, 33
 --init=out --out=out/../out --data=nowhere -> out: name another folder, for example --out
 --init=out --out=out/../out --data=nowhere --overwrite -> --init and --out are both
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
@@ -317,7 +317,7 @@ def test_nothing_to_resume(tmp_path):
     for reason, content in contents.items():
         if content:
             torch.save(content, path)
-        message = rf"nothing to resume, .*pt cannot be read \(.*{reason}"
+        message = rf"nothing to resume: .*pt cannot be read \(.*{reason}"
         with pytest.raises(SystemExit, match=message) as error:
             train.main(["--resume", f"--out={tmp_path}"])
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
@@ -341,7 +341,7 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, t
         split = change.removeprefix("less to ")
         ids = np.array(read_corpus(folder, split))[::-1]
         ids[: 40 if change != split else None].tofile(folder / f"{split}.bin")
-    changed = r"--data .*corpus has different tokens than when .*out was trained: restore it"
+    changed = r"--data .*corpus has different tokens than when .*out was trained\. Restore it"
     with pytest.raises(SystemExit, match=changed):
         train.main(["--resume", f"--out={out}"])
     assert {path: path.read_bytes() for path in out.iterdir()} == before
