@@ -1,7 +1,7 @@
-# docker build -t pagedgpt .        for torch's build for CPUs: --build-arg PIP_OPTIONS="--extra-index-url URL", as with make
+# docker build -t pagedgpt .        for torch's CPU build, add --build-arg PIP_OPTIONS="--extra-index-url URL", as with make
 # docker run --read-only -p 127.0.0.1:8000:8000 -e PAGEDGPT_API_KEY=KEY -v "$PWD/out/stdlib:/model:ro" pagedgpt
 FROM python:3.13-slim
-# on its first start the server compiles ops/cpu.c for its CPU, and keeps the result in /cache
+# on its first start, the server compiles ops/cpu.c for its CPU and keeps the result in /cache
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /app
 COPY constraints.txt requirements.txt ./

@@ -1,32 +1,32 @@
 # make run        train the default model if there is none, then serve it at http://127.0.0.1:8000
-# make test       lint and all tests except the slow ones, 4 min on two cores
-# make test-avx2  the numeric tests, as on a CPU that only has AVX2, 1 min
-# make test-slow  the slow tests: a million steps, planted bugs, kills, a round of traces, real clients
+# make test       run lint and all tests except the slow ones, 4 min on two cores
+# make test-avx2  run the numeric tests as on a CPU that only has AVX2, 1 min
+# make test-slow  run the slow tests: a million steps, planted bugs, kills, a round of traces, real clients
 #                 (in .venv-clients), real models (in ~/.cache/pagedgpt)
-# make test-all   make test, then make test-slow
-# make clean      delete everything that can be made again: environments, caches, the corpora that train.py makes
-# make clean-models  list models (out/) and the README's record (run.jsonl), ask, and delete them
+# make test-all   run make test, then make test-slow
+# make clean      delete everything that can be rebuilt: environments, caches, the corpora that train.py makes
+# make clean-models  list models (out/) and the README's record (run.jsonl), ask, then delete them
 #
-# PIP_OPTIONS is passed to pip. For example, it can choose torch's build for CPUs, which is 200 MB instead of 3 GB. The
-# index for it is named by pytorch.org/get-started under CPU:
+# PIP_OPTIONS is passed to pip. For example, it can select torch's CPU build, which is 200 MB instead of 3 GB. Its index
+# is shown at pytorch.org/get-started under CPU:
 #   make run PIP_OPTIONS="--extra-index-url <that index>"
-# VENV is the folder of the environment: make test VENV=.venv-3.13 PYTHON=python3.13
+# VENV is the environment's folder: make test VENV=.venv-3.13 PYTHON=python3.13
 
 PYTHON ?= python3
 VENV := .venv
 PIP_OPTIONS ?=
 BIN := $(VENV)/bin
 # Two processes: when one has no tests left, it takes some from the other. PYTHONDONTWRITEBYTECODE is unset, because
-# otherwise a hundred processes of the tests would each compile the same modules.
+# otherwise a hundred test processes would each compile the same modules.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 NUMERIC := test_paged.py tests/ops tests/engine tests/training tests/test_checkpoint.py tests/test_families.py \
 	tests/test_post.py tests/test_tutorial_api.py tests/test_walkthrough.py \
 	$(addprefix --ignore=tests/, engine/test_link.py engine/test_matcher.py engine/test_simulator.py \
 	training/test_clock.py training/test_crashes.py)
 MODEL := out/stdlib
-# set if an installation was interrupted: pip may then take half-installed packages for complete ones
+# set if an installation was interrupted, because pip may then mistake half-installed packages for complete ones
 AGAIN = $(wildcard $(VENV)/installing $(VENV)/tests-installing)
-# on a terminal, pip shows its progress (tested by stderr, because stdout is captured here)
+# on a terminal, pip shows its progress (stderr is tested, because stdout is captured here)
 PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 2 || echo --quiet) \
 	$(if $(AGAIN),--force-reinstall) $(PIP_OPTIONS) -c constraints.txt
 CORPORA := $(foreach name,stdlib stdlib_gpt2 shakespeare_char shakespeare_char_gpt2, $(addprefix data/$(name)/, \
@@ -54,18 +54,18 @@ lint: same-python $(VENV)/tests-ready
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 
-# training writes loss.png last: if it is missing, a training that was stopped is resumed
+# training writes loss.png last; if it is missing, training that was stopped is resumed
 $(MODEL)/loss.png: | $(VENV)/ready
 	$(BIN)/python train.py --out $(MODEL) $(if $(wildcard $(MODEL)/train_state.pt),--resume)
-	@test -f $@ || { echo "the training was stopped: make run resumes it"; exit 1; }
+	@test -f $@ || { echo "training was stopped: make run resumes it"; exit 1; }
 
 $(VENV)/ready: requirements.txt constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedGPT needs Python 3.11 or later: make run PYTHON=python3.11")'
-	@echo "installing requirements.txt into $(VENV)$(if $(PIP_OPTIONS),,: 3 GB with torch for CUDA, some minutes)" \
+	@echo "installing requirements.txt into $(VENV)$(if $(PIP_OPTIONS),,: 3 GB with torch for CUDA, takes a few minutes)" \
 		"(if it makes no progress, pip cannot reach its index: press Ctrl-C, and name another one in PIP_OPTIONS)"
-	@$(if $(PIP_OPTIONS),true,nvidia-smi -L > /dev/null 2>&1) || echo "no NVIDIA GPU was found: torch's build for \
-	CPUs is enough, and only 200 MB. To install it instead, press Ctrl-C, then run make run \
-	PIP_OPTIONS='--extra-index-url URL' with the index that pytorch.org/get-started names for CPU"
+	@$(if $(PIP_OPTIONS),true,nvidia-smi -L > /dev/null 2>&1) || echo "no NVIDIA GPU was found: torch's CPU build \
+	is enough, and is only 200 MB. To install it instead, press Ctrl-C, then run make run \
+	PIP_OPTIONS='--extra-index-url URL' with the index that pytorch.org/get-started shows for CPU"
 	@mkdir -p $(VENV) && touch $(VENV)/installing
 	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv $(if $(AGAIN),--clear) $(VENV)
 	@touch $(VENV)/installing
@@ -74,14 +74,14 @@ $(VENV)/ready: requirements.txt constraints.txt
 	@rm $(VENV)/installing
 	@touch $@
 
-# PYTHON is only used to make an environment: an existing one keeps its own Python
+# PYTHON is only used to create an environment; an existing environment keeps its own Python
 same-python:
 	@test -z "$(filter command,$(origin PYTHON))" -o ! -e $(VENV)/ready || \
 		test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" || { echo "$(VENV) has $$($(BIN)/python -V), PYTHON is \
 	$$($(PYTHON) -V): name another VENV, or make clean first"; exit 1; }
 
-# The packages for tests may replace packages of make run, so make run is not ready in the meantime. Without a network,
-# the dry run fails before anything is replaced.
+# The packages for tests may replace packages that make run uses, so make run is not ready in the meantime. Without a
+# network, the dry run fails before anything is replaced.
 $(VENV)/tests-ready: requirements-test.txt $(VENV)/ready
 	@echo "installing requirements-test.txt into $(VENV)"
 	@$(PIP) --dry-run -r requirements-test.txt > /dev/null
@@ -94,7 +94,7 @@ clean:
 	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis
 	find . -path "./.*" -prune -o -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(CORPORA) compare.png out/replay.png out/page.html
-	@echo "kept: models in out/ (make clean-models), corpora of your own files in data/"
+	@echo "kept: models in out/ (make clean-models), corpora made from your own files in data/"
 
 clean-models:
 	@found=$$(du -sh out/* out/.[!.]* run.jsonl 2> /dev/null); \

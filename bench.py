@@ -1,25 +1,25 @@
 """
-The measurements behind the figures in README.md and REFERENCE.md.
+Takes the measurements behind the figures in README.md and REFERENCE.md.
 
     python bench.py scheduler     # Python time of plan + update, per step
     python bench.py kernels       # one layer of attention on a GPU: each backend, several block
                                   # sizes, and the floor
-    python bench.py engine        # tok/s of a mixed workload; latency of 1 and 32 requests
-    python bench.py equality      # greedy answers with and without graphs and overlap, and those of
-                                  # the dense model
-    python bench.py overhead      # where the time of a decode step goes, on the device and the host
-    python bench.py choices       # decode steps of 256 answers to one prompt, and to 256 prompts
-    python bench.py server        # the offline workload over HTTP, as 1, 32 and 256 streams
-    python bench.py generate      # the engine against Hugging Face's generate and llama.cpp
-    python bench.py quality       # bits per byte of held-out text, with fp32 and int8 weights
-    python bench.py drafts        # answers with --speculate and without, one at a time
-    python bench.py grammar       # answers with a JSON schema, and free ones
-    python bench.py train         # losses and times of train.py, by nanoGPT's estimate
+    python bench.py engine        # tok/s with a mixed workload, and latency with 1 and 32 requests
+    python bench.py equality      # compares greedy answers with and without graphs and overlap, and
+                                  # with the dense model
+    python bench.py overhead      # where a decode step's time goes, on the device and the host
+    python bench.py choices       # decode steps for 256 answers to one prompt, and to 256 prompts
+    python bench.py server        # the offline workload over HTTP, with 1, 32 and 256 streams
+    python bench.py generate      # compares the engine with Hugging Face's generate and llama.cpp
+    python bench.py quality       # bits per byte for held-out text, with fp32 and int8 weights
+    python bench.py drafts        # answers with and without --speculate, one at a time
+    python bench.py grammar       # answers with and without a JSON schema
+    python bench.py train         # train.py's losses and times, using nanoGPT's estimate
 
-Each command is a function in the table at the end of this file; assets/commands.py says how it is
-called. The models and the requests are in assets/workloads.py. Seeds are fixed, warm-up is not
-counted, and times are medians. Nothing else should run on the machine: in each step threads wait
-for each other, so whatever slows down one of them slows down the step.
+Each command is a function in the table at the end of this file. assets/commands.py describes how
+commands are called, and assets/workloads.py has the models and the requests. Seeds are fixed,
+warm-up is not counted, and times are medians. Nothing else should run on the machine: in each step,
+threads wait for each other, so slowing down one of them slows down the whole step.
 """
 
 import gc
@@ -92,19 +92,19 @@ from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 from params import SamplingParams, Settings
 from tokenizer import load_tokenizer
 
-FLAGS = {  # the help of each argument of a command
+FLAGS = {  # the help for each command argument
     "model": "a shape in MODELS, such as 10M, gpt2-124M or smollm2-135M (random weights), or a "
     "model directory",
-    "quantize": "int8: the engine's weights as 8-bit integers",
+    "quantize": "int8: store the engine's weights as 8-bit integers",
     "deterministic": "run the engine as serve.py --deterministic does",
-    "llama": "a Python that has llama_cpp, to also measure llama.cpp",
-    "vllm": "a Python that has vllm, to also measure vLLM",
+    "llama": "path of a Python that has llama_cpp, to also measure llama.cpp",
+    "vllm": "path of a Python that has vllm, to also measure vLLM",
     "limit": "number of held-out tokens to score",
     "data": "the model's training data: a name in data/, or a folder",
     "streams": "numbers of concurrent requests",
-    "repeats": "runs of each; the one with the median time counts",
-    "recipe": "flags of train.py, in quotes",
-    "seeds": "one run for each",
+    "repeats": "number of runs for each; the run with the median time counts",
+    "recipe": "flags for train.py, in quotes",
+    "seeds": "seeds; there is one run for each",
     "goal": "measure the time to this loss, in nats per token",
 }
 
@@ -114,8 +114,8 @@ FLAGS = {  # the help of each argument of a command
 
 def bench_scheduler() -> dict:
     """
-    Measure the scheduler's time for a step, `plan` and `update`, in which 256 requests decode:
-    blocks of 16 tokens, prompts of 100 to 1000, prefix cache on.
+    Measure how long the scheduler's `plan` and `update` take for a step in which 256 requests
+    decode. Blocks hold 16 tokens, prompts have 100 to 1000 tokens, and the prefix cache is on.
     """
     n = 256
     settings = SchedulerSettings(max_num_seqs=n, max_num_partial_prefills=n)
@@ -135,17 +135,18 @@ def bench_scheduler() -> dict:
 # --------------------------------------------------------------------------------------------------
 # Attention, one layer
 
-B = 256  # requests that decode
+B = 256  # number of decoding requests
 CONTEXT = 1024
 SHAPE = MODELS["gpt2-124M"]
 
 
 def bench_kernels() -> dict:
     """
-    Measure one layer of paged attention on a GPU, in microseconds: bf16, 256 decodes at context
-    1,024, 12 heads of 64. Each backend has 16 tokens a block; ours is also measured with other
-    block sizes. Block tables are permuted. Each call is in a CUDA graph, and on another pool than
-    the call before. The floor is the time to read K and V once.
+    Measure one layer of paged attention on a GPU, in microseconds, with bf16, 256 decodes at
+    context length 1,024, and 12 heads of size 64. Each backend is measured with 16 tokens per
+    block, and ours also with other block sizes. Block tables are permuted. Calls are in a CUDA
+    graph, and each uses a different pool from the previous call. The floor, a lower bound, is the
+    time it takes to read K and V once.
     """
     if DEVICE == "cpu":
         raise ValueError("kernels are measured on a GPU, and there is none: `generate` is for CPUs")
@@ -161,8 +162,8 @@ def bench_kernels() -> dict:
 
 def attention_us(S=16, backend="triton") -> float:
     """
-    Return the microseconds of one layer's attention in bf16, over as many pools as make 600 MB, at
-    most 64.
+    Return how many microseconds one layer's attention takes in bf16, over as many pools as fit in
+    600 MB, at most 64.
     """
     torch.cuda.empty_cache()
     kv, attend = one_layer(S, backend)
@@ -173,9 +174,7 @@ def attention_us(S=16, backend="triton") -> float:
 
 
 def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
-    """
-    Return a layer's pool, over which the blocks of all requests are permuted, and attend(pool).
-    """
+    """Return a layer's pool, in which the blocks of all requests are permuted, and attend(pool)."""
     H = SHAPE.n_head
     D = SHAPE.head_size
     M = math.ceil(CONTEXT / S)
@@ -186,7 +185,7 @@ def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
         plan.decodes.append(r)
     pool = KVBlockPool(B * M, S, 1, H, D, DEVICE, torch.bfloat16)
     kv = pool.kv[0].normal_()
-    batch = flat_batch(plan, SimpleNamespace(config=SHAPE), pool)  # it needs no weights
+    batch = flat_batch(plan, SimpleNamespace(config=SHAPE), pool)  # no weights are needed
     ops, _ = choose_ops(backend, DEVICE)
     batch.attention_plans = {0: ops.plan_attention(batch, H, kv)}
     q = torch.randn(B, H, D, dtype=torch.bfloat16, device=DEVICE)
@@ -195,23 +194,24 @@ def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
 
 
 # --------------------------------------------------------------------------------------------------
-# A model on a CPU, against Hugging Face and llama.cpp; and what smaller weights cost
+# A model on a CPU compared with Hugging Face and llama.cpp, and the cost of smaller weights
 
 
-FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # name in llama.cpp, and bytes per weight
+FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # llama.cpp's name, and bytes per weight
 CASES = ((1, 64, 64), (8, 64, 64), (1, 512, 1))  # requests, tokens in, tokens out
 
 
 def bench_generate(model="10M", quantize="none", llama="") -> dict:
     """
-    Measure 64 tokens in and 64 out, greedy, for one request and for eight concurrent ones, in
-    milliseconds a step; and, in milliseconds, the first token after a prompt of 512, if the context
-    is longer. The systems run by turns, so that all see the same machine, and with new prompts in
-    each turn: the engine; Hugging Face in fp32; and, with --llama, llama.cpp in fp32 or Q8_0. The
-    floor of a step is the time to read the weights once.
+    Measure 64 tokens in and 64 out, greedy, for one request and for eight concurrent requests, in
+    milliseconds per step. If the context is long enough, also measure the time to the first token
+    after a prompt of 512 tokens, in milliseconds. The systems are the engine, Hugging Face in fp32
+    and, with --llama, llama.cpp in fp32 or Q8_0. They run alternately, under the same conditions,
+    with new prompts in each turn. The floor, a lower bound on a step's time, is the time it takes
+    to read the weights once.
     """
     gpt = build_model(model)
-    # without the prefix cache, every answer is computed in full
+    # without the prefix cache, all answers are computed in full
     engine = Engine(gpt, Settings(prefix_cache=False, quantize=quantize))
     format, size = FORMATS[quantize]
     systems = {
@@ -231,9 +231,9 @@ def bench_generate(model="10M", quantize="none", llama="") -> dict:
 
 def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
     """
-    Measure each system: milliseconds a step, which is one token for each request, and output tokens
-    per second, including the time for the prompts. Both are medians of five turns after one of
-    warm-up, each with new prompts. Also count how many of all answers equal the engine's.
+    Measure each system's milliseconds per step (one token for each request), and its output tokens
+    per second, including the time for the prompts. Both are medians of five turns after a warm-up
+    turn, each with new prompts. Also count how many of the answers are the same as the engine's.
     """
     rates = defaultdict(list)
     answers = defaultdict(list)
@@ -257,7 +257,7 @@ def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
 
 
 def clocked(generate: Callable) -> Callable:
-    """Wrap generate(prompts, n), for answers of one length, so that it is called as `timed` is."""
+    """Wrap generate(prompts, n), for answers of equal length, so that it is called like `timed`."""
 
     def run(work: Work):
         prompts, lengths = zip(*work, strict=True)
@@ -270,8 +270,8 @@ def clocked(generate: Callable) -> Callable:
 
 def hugging_face(gpt: GPT) -> Callable:
     """
-    Return a function that generates with the same weights in transformers: greedy answers to
-    prompts of equal length.
+    Return a function that generates greedy answers to prompts of equal length in transformers, with
+    the same weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -290,8 +290,8 @@ def hugging_face(gpt: GPT) -> Callable:
 
 def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
     """
-    Return a function that asks llama.cpp, with the same weights in F32 or Q8_0: see
-    assets/llama.py.
+    Return a function that queries llama.cpp, with the same weights in F32 or Q8_0 (see
+    assets/llama.py).
     """
     with tempfile.TemporaryDirectory() as folder:
         path = f"{folder}/model.gguf"
@@ -303,8 +303,8 @@ def llama_cpp(gpt: GPT, python: str, format: str) -> Callable:
 def start(*command: str) -> tuple[str, Callable]:
     """
     Start a process that answers each line of JSON with a line. Return its first line, which it
-    prints when it is ready, and a function that asks it. Both raise ValueError, with the end of its
-    log, if the process ends.
+    prints when it is ready, and a function that queries it. If the process ends, this function and
+    the returned one raise ValueError with the end of its log.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115  open while the process runs
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": log}
@@ -323,8 +323,8 @@ def start(*command: str) -> tuple[str, Callable]:
 
 def read_line(process: subprocess.Popen, log) -> str:
     """
-    Return the process's next line. Raises ValueError, with the end of its log, if it has ended
-    instead.
+    Return the process's next line. If the process has ended, raises ValueError with the end of its
+    log.
     """
     if line := process.stdout.readline():
         return line
@@ -336,14 +336,14 @@ def read_line(process: subprocess.Popen, log) -> str:
 
 def write_gguf(gpt: GPT, path: str, format: str):
     """
-    Write a Llama in llama.cpp's format, its matrices in F32 or Q8_0, without a tokenizer. Raises
-    ValueError for other models.
+    Write a Llama model in llama.cpp's format, with its matrices in F32 or Q8_0, and without a
+    tokenizer. Raises ValueError for other models.
     """
     import gguf
 
     config = gpt.config
     if hub_config(config)["model_type"] != "llama" or config.rope[0].llama3:
-        raise ValueError("--llama needs a Llama whose positions are not scaled: omit it")
+        raise ValueError("--llama needs a Llama model without scaled positions: omit it")
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(config.vocab_size)
@@ -373,10 +373,10 @@ def write_gguf(gpt: GPT, path: str, format: str):
 
 def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> dict:
     """
-    Compare answers with drafts (--speculate) and without, one at a time and by turns, in four
-    cases: 16 tokens over and over, greedy; code of paged.py (for random weights, its bytes),
-    greedy; the same code at temperature 0.8; and random tokens at temperature 1. The figures are
-    output tokens per second, tokens a step, and how many of the answers are equal.
+    Compare answers with and without drafts (--speculate), one at a time, alternately. There are
+    four cases: 16 tokens repeated over and over, greedy; code from paged.py (its bytes if weights
+    are random), greedy; the same code at temperature 0.8; and random tokens at temperature 1. The
+    figures are output tokens per second, tokens per step, and how many of the answers are the same.
     """
     settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
     settings = replace(settings, max_num_seqs=8)
@@ -407,7 +407,7 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
 def with_and_without(
     engines: dict[str, Engine], length: int, prompts: Answers, temperature: float
 ) -> dict:
-    """Return medians over the prompts. The first prompt is warm-up."""
+    """Return medians over the prompts. The first prompt is a warm-up."""
     rates = defaultdict(list)
     answers = defaultdict(list)
     steps = defaultdict(int)
@@ -426,9 +426,9 @@ def with_and_without(
 
 def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:
     """
-    Measure the bits per byte of held-out text in the model's own tokens, up to --limit of them,
-    with weights in fp32, in int8 and, with --llama, in llama.cpp's Q8_0. Each token but the first
-    is scored once, in windows of 500 tokens, or fewer if the context is shorter.
+    Measure bits per byte for held-out text in the model's own tokens (at most --limit tokens), with
+    weights in fp32, in int8 and, with --llama, in llama.cpp's Q8_0. Each token except the first is
+    scored once, in windows of 500 tokens, or fewer if the context is shorter.
     """
     from training.corpus import load_corpus
 
@@ -462,7 +462,7 @@ def score(engine: Engine, text: list[int]) -> float:
 # --------------------------------------------------------------------------------------------------
 # Grammars
 
-# subject -> fields: the maximum length of a string, the range of an integer, or the choices
+# subject -> fields, each with a string's maximum length, an integer's range, or a list of choices
 OBJECTS = {}
 OBJECTS["the weather in Paris"] = {"city": 20, "celsius": (-50, 60)}
 OBJECTS["the film Alien"] = {"title": 40, "year": (1900, 2030), "rating": ["good", "bad"]}
@@ -472,7 +472,7 @@ OBJECTS["a coffee in New York"] = {"item": 30, "price": (0, 100), "currency": ["
 
 
 def schema_of(fields: dict) -> str:
-    """Return the JSON schema of a flat object, one of OBJECTS."""
+    """Return the JSON schema for a flat object, one of OBJECTS."""
     properties = {}
     for name, values in fields.items():
         match values:
@@ -488,7 +488,7 @@ def schema_of(fields: dict) -> str:
 
 def token_times(engine: Engine, requests: list[tuple]) -> list[list[float]]:
     """
-    Return the times at which the tokens of each request came, in ms. A request is a prompt and its
+    Return the times at which each request's tokens arrived, in ms. A request is a prompt and its
     SamplingParams.
     """
     for i, (prompt, params) in enumerate(requests):
@@ -504,7 +504,7 @@ def token_times(engine: Engine, requests: list[tuple]) -> list[list[float]]:
 
 
 def p99_gap(times: list[list[float]]) -> float:
-    """Return the 99th percentile of the time between two tokens of a request."""
+    """Return the 99th percentile of the times between a request's tokens."""
     pairs = chain.from_iterable(map(pairwise, times))
     gaps = sorted(after - before for before, after in pairs)
     return gaps[len(gaps) * 99 // 100]
@@ -513,10 +513,10 @@ def p99_gap(times: list[list[float]]) -> float:
 def bench_grammar(model="out/stdlib", repeats=5) -> dict:
     """
     Measure 128 answers at temperature 0.7, 32 at a time, each constrained to one of five flat JSON
-    schemas; by turns with them, as many free answers of the same lengths; and then one free answer
-    among constrained ones. The figures are output tokens per second; the gaps between a request's
-    tokens in ms (p99); the time of a free request among free and among constrained ones; and the
-    share of tokens that grammars refused.
+    schemas. Alternately, measure 128 free answers with the same lengths, and then one free answer
+    among constrained ones. The figures are output tokens per second, the gaps between a request's
+    tokens in ms (p99), the time for a free request among free and among constrained requests, and
+    the fraction of tokens that grammars refused.
     """
     from engine.grammar import Grammars
     from server.text import load_chat
@@ -537,7 +537,8 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 
     def serve(seed: int, lengths: list[int], num_free: int) -> list[list[float]]:
         """
-        Serve a request of each length, and return its token times. The first `num_free` are free.
+        Serve a request of each length, and return their token times. The first `num_free` requests
+        are free.
         """
         requests = []
         for i, length in enumerate(lengths):
@@ -576,12 +577,12 @@ def bench_grammar(model="out/stdlib", repeats=5) -> dict:
 
 def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
     """
-    Measure the engine's throughput and latency. Offline: 256 requests that arrive together, 100 to
-    1024 tokens in, as many out, temperature 0.6, for each of three seeds. Latency: 1 and 32
-    concurrent requests of 512 tokens in and 512 out. The model is in bf16 on a GPU, in fp32 on a
-    CPU. Lengths are divided for a model of shorter context. The numbers of tokens in and out are
-    asserted. With --vllm, measure both engines by turns instead, on the same requests: greedy,
-    without prefix cache.
+    Measure the engine's throughput and latency. Throughput is measured offline, with 256 requests
+    that arrive together, 100 to 1024 tokens in and 100 to 1024 out, at temperature 0.6, for each of
+    three seeds. Latency is measured with 1 and 32 concurrent requests, 512 tokens in and 512 out.
+    The model is in bf16 on a GPU, and in fp32 on a CPU. If the model's context is shorter, lengths
+    are divided. The numbers of tokens in and out are asserted. With --vllm, measure both engines
+    alternately instead, on the same requests, greedily and without prefix caches.
     """
     gpt = build_model(model, DEVICE)
     V = gpt.config.vocab_size
@@ -603,11 +604,11 @@ def bench_engine(model="gpt2-124M", deterministic=False, vllm="") -> dict:
 
 
 def beside_vllm(gpt: GPT, settings: Settings, python: str) -> dict:
-    """Measure the engine by turns with vLLM, see assets/vllm_offline.py."""
+    """Measure the engine and vLLM alternately (see assets/vllm_offline.py)."""
     with tempfile.TemporaryDirectory() as folder:
         save_checkpoint(gpt, folder)
         versions, ask = start(python, "assets/vllm_offline.py", folder)
-    engine = Engine(gpt, settings)  # in the memory that vLLM leaves
+    engine = Engine(gpt, settings)  # uses the memory that vLLM leaves free
     collect_garbage_rarely()
     systems = {"engine": partial(timed, engine, temperature=0), "vLLM": lambda work: ask(*work)}
     V = gpt.config.vocab_size
@@ -620,10 +621,7 @@ def beside_vllm(gpt: GPT, settings: Settings, python: str) -> dict:
 
 
 def latency(engine: Engine, n: int) -> dict:
-    """
-    Return the milliseconds of a step in which n requests decode, and of a whole answer divided by
-    its tokens.
-    """
+    """Return the milliseconds per step when n requests decode, and per token of a whole answer."""
     N = min(512, engine.config.context_length // 2)
     V = engine.config.vocab_size
     prefill, _ = timed(engine, even_workload(n, N, 1, V, seed=n))
@@ -634,11 +632,11 @@ def latency(engine: Engine, n: int) -> dict:
 
 def bench_equality(model="out/stdlib") -> dict:
     """
-    Compare greedy answers to the offline workload on a trained model, lengths divided by 8. Count
-    how many change with CUDA graphs and overlap on and off. In fp32, also count the tokens that the
-    dense model would not choose: it reads each answer and must choose each token (unless its best
-    two logits are within 1e-4). In bf16, give the share of tokens equal to those of fp32, position
-    by position.
+    Compare a trained model's greedy answers to the offline workload, with lengths divided by 8.
+    Count how many answers change when CUDA graphs and overlap are switched on and off. In fp32,
+    also count the tokens that the dense model would not choose. It reads each answer, and must
+    choose each token (unless its best two logits are within 1e-4). In bf16, report the fraction of
+    tokens that are the same as in fp32, position by position.
     """
     fp32 = load_checkpoint(model, DEVICE)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
@@ -661,7 +659,7 @@ def bench_equality(model="out/stdlib") -> dict:
 def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
     """
     Return the greedy answers with graphs and overlap, and how many of the other three ways give
-    other answers.
+    different answers.
     """
     answers = []
     for graphs, overlap in product((True, False), repeat=2):
@@ -674,7 +672,7 @@ def answers_four_ways(model: GPT, work: Work) -> tuple[Answers, int]:
 @torch.inference_mode()
 def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
     """
-    Count the tokens of an answer that the dense model would not have chosen, ignoring near ties.
+    Count the tokens in an answer that the dense model would not have chosen, ignoring near ties.
     """
     text = torch.tensor([prompt + answer], device=DEVICE)
     n = len(answer)
@@ -687,8 +685,8 @@ def not_greedy(model: GPT, prompt: list[int], answer: list[int]) -> int:
 
 def engine_for_decodes(gpt: GPT, longest: int) -> tuple[Engine, int, int]:
     """
-    Return an engine, how many requests can decode in it for 100 steps, and the context length that
-    they start from, at most `longest`. None of the requests ends, and none is preempted.
+    Return an engine, how many requests can decode in it for 100 steps, and the context length from
+    which they start (at most `longest`). In these steps, no request ends or is preempted.
     """
     n = 256 if DEVICE == "cuda" else 32
     context = min(longest, gpt.config.context_length - 100)
@@ -698,11 +696,11 @@ def engine_for_decodes(gpt: GPT, longest: int) -> tuple[Engine, int, int]:
 
 def bench_overhead(model="gpt2-124M") -> dict:
     """
-    Measure decode steps of 256 requests (32 on a CPU) at context 900, in milliseconds a step. The
-    floor is the time to read weights, K and V from memory once. On a GPU, also measure how long the
-    host works on a step, how many kernels the step has, and where the device's time goes. (A kernel
-    counts from the end of the one before: with programmatic dependent launch it may start earlier,
-    but then it waits.)
+    Measure decode steps of 256 requests (32 on a CPU) at context length 900, in milliseconds per
+    step. The floor, a lower bound, is the time it takes to read the weights, K and V from memory
+    once. On a GPU, also measure how long the host works on a step, how many kernels the step has,
+    and where the device's time goes. (A kernel's time counts from the end of the previous kernel.
+    With programmatic dependent launch, a kernel may start earlier, but then it waits.)
     """
     steps = 64
     gpt = build_model(model, DEVICE)
@@ -714,8 +712,8 @@ def bench_overhead(model="gpt2-124M") -> dict:
     floor = (weights + kv_bytes) / read_bandwidth(DEVICE)
     row = {"requests": n, "ms a step": ms(seconds), "floor, ms": ms(floor)}
     if DEVICE == "cuda":
-        # the device is idle when the step begins, so the host never waits for tokens: neither for
-        # those of the step before nor, with overlap, for those of the step that it launches
+        # the device is idle when the step begins, so the host never waits for tokens, neither the
+        # previous step's nor, with overlap, those of the step that it launches
         row["host, ms"] = ms(median_seconds(engine.step, 16, torch.cuda.synchronize))
         row |= device_time(engine, 8)
     return row
@@ -723,9 +721,10 @@ def bench_overhead(model="gpt2-124M") -> dict:
 
 def bench_choices(model="gpt2-124M") -> dict:
     """
-    Measure decode steps of 256 answers (32 on a CPU), 64 tokens from a context of 768 on (or less,
-    if the model's is shorter), without prefix cache. First each answers a prompt of its own; then
-    all are choices of one prompt, and share its blocks. The figures are output tokens per second.
+    Measure decode steps of 256 answers (32 on a CPU) without a prefix cache, for 64 tokens after a
+    context of 768 (or less, if the model's context is shorter). First, each answer has its own
+    prompt. Then all are choices for one prompt, and share its blocks. The figures are output tokens
+    per second.
     """
     engine, n, context = engine_for_decodes(build_model(model, DEVICE), 768)
     result = {"answers": n}
@@ -736,7 +735,7 @@ def bench_choices(model="gpt2-124M") -> dict:
     return result
 
 
-KINDS = {  # kind of work -> a pattern in the names of its kernels
+KINDS = {  # kind of work -> pattern in the names of its kernels
     "attention": "attention_kernel",
     "linear layers": "(vector|matrix|gate)_kernel|gemm|cutlass|nvjet",
     "norms": "norm_kernel",
@@ -747,15 +746,15 @@ KINDS = {  # kind of work -> a pattern in the names of its kernels
 
 
 def kind_of(kernel: str) -> str:
-    """Return the first of the KINDS whose pattern is in the kernel's name."""
+    """Return the first of the KINDS whose pattern matches the kernel's name."""
     return next(kind for kind, pattern in KINDS.items() if re.search(pattern, kernel))
 
 
 def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
     """
-    Return the seconds of each kind of kernel. launches: (start, end, name) of each kernel, in
-    microseconds, sorted. A kernel counts from the end of the one before: while both run, the later
-    one waits for the earlier one's data.
+    Return how many seconds each kind of kernel takes. launches: (start, end, name) of each kernel,
+    in microseconds, sorted. A kernel's time counts from the end of the previous kernel, because
+    while both run, the later kernel waits for the earlier one's data.
     """
     seconds = dict.fromkeys(KINDS, 0.0)
     last_end = 0.0
@@ -768,8 +767,8 @@ def seconds_by_kind(launches: Iterable[tuple]) -> dict[str, float]:
 
 def device_time(engine: Engine, steps: int) -> dict:
     """
-    Return the number of kernels a step, and the milliseconds a step that the device spends on each
-    kind.
+    Return the number of kernels per step, and how many milliseconds per step the device spends on
+    each kind.
     """
     from torch.profiler import ProfilerActivity, profile
 
@@ -778,7 +777,7 @@ def device_time(engine: Engine, steps: int) -> dict:
         for _ in range(steps):
             engine.step()
         torch.cuda.synchronize()
-    on_device = torch.autograd.DeviceType.CUDA  # the others are calls of the host
+    on_device = torch.autograd.DeviceType.CUDA  # other events are host calls
     events = [event for event in profiler.events() if event.device_type == on_device]
     launches = sorted((e.time_range.start, e.time_range.end, e.name) for e in events)
     row = {"kernels": round(len(launches) / steps)}
@@ -793,12 +792,12 @@ def device_time(engine: Engine, steps: int) -> dict:
 
 def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
     """
-    Measure the offline workload over HTTP. For each number of streams, as many requests are sent
-    together; then again, with other prompts, at random times (Poisson), at 70% of the rate of
-    requests that was reached before. The clients are processes of their own with raw sockets, see
-    assets/load.py. The figures are output tokens per second until the last token; milliseconds from
-    when a request was due to its first token; and milliseconds between arrivals of text. If the
-    model's context is too short, the workload's lengths are divided.
+    Measure the offline workload over HTTP. For each number of streams, that many requests are first
+    sent together. Then the same number, with other prompts, are sent at random times (Poisson), at
+    70% of the request rate that was just reached. The clients are separate processes with raw
+    sockets (see assets/load.py). The figures are output tokens per second until the last token,
+    milliseconds from when a request was due to its first token, and milliseconds between arrivals
+    of text. If the model's context is too short, the workload's lengths are divided.
     """
     config = load_config(model)
     seeds = count(1)
@@ -823,7 +822,7 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
 
 @contextmanager
 def server(model: str) -> Iterator[list[str]]:
-    """Run serve.py in a process of its own. Yields its host and port."""
+    """Run serve.py in its own process. Yields its host and port."""
     command = [sys.executable, "serve.py", "--model", model, "--port", "0", "--no-access-log"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
@@ -853,16 +852,16 @@ def measure_load(address: list[str], work: Work, rate=0.0) -> dict:
 # --------------------------------------------------------------------------------------------------
 # Training
 
-ESTIMATES = 20  # of the held-out loss, per run
+ESTIMATES = 20  # estimates of the held-out loss, per run
 
 
 def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=1.4655) -> dict:
     """
-    Measure runs of train.py, one for each seed. Their held-out loss is nanoGPT's estimate, 200
-    batches of random windows, made 20 times a run. Only the seconds of steps count. The first
-    twentieth of a run includes compiling, so the time of the second counts in its place. Before
-    that, train.py itself is timed with the first seed, from start to end, with nothing compiled
-    before. The recipe must give the number of steps.
+    Measure runs of train.py, one for each seed. The held-out loss is nanoGPT's estimate, from 200
+    batches of random windows, and is measured 20 times per run. Only the time spent in steps
+    counts. The first twentieth of a run includes compiling, so the second twentieth's time is used
+    instead. Before that, train.py itself is timed from start to end with the first seed, with
+    nothing compiled yet. The recipe must set the number of steps.
     """
     with tempfile.TemporaryDirectory() as folder:
         flags = [*recipe.split(), "--overwrite", "--out", f"{folder}/out", "--seed"]
@@ -883,8 +882,8 @@ def bench_train(recipe="--preset shakespeare_char", seeds=(1, 2, 3, 4, 5), goal=
 
 
 def train_once(args, goal: float) -> dict:
-    """Train once. Returns the losses and times of the run."""
-    gc.collect()  # frees the run before, and its graph
+    """Train once. Returns the run's losses and times."""
+    gc.collect()  # frees the previous run and its graph
     process = train.init_process(args)
     run = train.Run(args, train.load_corpus(args.data, process), process)
     times = []

@@ -1,12 +1,13 @@
 """
-Save and load a checkpoint: a directory in the layout of the Hugging Face Hub ("the hub" below),
-with config.json, safetensors files and the tokenizer's files.
+Save and load checkpoints. A checkpoint is a directory in the layout of the Hugging Face Hub ("the
+hub" below), with config.json, safetensors files and the tokenizer's files.
 
     save_checkpoint(model, "out/stdlib")
     model = load_checkpoint("smollm2", device="cuda", dtype=torch.bfloat16)
 
-Models from elsewhere load if they belong to a supported family (families.py). Models made by
-train.py also load in transformers and vLLM. Files that could run code (pickles) are never read.
+Models from elsewhere can be loaded if they belong to a supported family (families.py). Models made
+by train.py can also be loaded in transformers and vLLM. Files that could run code (pickles) are
+never read.
 """
 
 import os
@@ -40,15 +41,15 @@ from model import GPT, GPTConfig, RMSNorm
 from tokenizer import read_config, token_text
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Prefixes of weight names: shorter if the model was saved without its head, longer if it is part of
-# a larger model.
+# Prefix of weight names. It is shorter if the model was saved without its head, and longer if the
+# model is part of a larger one.
 PREFIX = re.compile(r"((transformer|model|language_model)\.)*")
 
-# dtypes of weights that can be loaded
+# weight dtypes that can be loaded
 READABLE = ("F32", "F16", "BF16")
-# the head's weights; files of a tied model do not have them
+# the head's weights, which a tied model's files do not have
 HEAD = "lm_head.weight"
-# Files for the tokenizer, chat and sampling. Finetuning does not change them.
+# Files for the tokenizer, chat and sampling. Finetuning does not change these files.
 COMPANIONS = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"]
 COMPANIONS += ["vocab.json", "merges.txt", "chat_template*", "generation_config.json"]
 COMPANIONS += ["additional_chat_templates/*.jinja"]
@@ -60,16 +61,16 @@ COMPANIONS += ["additional_chat_templates/*.jinja"]
 
 def save_checkpoint(model: GPT, directory: str | Path):
     """
-    Write model.safetensors and config.json, each atomically. config.json is written last, because a
-    directory without it does not count as a model; save the tokenizer before. A model that was
-    loaded keeps its config.json. Raises CheckpointError if a new model is neither a GPT-2 nor a
-    Llama.
+    Write model.safetensors and config.json, each atomically. Save the tokenizer before calling this
+    function: config.json is written last, because a directory without it does not count as a model.
+    If the model was loaded from a checkpoint, it keeps its config.json. Raises CheckpointError if a
+    new model is neither a GPT-2 nor a Llama.
     """
     directory = Path(directory)
     saved = model.config_json or hub_config(model.config)
-    saved.pop("torch_dtype", None)  # an older name of dtype
+    saved.pop("torch_dtype", None)  # older name for dtype
     saved["dtype"] = str(model.wte.weight.dtype).removeprefix("torch.")
-    saved["tie_word_embeddings"] = model.config.tied  # loading may have changed it
+    saved["tie_word_embeddings"] = model.config.tied  # loading may have changed this
     directory.mkdir(parents=True, exist_ok=True)
     weights = hub_weights(model, family_named(saved))
     save = partial(save_file, weights, metadata={"format": "pt"})
@@ -78,7 +79,7 @@ def save_checkpoint(model: GPT, directory: str | Path):
 
 
 def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
-    """Return the weights with the names and in the layout of the family."""
+    """Return the model's weights with the family's own names and layout."""
     family_prefix = "transformer." if family is GPT2 else "model."
     ours = model.state_dict()
     if model.config.tied:
@@ -102,9 +103,9 @@ def hub_weights(model: GPT, family: Family) -> dict[str, torch.Tensor]:
 
 def hub_parts(config: GPTConfig, name: str, weight: torch.Tensor, family: Family) -> dict:
     """
-    Return our weight `name` as the family stores it: {hub name without prefix: view}. A stacked
-    weight becomes several. GPT-2 stores the matrices of its blocks as [in, out], torch as [out,
-    in].
+    Return our weight `name` in the family's own layout, as {hub name without prefix: view}. A
+    stacked weight is split into several. GPT-2 stores the matrices in its blocks as [in, out],
+    while torch stores them as [out, in].
     """
     if family is GPT2 and name.startswith("h.") and weight.ndim == 2:
         weight = weight.mT
@@ -130,8 +131,8 @@ def copy_companions(source: str | Path, directory: Path):
 
 def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
     """
-    Return the dtype with this name, for `load_checkpoint`. "auto" is bf16 on a GPU and fp32 on a
-    CPU. Raises ValueError for fp16 on a CPU.
+    Return the dtype with this name, to pass to `load_checkpoint`. "auto" means bf16 on a GPU and
+    fp32 on a CPU. Raises ValueError for fp16 on a CPU.
     """
     on_cpu = torch.device(device).type == "cpu"
     if on_cpu and name == "fp16":
@@ -143,9 +144,9 @@ def serving_dtype(name: str, device: str | torch.device) -> torch.dtype:
 
 def load_config(directory: str | Path) -> GPTConfig:
     """
-    Read config.json, and the end-of-text tokens in generation_config.json and the tokenizer's files
-    (vLLM also reads these). Raises CheckpointError if config.json is missing, broken, or describes
-    a model that is not supported.
+    Read config.json, as well as the end-of-text tokens in generation_config.json and the
+    tokenizer's files (as vLLM does). Raises CheckpointError if config.json is missing or broken, or
+    describes a model that is not supported.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -164,14 +165,14 @@ def load_config(directory: str | Path) -> GPTConfig:
 
 def tokenizers_end(directory: Path) -> dict:
     """
-    Return the end-of-text token in tokenizer_config.json. For models finetuned to chat, it may be
-    the only file that names this token.
+    Return the end-of-text token in tokenizer_config.json, as {"eos_token_id": its ids}. If a model
+    was finetuned for chat, this may be the only file that names the token.
     """
     try:
         config = read_config(directory)
         name = token_text(config.get("eos_token"))
         tokens = config.get("added_tokens_decoder")
-        if name and not tokens:  # transformers 5 writes them only to tokenizer.json
+        if name and not tokens:  # transformers 5 only writes them to tokenizer.json
             added = read_json(directory / "tokenizer.json").get("added_tokens") or []
             tokens = {token["id"]: token for token in added}
         ids = [int(i) for i, token in (tokens or {}).items() if token["content"] == name]
@@ -187,12 +188,13 @@ def load_checkpoint(
     convert: Callable | None = None,
 ) -> GPT:
     """
-    Load the model in a checkpoint directory, in evaluation mode. The files are memory-mapped, and
-    weights are copied one by one, so there is never a second copy of the whole model in memory.
-    After loading, the files may change. Raises CheckpointError with a message that says what to do.
+    Load the model in a checkpoint directory, and put it in evaluation mode. Files are memory-mapped
+    and weights are copied one at a time, so memory never holds a second copy of the whole model.
+    Once the model is loaded, the files may change. Raises CheckpointError with a message that says
+    what to do.
 
     `convert` is called with the model before its weights are loaded. It may raise an error, or
-    return a model with other layers, which pack each weight as it is read (ops/packed.py).
+    return a model with different layers that pack each weight as it is read (ops/packed.py).
     """
     directory = Path(directory)
     config = load_config(directory)
@@ -202,7 +204,7 @@ def load_checkpoint(
     config.tied = config.tied and not has_own_head(weights, family)
     model = empty_model(config, dtype)
     model.config_json = config_json
-    ours = dict(model.named_parameters())  # without the head's weight if it is tied
+    ours = dict(model.named_parameters())  # without the head if it is tied
     shapes = {}
     for name, weight in ours.items():
         for hub_name, part in hub_parts(config, name, weight, family).items():
@@ -210,11 +212,12 @@ def load_checkpoint(
     check_weights(weights, shapes, directory)
     if convert:
         model = convert(model)
-    # Use one buffer for all weights that layers pack. One buffer for each would leave gaps that the
-    # allocator neither reuses nor returns.
+    # Use a single buffer for all weights that layers pack. A separate buffer for each weight would
+    # leave gaps that the allocator neither reuses nor returns.
     largest = max(weight.numel() for weight in ours.values())
     buffer = torch.empty(largest, dtype=dtype)
-    # tqdm's default lock is shared by processes; if the engine is killed, Python warns of a leak
+    # tqdm's default lock is shared between processes, so Python would warn of a leak if the engine
+    # were killed
     tqdm.set_lock(threading.RLock())
     for name in tqdm(ours, "loading", unit=" weights", leave=False, delay=2, disable=None):
         layer, _, kind = name.rpartition(".")
@@ -228,7 +231,7 @@ def load_checkpoint(
             part.copy_(weights[hub_name][...])
         if isinstance(module, RMSNorm):
             weight.add_(family.norm_offset)
-        if name == "ln_f.weight":  # scales the logits; this norm is fp32, so it is exact
+        if name == "ln_f.weight":  # to scale the logits; exact, as this norm is fp32
             weight.div_(config.logit_scale)
         set_weight(module, kind, weight)
     if model.lm_head.weight.is_meta:  # a tied head
@@ -237,7 +240,7 @@ def load_checkpoint(
 
 
 def memory_of(device: torch.device) -> tuple[float, float]:
-    """Return (free bytes, all bytes) of a device's memory. Cached files count as free."""
+    """Return a device's memory in bytes: (free, total). Cached files count as free."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
     page = os.sysconf("SC_PAGE_SIZE")
@@ -260,8 +263,9 @@ def set_weight(module: nn.Module, kind: str, weight: torch.Tensor):
 
 class Uninitialized(TorchFunctionMode):
     """
-    Context in which torch.nn.init does nothing. Weights on the meta device have no values, but to
-    initialise them, torch would import its compiler, which takes 1.2 s of a server's start.
+    Context in which torch.nn.init does nothing. Weights on the meta device do not have values, but
+    torch would still import its compiler to initialise them, and so delay a server's start by 1.2
+    seconds.
     """
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -271,7 +275,7 @@ class Uninitialized(TorchFunctionMode):
 
 
 def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
-    """Return a model whose weights have shapes but no values yet."""
+    """Return a model whose weights have shapes but do not have values yet."""
     with torch.device("meta"), Uninitialized():
         model = GPT(config)
     for module in model.modules():
@@ -282,13 +286,13 @@ def empty_model(config: GPTConfig, dtype: torch.dtype = torch.float32) -> GPT:
 
 def open_weights(directory: Path) -> dict:
     """
-    Open the tensors in a directory's safetensors files: {hub name without prefix: tensor}. They are
-    memory-mapped: reading one with [...] loads it. Raises CheckpointError if a file is missing or
-    damaged.
+    Open the tensors in a directory's safetensors files. Return {hub name without prefix: tensor}.
+    The tensors are memory-mapped, so reading one with [...] loads it. Raises CheckpointError if a
+    file is missing or damaged.
     """
     weights = {}
     for path in weight_files(directory):
-        if not path.is_file():  # also refuses a pipe, which would block
+        if not path.is_file():  # also rejects a pipe, which would block
             raise CheckpointError(missing_file(path))
         try:
             opened = safe_open(path, "pt")
@@ -307,8 +311,8 @@ def open_weights(directory: Path) -> dict:
 
 def check_weights(weights: dict, shapes: dict[str, tuple[int, ...]], directory: Path):
     """
-    Raise CheckpointError if a tensor is missing, has a wrong shape or an unsupported dtype, or if
-    there is a weight that the model does not have, unless it would not change the computation.
+    Raise CheckpointError if a tensor is missing or has the wrong shape or an unsupported dtype, or
+    if there is an extra weight that could change the computation.
     """
 
     def mismatch(what: str) -> CheckpointError:
@@ -327,16 +331,16 @@ def check_weights(weights: dict, shapes: dict[str, tuple[int, ...]], directory: 
         if saved_shape != shape:
             raise mismatch(f"{name} is {saved_shape}, wanted {shape}")
     for name in weights.keys() - shapes.keys() - {HEAD}:
-        # causal masks, and frequencies that we compute
+        # causal masks, and frequencies that we compute ourselves
         is_known = name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
-        # a model without biases was saved with zeros
+        # models without biases may be saved with zeros
         is_zero = name.endswith(".bias") and not weights[name][...].any()
         if not (is_known or is_zero):
             raise mismatch(f"{name} is not part of this model")
 
 
 def has_own_head(weights: dict, family: Family) -> bool:
-    """Return whether the head's weights differ from the embedding's; then they are not tied."""
+    """Return whether the head's weights differ from the embedding's, and so are not tied."""
     [embedding] = hub_names("wte.weight", family)
     if HEAD not in weights or embedding not in weights:
         return False
@@ -344,7 +348,7 @@ def has_own_head(weights: dict, family: Family) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the path of model.safetensors or, if there is only an index, the files it names."""
+    """Return the path to model.safetensors or, if there is only an index, to the files it names."""
     index = directory / "model.safetensors.index.json"
     whole = directory / "model.safetensors"
     if whole.is_file() or not index.is_file():

@@ -1,22 +1,23 @@
 """
-Write the parts of this engine yourself: the tests that guard them say whether they are right. Then
-hunt bugs.
+Write parts of this engine yourself; the tests that guard them check your work. Then find bugs that
+were planted in it.
 
-    python exercises.py              # lists the exercises and hunts, and how far you are
-    python exercises.py start 4      # copies this repo into out/exercises/4, empties the functions
-                                     # of exercise 4 there, and says what to write
-    python exercises.py check 4      # runs the tests that guard them, there
+    python exercises.py              # lists the exercises and hunts, and what you have solved
+    python exercises.py start 4      # copies this repo to out/exercises/4, empties the functions of
+                                     # exercise 4 there, and says what to write
+    python exercises.py check 4      # runs the exercise's tests there
     python exercises.py hint 4
-    python exercises.py solution 4   # shows what to change in yours to make it this repo's
-    python exercises.py reset 4      # lets you start anew; yours is kept in out/exercises/4-1
+    python exercises.py solution 4   # shows how to turn your file into this repo's
+    python exercises.py reset 4      # lets you start over, and keeps your copy as out/exercises/4-1
 
-    python exercises.py hunt         # copies this repo with a bug, and shows what the bug does
+    python exercises.py hunt         # copies this repo, plants a bug, and shows what the bug does
     python exercises.py hunt kernels # one of this level: paging, sharing, scheduling, kernels, http
-    python exercises.py check hunt-3 # has it gone? the other commands know hunts, too
+    python exercises.py check hunt-3 # is the bug gone? The other commands take hunts, too
 
-This repo itself stays whole. To see your functions at work, run walkthrough.py, serve.py or the
-tests in the copy. The texts are in exercises.toml. `make .venv/tests-ready` installs what the tests
-need; a check takes some seconds.
+Nothing outside out/ changes. To see your functions at work, run walkthrough.py, serve.py or the
+tests in the copy. (Do not compare a hunt's copy with this repo: that would give the bug away.) The
+texts are in exercises.toml. `make .venv/tests-ready` installs what the tests need. A check takes
+seconds, or a minute on a busy machine.
 """
 
 import ast
@@ -33,30 +34,33 @@ import tomllib
 from difflib import unified_diff
 from os.path import relpath
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from textwrap import dedent
 
-from common import end_with_one_line
+from common import announce, end_with_one_line
 from tests.planting import copy_repo, plant, read_bugs
 
 ROOT = Path(__file__).parent
 OUT = ROOT / "out/exercises"
 EXERCISES, HUNTS = tomllib.loads((ROOT / "exercises.toml").read_text()).values()
 TEXTS = EXERCISES | HUNTS
-RIGHT = "out/exercise/right"  # in a copy: its file as it should be
+RIGHT = "out/exercise/right"  # in a copy: what its file should be
 ANSWERS = ("tests/planted_bugs.toml", "tests/kills.tsv", "exercises.toml", "exercises.py")
-SECONDS = 100  # for a check, on a busy machine: a loop of the reader's may be endless
+SECONDS = 100  # time limit for a check, because the reader's code may loop for ever
 
 
 def run(repo: Path, *arguments: str) -> str:
-    """Run Python there. Returns what it prints."""
+    """Run Python in a copy of the repo. Return what it prints."""
     command = [sys.executable, *arguments]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # more wait for each other on a busy machine
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # on a busy machine, more are slower
     try:
         return subprocess.run(command, cwd=repo, env=one_thread, timeout=SECONDS, **pipes).stdout
     except subprocess.TimeoutExpired:
-        sys.exit(f"not yet: it has not ended after {SECONDS} s. Is a loop endless?")
+        sys.exit(
+            f"not yet: it has not ended after {SECONDS} s: an endless loop, or a slow machine?\n"
+            f"cd {relpath(repo)}; python {join(arguments)}  # runs it without this limit"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,7 +68,10 @@ def run(repo: Path, *arguments: str) -> str:
 
 
 def empty(copy: Path, name: str) -> str:
-    """Empty the functions in this copy. Those of later exercises go to the end of their file."""
+    """
+    Empty an exercise's functions in this copy, and move those of later exercises to the end of the
+    file. Return what to tell the reader.
+    """
     text = EXERCISES[name]
     path = copy / text["file"]
     lines = path.read_text().splitlines(keepends=True)
@@ -90,7 +97,7 @@ def empty(copy: Path, name: str) -> str:
 
 
 def find(lines: list[str], name: str) -> ast.FunctionDef:
-    """Find `Class.method` or `function.inner` in a file. Raises ValueError if it is not there."""
+    """Find `Class.method` or `function.inner` in a file. Raises ValueError if there is none."""
     node = ast.parse("".join(lines))
     for part in name.split("."):
         kinds = ast.FunctionDef | ast.ClassDef
@@ -102,7 +109,7 @@ def find(lines: list[str], name: str) -> ast.FunctionDef:
 
 
 def move_to_end(lines: list[str], name: str, exercise: str):
-    """Move a function out of sight. A method gets back into its class from there."""
+    """Move a function out of the reader's sight. A method is put back in its class from there."""
     node = find(lines, name)
     first = min(part.lineno for part in [node, *node.decorator_list]) - 1
     moved = dedent("".join(lines[first : node.end_lineno]))
@@ -120,15 +127,16 @@ def move_to_end(lines: list[str], name: str, exercise: str):
 
 
 def plant_bug(copy: Path, name: str) -> str:
-    """Plant the bug into this copy. What a user sees then is shown beside what it should be."""
+    """Plant the bug in this copy. Return what users should see, and what they see now."""
     text = HUNTS[name]
     bug = bug_of(name)
     shutil.copy(copy / text["file"], copy / RIGHT)
     (copy / "out/exercise/show.json").write_text(json.dumps(text["show"]))
+    announce("running it with and without a bug")
     right = run(copy, "assets/symptoms.py")
     plant(copy / text["file"], bug["right"], bug["wrong"])
     wrong = run(copy, "assets/symptoms.py")
-    if wrong == right:  # nothing runs here
+    if wrong == right:  # nothing can run
         sys.exit(f"{right}\nthe bug cannot be shown: make .venv/tests-ready installs what it needs")
     folder = relpath(OUT / name)
     draw = relpath(ROOT / "assets/draw.py")
@@ -151,11 +159,11 @@ def bug_of(name: str) -> dict[str, str]:
 def state_of(name: str) -> str:
     if (OUT / name / "solved").exists():
         return "solved"
-    return "begun" if (OUT / name).exists() else ""
+    return "started" if (OUT / name).exists() else ""
 
 
 def start(name: str):
-    """Make the copy, and say what to do. It is moved to its place once it is whole."""
+    """Make the copy, and say what to do. It is moved to its place once it is complete."""
     OUT.mkdir(parents=True, exist_ok=True)
     begin = plant_bug if name in HUNTS else empty
     with tempfile.TemporaryDirectory(dir=OUT) as folder:
@@ -169,7 +177,7 @@ def start(name: str):
 
 
 def check(name: str):
-    """Run the tests, in their order, up to the first that fails; say what that means."""
+    """Run the tests in order until one fails, and say what the failure means."""
     copy = OUT / name
     if name in HUNTS:
         tests = {bug_of(name)["test"]: "The bug is still there, or another one."}
@@ -183,7 +191,7 @@ def check(name: str):
         line = re.findall(r"^> +(.+)", output[: error.start()], re.M)[-1:]
         meaning = [tests[test] for test in tests if failed[1].startswith(test)]
         print("not yet:", *line, error[1], *meaning, sep="\n")
-        sys.exit(f"cd {relpath(copy)}; python -m pytest -x {quote(failed[1])}  # shows all of it")
+        sys.exit(f"cd {relpath(copy)}; python -m pytest -x {quote(failed[1])}  # shows it in full")
     if " passed" not in output:
         sys.exit(f"{output}\nthe tests cannot run: make .venv/tests-ready installs their packages")
     (copy / "solved").touch()
@@ -191,23 +199,23 @@ def check(name: str):
 
 
 def hint(name: str):
-    print(TEXTS[name]["hint"].strip())
+    print(f"in {TEXTS[name]['file']}:\n{TEXTS[name]['hint'].strip()}")
 
 
 def solution(name: str):
-    """Print the changes from the reader's file to this repo's."""
+    """Print the changes from the reader's file to this repo's, and the answer to a question."""
     file = TEXTS[name]["file"]
     texts = [(OUT / name / path).read_text().splitlines(keepends=True) for path in (file, RIGHT)]
-    print(*unified_diff(*texts, "yours", file), sep="", end="")
+    print(*unified_diff(*texts, "yours", file), TEXTS[name].get("answer", ""), sep="", end="")
 
 
 def reset(name: str):
-    """Put the copy aside, so that there can be a new one."""
+    """Rename the copy, so that the reader can start over."""
     number = 1
     while state_of(f"{name}-{number}"):
         number += 1
     kept = (OUT / name).rename(OUT / f"{name}-{number}")
-    print(f"start {name} begins anew; yours is kept in {relpath(kept)}")
+    print(f"you can start {name} over; your copy is now {relpath(kept)}")
 
 
 def main():
@@ -217,31 +225,31 @@ def main():
     if command in ("", "list"):
         for name, text in TEXTS.items():
             print(f"{name:>7}  {state_of(name):8}{text.get('title') or text['level']}")
-        print("\npython exercises.py start 1 begins; --help has the rest")
+        print("\npython exercises.py start 1 starts the first; --help lists the other commands")
     elif command in ("-h", "--help"):
         print(__doc__.strip())
     elif command == "hunt" and name in (*levels, ""):
         left = [x for x in HUNTS if name in (HUNTS[x]["level"], "") and not state_of(x)]
         if not left:
-            sys.exit("all of these are begun: reset one to hunt there again")
+            sys.exit("you have started all of these: reset one to hunt it again")
         start(random.choice(left))
     elif command not in commands or name not in TEXTS or any(more):
         sys.exit(
             f"{' '.join(sys.argv[1:])}: wanted start, check, hint, solution or reset, and a number "
-            f"from 1 to {len(EXERCISES)} or hunt-1 to hunt-{len(HUNTS)}; or hunt, and perhaps a "
-            f"level: {', '.join(levels)}"
+            f"from 1 to {len(EXERCISES)} or hunt-1 to hunt-{len(HUNTS)}; or hunt, with or "
+            f"without a level: {', '.join(levels)}"
         )
     elif command == "start" and state_of(name):
-        sys.exit(f"{name} is begun already, in {relpath(OUT / name)}: check or reset it")
+        sys.exit(f"{name} has been started, in {relpath(OUT / name)}: check or reset it")
     elif command in ("check", "solution", "reset") and not state_of(name):
-        sys.exit(f"{name} is not begun: start {name}")
+        sys.exit(f"{name} has not been started: start {name}")
     else:
         commands[command](name)
 
 
 if __name__ == "__main__":
     end_with_one_line()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # the reader may end first, as in `| head`
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # its reader may end first, as in `| head`
     try:
         main()
     except (OSError, SyntaxError, ValueError) as error:

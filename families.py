@@ -1,14 +1,14 @@
 """
-The families of models that can be served. All of them are computed by the decoder in model.py. A
-family is an entry in the table `FAMILIES`: the names of GPTConfig's fields in config.json, the
-fields that config.json omits because the family's class fixes them, and the names of the weights.
+The model families that can be served. All families share the single decoder in model.py. Each one
+has an entry in the table `FAMILIES`: the names of GPTConfig's fields in config.json, the fields
+that config.json omits because the family's class fixes their values, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
-    saved = hub_config(config)                    # the reverse, for models that train.py makes
+    saved = hub_config(config)                    # the reverse, for models made by train.py
 
-A key in config.json that could change the computation, and is not known here, is an error. To add a
-family, start from the nearest one and describe the differences. For example, Phi-3 is a Mistral
-whose files stack q, k and v, and the halves of the MLP, as our model does:
+A key in config.json is an error if it is unknown here and could change the computation. To add a
+family, start from the most similar one and describe the differences. For example, Phi-3 is like
+Mistral, except that its files stack q, k and v, and the two halves of the MLP, as our model does:
 
     families.py           add the weight names that differ, and `"phi3": PHI3` to FAMILIES:
                               PHI3_WEIGHTS = WEIGHT_NAMES | pairs('''
@@ -16,23 +16,24 @@ whose files stack q, k and v, and the halves of the MLP, as our model does:
                                   h.{}.mlp.c_fc     layers.{}.mlp.gate_up_proj
                               ''')
                               PHI3 = MISTRAL._replace(weights=PHI3_WEIGHTS)
-                          Now `original_max_position_embeddings` is refused. A key that does not
-                          change the computation belongs in IGNORED_KEYS; a key with a default, in
-                          the family's `defaults`; a key of which we compute only one value, in
-                          FIXED_OPTIONS. A value that must be converted needs a line in
+                          Then the key `original_max_position_embeddings` is still refused. Add it
+                          to IGNORED_KEYS if it does not change the computation, to the family's
+                          `defaults` if it has a default, or to FIXED_OPTIONS if only one of its
+                          values is supported. If a value must be converted, add a line to
                           `read_fields`
-    model.py              only for something that no family has yet (Phi-3 needs nothing): add a
-                          field to GPTConfig, off by default, and use it in one place. First try to
-                          express it with existing fields: a layer without positions rotates by 0,
-                          multipliers become scales and epsilons. Only if that is impossible (the
-                          order and width of norms) must ops/ change as well: cpu.c and cpu.py,
-                          fused.py (heads), linear.py (norms)
-    tests/tiny_models.py  add a row to FAMILIES, and one to WITHOUT for each difference;
-                          test_families.py compares them with transformers, and
-                          training/test_init.py trains and saves each
-    tests/engine/test_bits.py   add its name to MODELS, if ops/ has changed
+    model.py              change it only for something that no family has yet, which Phi-3 does not
+                          need: add a field to GPTConfig, off by default, and use it in one place.
+                          But first try to express the difference with existing fields. For example,
+                          a layer without positions rotates by 0, and multipliers become scales and
+                          epsilons. If that is impossible (as it was for the order and width of
+                          norms), ops/ must change as well: cpu.c and cpu.py, fused.py (heads),
+                          linear.py (norms)
+    tests/tiny_models.py  add a row to FAMILIES, and a row to WITHOUT for each difference.
+                          test_families.py compares these models with transformers, and
+                          training/test_init.py trains and saves each of them
+    tests/engine/test_bits.py   add the family's name to MODELS if ops/ has changed
     tests/test_checkpoint.py    add keys to OWN, files to SERVED, unsupported variants to REFUSED
-    REFERENCE.md          add a line to "Families of models", and to README's table of what is
+    REFERENCE.md          add a line to "Families of models", and one to README's table of what is
                           included
 """
 
@@ -45,10 +46,10 @@ from model import ACTIVATIONS, GPTConfig, Rope, check_value
 
 
 class CheckpointError(ValueError):
-    """A directory has no model that can be loaded; the message says what to do."""
+    """A directory does not contain a model that can be loaded. The message says what to do."""
 
 
-# the end-of-text token that transformers writes if none was given, whatever the vocabulary
+# the end-of-text token that transformers writes if none was given, regardless of the vocabulary
 DEFAULT_EOS = 50256
 
 # --------------------------------------------------------------------------------------------------
@@ -56,12 +57,12 @@ DEFAULT_EOS = 50256
 
 
 def pairs(table: str) -> dict[str, str]:
-    """Parse lines into a dict: the first word of a line -> the rest of the line."""
+    """Parse lines into a dict that maps each line's first word to the rest of the line."""
     return dict(line.split(maxsplit=1) for line in table.strip().splitlines())
 
 
-# our module -> the hub's; several modules are stacked in this order. Modules that are not listed
-# have the same name in both, like all modules of GPT-2.
+# our module -> the hub's module, or several that are stacked in this order. Modules that are not
+# listed have the same name in both; this includes all of GPT-2's modules.
 WEIGHT_NAMES = pairs("""
     wte               embed_tokens
     h.{}.ln_1         layers.{}.input_layernorm
@@ -75,7 +76,7 @@ WEIGHT_NAMES = pairs("""
     h.{}.mlp.c_proj   layers.{}.mlp.down_proj
     ln_f              norm
 """)
-# here post_attention_layernorm follows attention; Llama's norm of that name precedes the MLP
+# here, post_attention_layernorm follows attention; Llama's norm with that name precedes the MLP
 GEMMA_WEIGHTS = WEIGHT_NAMES | pairs("""
     h.{}.attn.post_norm  layers.{}.post_attention_layernorm
     h.{}.ln_2            layers.{}.pre_feedforward_layernorm
@@ -109,7 +110,7 @@ FIELD_NAMES = pairs("""
     activation      hidden_act
     tied            tie_word_embeddings
 """)
-# n_kv_head and bias are our own: transformers' GPT-2 has neither
+# n_kv_head and bias are our own fields; GPT-2 in transformers has neither
 SAME_NAMES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "bias")
 GPT2_NAMES = {name: name for name in SAME_NAMES}
 GPT2_NAMES |= {
@@ -120,7 +121,7 @@ GPT2_NAMES |= {
     "tied": "tie_word_embeddings",
 }
 BIASES = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
-# config.json has one window for the whole model, see `read_windows`
+# config.json has a single window for the whole model, see `read_windows`
 WINDOW_NAMES = FIELD_NAMES | {"windows": "sliding_window"}
 GEMMA_NAMES = WINDOW_NAMES | BIASES
 GEMMA_NAMES["activation"] = "hidden_activation"
@@ -134,8 +135,8 @@ MULTIPLIERS = pairs("""
     logit_scale      logits_scaling
 """)
 
-# Keys that published files may omit, with the defaults of transformers' classes. A file without any
-# other key is refused.
+# Keys that published files may omit, with the defaults of transformers' classes. A file that omits
+# any other key is refused.
 DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None}
 DEFAULTS |= {"attention_bias": False, "mlp_bias": False}
 GPT2_DEFAULTS = {"tie_word_embeddings": True, "n_inner": None, "n_kv_head": None, "bias": True}
@@ -156,10 +157,10 @@ class Family(NamedTuple):
 
     weights: dict  # our module -> theirs, without the prefix
     names: dict  # our field -> its name in config.json
-    fields: dict  # our fields that config.json never has
+    fields: dict  # our fields that are never in config.json, with their values
     defaults: dict  # in addition to DEFAULTS
-    has_window: Callable = lambda saved, i: True  # (config.json, i) -> does layer i have the window
-    norm_offset: float = 0.0  # Gemma stores the weights of norms minus 1
+    has_window: Callable = lambda saved, i: True  # (config.json, i) -> whether layer i has a window
+    norm_offset: float = 0.0  # Gemma stores its norms' weights minus 1
 
 
 ROPED = {"norm": "rms", "bias": False, "gated": True}
@@ -204,7 +205,7 @@ GRANITE = LLAMA._replace(names=LLAMA_NAMES | MULTIPLIERS)
 GRANITE4 = GRANITE._replace(
     weights=GRANITE4_WEIGHTS,
     names=GRANITE.names | {"n_inner": "shared_intermediate_size"},
-    defaults=LAYERS_DEFAULTS | {"intermediate_size": None},  # the width of experts
+    defaults=LAYERS_DEFAULTS | {"intermediate_size": None},  # the experts' width
 )
 HUNYUAN_FIELDS = ROPED | {"qk_norm": True, "qk_norm_late": True}
 HUNYUAN = LLAMA._replace(weights=HUNYUAN_WEIGHTS, fields=HUNYUAN_FIELDS)
@@ -231,19 +232,19 @@ FAMILIES = {  # config.json's model_type -> its family
 
 
 def window_period(saved: dict) -> int:
-    """Return Gemma 3's period p: the last of every p layers has no window."""
+    """Return Gemma 3's period p: in every p layers, the last one does not have a window."""
     return saved.get("_sliding_window_pattern", saved["sliding_window_pattern"])
 
 
-# other names of activations
+# other names for activations
 ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_new",
     "gelu_fast": "gelu_new",
     "swish": "silu",
 }
 
-# Keys of config.json that do not change the computation. A key that is neither listed here nor read
-# is an error, unless its value is false, null, 0 or empty.
+# Keys in config.json that do not change the computation. A key that is neither listed here nor read
+# elsewhere is an error, unless its value is false, null, 0 or empty.
 IGNORED_KEYS = re.compile(
     r"""
     _.* | output_.* | mamba_.* | summary_.* | transformers.* | unsloth_.* | .*_id | .*_pdrop
@@ -264,7 +265,7 @@ ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_fac
 ROPE_TYPES["llama3"] += ["original_max_position_embeddings"]
 ROPE_TYPES["yarn"] = [*ROPE_TYPES["linear"], "beta_fast", "beta_slow"]
 ROPE_TYPES["yarn"] += ["original_max_position_embeddings", "attention_factor"]
-# keys that change the computation -> the only value that we compute
+# keys that change the computation -> the only value that we support
 FIXED_OPTIONS = {"scale_attn_weights": True, "is_causal": True, "partial_rotary_factor": 1.0}
 # Granite, Hunyuan
 FIXED_OPTIONS |= {"normalization_function": "rmsnorm", "position_embedding_type": "rope"}
@@ -272,7 +273,7 @@ FIXED_OPTIONS |= {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb":
 
 
 def hub_names(name: str, family: Family) -> list[str]:
-    """Return the hub's names (without prefix) of our weight, for example "h.3.ln_1.weight"."""
+    """Return the hub names (without prefix) for one of our weights, such as "h.3.ln_1.weight"."""
     module, kind = name.rsplit(".", 1)
     layer = "".join(re.findall(r"^h\.(\d+)", module))
     module = re.sub(r"^h\.\d+", "h.{}", module)
@@ -286,8 +287,8 @@ def hub_names(name: str, family: Family) -> list[str]:
 
 def hub_config(config: GPTConfig) -> dict:
     """
-    Return the content of config.json (except the dtype) for a GPT-2 or a Llama, as train.py makes
-    them. Both transformers 4 and 5 can read it. Raises CheckpointError for any other model.
+    Return the content of config.json (except for the dtype) for a GPT-2 or a Llama as made by
+    train.py. Both transformers 4 and 5 can read it. Raises CheckpointError for any other model.
     """
     name = "llama" if config.rope else "gpt2"
     saved = {key: getattr(config, field) for field, key in FAMILIES[name].names.items()}
@@ -303,10 +304,10 @@ def hub_config(config: GPTConfig) -> dict:
         saved["embd_pdrop"] = config.dropout
         saved["attn_pdrop"] = config.dropout
     read = read_fields(saved)
-    read.dropout = config.dropout  # only used in training; Llama's file does not have it
+    read.dropout = config.dropout  # only used in training; not in Llama's file
     if read != config:
         raise CheckpointError(
-            f"only a GPT-2 or a Llama, as train.py makes them, can be saved: this is {config}"
+            f"only a GPT-2 or a Llama as made by train.py can be saved, not {config}"
         )
     return saved
 
@@ -316,14 +317,14 @@ def hub_config(config: GPTConfig) -> dict:
 
 
 def unknown(key: str, value, computed: str) -> CheckpointError:
-    """Return the error to raise for a key that changes the computation and is not supported."""
+    """Return the error to raise for an unsupported key that changes the computation."""
     return CheckpointError(
-        f"{key} is {value!r:.200}, this code computes only {computed}: vLLM may serve this model"
+        f"{key} is {value!r:.200}, this code supports only {computed}: vLLM may serve this model"
     )
 
 
 def family_named(saved: dict) -> Family:
-    """Return the family of a config.json. Raises CheckpointError if it is not in FAMILIES."""
+    """Return a config.json's family. Raises CheckpointError if FAMILIES does not have it."""
     name = saved.get("model_type")
     if name not in FAMILIES:
         raise unknown("model_type", name, ", ".join(FAMILIES))
@@ -337,8 +338,8 @@ def without_nesting(saved: dict) -> dict:
 
 def read_fields(saved: dict, *others: dict) -> GPTConfig:
     """
-    Return the configuration in a parsed config.json. `others` are more files that may name tokens
-    that end a text. Raises CheckpointError, or other errors in common.MALFORMED.
+    Return the configuration in a parsed config.json. `others` are further parsed files that may
+    name end-of-text tokens. Raises CheckpointError, or another of the errors in common.MALFORMED.
     """
     saved = without_nesting(saved)
     family = family_named(saved)
@@ -361,7 +362,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
     fields["windows"] = read_windows(saved, family, fields["n_layer"])
     fields["rope"] = read_ropes(saved, fields["windows"])
     for rope in fields["rope"].values():
-        if rope.yarn:  # Qwen's files have the context length without yarn
+        if rope.yarn:  # Qwen's files give the context length without yarn
             longest = int(rope.factor * rope.yarn[-1])
             fields["context_length"] = max(fields["context_length"], longest)
     fields["no_rope"] = layers_without_rope(saved, fields["n_layer"])
@@ -374,19 +375,19 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
 
 
 def check_keys(saved: dict, family: Family):
-    """Raise CheckpointError for an unknown key or value that could change the computation."""
+    """Raise CheckpointError if an unknown key or value could change the computation."""
     understood = {*family.names.values(), *family.defaults}
     for key, value in saved.items():
         if key in understood or IGNORED_KEYS.fullmatch(key):
             continue
         computed = FIXED_OPTIONS.get(key)
-        is_off = not value and not computed  # false, null, 0, an empty list
+        is_off = not value and not computed  # false, null, 0 or an empty list
         if value != computed and not is_off:
             raise unknown(key, value, repr(computed) if computed else "models without it")
 
 
 def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
-    """Return the window of each layer; 0 means none."""
+    """Return each layer's window, where 0 means none."""
     window = saved.get("sliding_window") or 0
     if "use_sliding_window" in family.defaults and not saved["use_sliding_window"]:
         window = 0
@@ -403,7 +404,7 @@ def read_windows(saved: dict, family: Family, n_layer: int) -> tuple[int, ...]:
 
 
 def layers_without_rope(saved: dict, n_layer: int) -> tuple[int, ...]:
-    """Return the layers without rotary positions, for SmolLM3: given by a list or a period."""
+    """Return SmolLM3's layers without rotary positions, which a list or a period specifies."""
     if "no_rope_layers" not in saved:
         return ()
     period = saved["no_rope_layer_interval"]
@@ -414,10 +415,11 @@ def layers_without_rope(saved: dict, n_layer: int) -> tuple[int, ...]:
 def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
     """
     Return the rotary positions for each window. There are two formats. Transformers 5 writes
-    `rope_parameters`, in Gemma 3 and OLMo 3 separately for each type of layer. Transformers 4 wrote
-    `rope_theta` and `rope_scaling`; in Gemma 3 and OLMo 3 the scaling is not for layers with a
-    window, and Gemma 3 has `rope_local_base_freq` for these. If a file has both formats,
-    `rope_scaling` takes precedence over `rope_parameters`, as in transformers 5.
+    `rope_parameters`; for Gemma 3 and OLMo 3, these are separate for each type of layer.
+    Transformers 4 wrote `rope_theta` and `rope_scaling`. In Gemma 3 and OLMo 3, this scaling does
+    not apply to layers with a window, for which Gemma 3 has `rope_local_base_freq` instead. If a
+    file has both formats, `rope_scaling` takes precedence over `rope_parameters`, as in
+    transformers 5.
     """
     base = {"rope_theta": saved["rope_theta"]}
     base["original_max_position_embeddings"] = saved["max_position_embeddings"]
@@ -432,7 +434,7 @@ def read_ropes(saved: dict, windows: tuple[int, ...]) -> dict[int, Rope]:
 
 
 def read_rope(parameters: dict, saved: dict) -> Rope:
-    """Return one kind of rotary positions. Raises CheckpointError for unsupported scalings."""
+    """Parse one set of rope parameters. Raises CheckpointError if the scaling is unsupported."""
     old_name = parameters.get("type", "default")
     kind = parameters.get("rope_type", old_name)
     if kind == "yarn":
@@ -448,7 +450,7 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
     names = ROPE_TYPES[kind]
     understood = {*names, "type", "rope_type", "original_max_position_embeddings"}
     for key, value in parameters.items():
-        # a factor of 1 changes nothing, for example partial_rotary_factor
+        # a factor of 1, such as partial_rotary_factor, does not change anything
         if key not in understood and value not in (None, 1):
             raise unknown(key, value, f"rope_type {kind} without it")
     for name in names:
@@ -467,7 +469,7 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
 
 
 def with_yarn_defaults(parameters: dict) -> dict:
-    """Return yarn's parameters, with defaults for those that a file omits."""
+    """Return yarn's parameters, with defaults for any that the file omits."""
     attention_factor = 1.0
     cancels = parameters.get("mscale") and parameters.get("mscale_all_dim")  # both are 1
     if parameters["factor"] > 1 and not cancels:
@@ -477,7 +479,7 @@ def with_yarn_defaults(parameters: dict) -> dict:
 
 
 def read_eos(saved: dict, *others: dict) -> tuple[int, ...]:
-    """Return the tokens that end a text, config.json's first. A file has one, a list, or none."""
+    """Return the end-of-text tokens, config.json's first. A file may have one, a list, or none."""
     ids = []
     for config in (saved, *others):
         value = config.get("eos_token_id")

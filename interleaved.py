@@ -1,12 +1,12 @@
 """
-The post's loop, without the engine: the scheduler plans a step, one forward pass of the model
-computes it in plain torch, and the sampler picks the tokens.
+The post's loop, without the engine. The scheduler plans a step, one forward pass of the model
+computes the step in plain torch, and the sampler picks the tokens.
 
     requests = [Request(0, prompt, max_new_tokens=64), Request(1, other, max_new_tokens=64)]
-    scheduler = interleaved_generate(model, requests)       # answers are in their generated_tokens
+    scheduler = interleaved_generate(model, requests)       # answers: request.generated_tokens
 
-Read this before engine/engine.py. The engine does the same, but requests come and go, inputs stay
-on the device, and each machine has its own operators.
+Read this file before engine/engine.py. The engine runs the same loop, except that requests come and
+go, inputs stay on the device, and each type of machine has its own operators.
 """
 
 from functools import partial
@@ -25,8 +25,8 @@ from paged import KVBlockPool, Plan, Request, Scheduler, SchedulerSettings
 
 def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     """
-    Build the batch of a step from lists, on one flat token axis. (`Device.compute` builds it from
-    arrays that stay on the device.) Logits are computed for `plan.sampled`, in that order.
+    Build a step's batch from lists, with all tokens on one flat axis. (`Device.compute` builds it
+    from arrays that stay on the device.) Logits are computed for `plan.sampled`, in that order.
     """
     device = pool.kv.device
     inputs, last = flat_inputs(plan, pool.kv.shape[-2])
@@ -70,11 +70,11 @@ def interleaved_generate(
     max_kv_tokens: int = 256,
 ) -> Scheduler:
     """
-    Serve all requests in plain torch, with a pool of max_kv_tokens. A request with `params` is
-    sampled, others are greedy. The answers are in their `generated_tokens`. Return the scheduler,
-    which has the statistics. Raises ValueError for a request longer than the context, and
-    RuntimeError for one that needs more than the whole pool. `Engine.step` does the same for
-    requests that come and go.
+    Serve all requests in plain torch, with a pool for max_kv_tokens tokens. Answers are stored in
+    each request's `generated_tokens`: sampled if the request has `params`, otherwise greedy. Return
+    the scheduler, which has the statistics. Raises ValueError if a request is longer than the
+    context, and RuntimeError if one needs more than the whole pool. `Engine.step` does the same
+    work for requests that come and go.
     """
     config = model.config
     for r in requests:
@@ -100,10 +100,10 @@ def interleaved_generate(
         for request in plan.admitted:
             sampling.fill(sampling_row(request))
         batch = flat_batch(plan, model, pool)
-        x = model.hidden(batch, pool.kv)  # in one call, each layer stores K and V, and attends
+        x = model.hidden(batch, pool.kv)  # in this call, each layer stores K and V, then attends
         logits = model.logits(x[batch.logits_index], TORCH_OPS)  # [R, V]
         rows = upload([r.row for r in plan.sampled], device)
-        positions = upload([r.num_tokens for r in plan.sampled], device)  # where new tokens go
+        positions = upload([r.num_tokens for r in plan.sampled], device)  # of the new tokens
         tokens = sample_torch(logits, rows, positions, sampling)
         scheduler.update(plan, tokens.tolist())
         step += 1

@@ -1,20 +1,20 @@
 """
-The decoder of GPT-2, Llama, Qwen, Gemma and others, written once. Training, serving and the
-reference without a cache all run the same forward pass.
+A single decoder for GPT-2, Llama, Qwen, Gemma and others. Training, serving, and the reference
+without a cache all run the same forward pass.
 
     logits, loss = model(tokens, targets)     # whole texts (B, T): training, evaluation, generate
     x = model.hidden(batch, pool.kv)          # a serving step (T, C): K and V in the paged pool
     logits = model.logits(x[batch.logits_index], batch.ops)
 
-Differences between families are fields of `GPTConfig`; families.py reads them from config.json.
-Differences between machines are in the table of operators, `Ops`, that each batch carries. This
-file has the reference, `TORCH_OPS`: plain, differentiable, with attention spelled out. The other
-tables (ops/choice.py, training/fast.py) compute the same, only faster. Start reading at the bottom,
-with `GPT`, or at `attention`.
+Families differ in the fields of `GPTConfig`, which families.py reads from config.json. Machines
+differ in `Ops`, the table of operators that each batch carries. This file has the reference table,
+`TORCH_OPS`, which is plain and differentiable, and spells out attention. The other tables
+(ops/choice.py, training/fast.py) compute the same results faster. Start reading at the bottom with
+`GPT`, or at `attention`.
 
-Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary, and
-(only in this file) C = n_embd, the width. A shape "(..., T, C)" is (B, T, C) for whole texts, and
-(T, C) on the flat token axis of a serving step.
+Letters: B requests, T tokens, L layers, H query heads, Hk KV heads, D head size, V vocabulary size,
+and (only in this file) C = n_embd, the width. A shape "(..., T, C)" is (B, T, C) for whole texts,
+and (T, C) on a serving step's flat token axis.
 """
 
 import math
@@ -33,7 +33,7 @@ from torch import Tensor
 # Operators
 
 ACTIVATIONS = {
-    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's; the name is transformers'
+    "gelu_new": partial(F.gelu, approximate="tanh"),  # GPT-2's; the name is from transformers
     "gelu": F.gelu,
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
@@ -43,43 +43,43 @@ ACTIVATIONS = {
 
 class Ops(NamedTuple):
     """
-    A table of the operators that compute the decoder, one table for each kind of machine. A `layer`
-    has a weight and a bias. `kv` is one layer's part of the paged pool when serving, otherwise
-    None.
+    A table of the operators that compute the decoder. There is one table for each type of machine.
+    A `layer` has a weight and a bias. `kv` is one layer's part of the paged pool when serving, and
+    None otherwise.
     """
 
     name: str
     # (tokens, positions, wte, wpe or None, scale) -> x (..., T, C)
     embed: Callable
-    # (positions, frequencies) -> the rotation that `rotate` applies
+    # (positions, frequencies) -> the rotation for `rotate` to apply
     rotation: Callable
-    # (q (..., T, H, D), k, the rotation) -> both, each head rotated by its position
+    # (q (..., T, H, D), k, the rotation) -> q and k, with each head rotated by its token's position
     rotate: Callable
-    # (x, delta or None, norm) -> (x + delta, norm(x + delta)). May overwrite x, so use only the
+    # (x, delta or None, norm) -> (x + delta, norm(x + delta)). May overwrite x, so only use the
     # returned tensors.
     add_norm: Callable
     # (x, norm) -> norm(x). May overwrite x.
     norm: Callable
-    # (y, an `Attention`, kv, batch) -> q (..., T, H, D), normalised and rotated if the model does
-    # so, and what `store_kv` returns
+    # (y, an `Attention`, kv, batch) -> (q, what `store_kv` returns). q is (..., T, H, D), and is
+    # normalised and rotated if the model does so.
     project_qkv: Callable
-    # (k (..., T, Hk, D), v, kv, batch) -> the source that `attend` reads: the pair (k, v) itself,
-    # or the pool, after writing both to batch.slot_mapping
+    # (k (..., T, Hk, D), v, kv, batch) -> what `attend` reads: either the pair (k, v) itself, or
+    # the pool after both have been written to batch.slot_mapping
     store_kv: Callable
     # (q, the result of store_kv, an `Attention`, batch) -> (..., T, H, D): for each token and head,
     # a weighted sum of the values that the token may see
     attend: Callable
     # (x, layer, activation=None, gated=False, partial_sums=False) -> activation(layer(x)). If
-    # gated, layer(x) has two halves, and the result is activation(gate) * up. With partial_sums the
-    # result may be (P, T, out), the P terms of a sum (split-K): it is the delta of an add_norm,
-    # which adds them up.
+    # gated, layer(x) has two halves, and the result is activation(gate) * up. With partial_sums,
+    # the result may be (P, T, out), the P terms of a sum (split-K), and must be passed to add_norm
+    # as its delta, where the terms are added up.
     linear: Callable
     # (x, layer, softcap=0.0) -> logits (..., T, V)
     head: Callable
-    # (x, layer, targets, softcap of the logits) -> mean cross-entropy in nats
+    # (x, layer, targets, softcap for the logits) -> mean cross-entropy in nats
     loss: Callable
 
-    # Only to serve:
+    # Only for serving:
     # (batch, H, kv of any layer, window=0) -> batch.attention_plans[window], for all layers with
     # this window
     plan_attention: Callable | None = None
@@ -90,31 +90,31 @@ class Ops(NamedTuple):
     logprobs: Callable | None = None
     pack_weights: Callable | None = None
     send: Callable | None = None
-    # see `CpuKernels.program`; None: compute a step operator by operator
+    # see `CpuKernels.program`; None: compute each step one operator at a time
     program: Callable | None = None
-    # True if a CUDA graph can capture a step: the host never waits for the device, and its launches
-    # depend only on the step's padded shape
+    # True if a CUDA graph can capture a step, because the host never waits for the device, and its
+    # launches depend only on the step's padded shape
     fixed_shapes: bool = False
-    # True if an answer is the same to the bit whatever else is in its steps
+    # True if an answer is the same to the bit no matter which other requests are in its steps
     is_deterministic: bool = False
-    # (G, S) -> a finder of decodes that begin with the same blocks, so that `attend` reads these
-    # once for the whole group (ops/prefix.py); None: `attend` cannot do that
+    # (G, S) -> an object that finds decodes whose texts begin with the same blocks, so that
+    # `attend` can read these blocks once for the whole group (ops/prefix.py); None: not supported
     group_finder: Callable | None = None
 
 
 @dataclass
 class WholeTexts:
-    """A batch for training and for the reference: whole texts of one length, without a KV cache."""
+    """A batch for training and the reference: whole texts of equal length, without a KV cache."""
 
     tokens: Tensor  # (B, T) int64
     positions: Tensor  # (T,) int64
     ops: Ops
-    dropout: float = 0.0  # probability of dropout, 0 unless training
-    rotations: dict | None = None  # window -> the rotation of its layers' heads
+    dropout: float = 0.0  # dropout probability, 0 unless training
+    rotations: dict | None = None  # window -> rotation of the heads in its layers
 
 
 def drop(x: Tensor, share: float) -> Tensor:
-    """Apply dropout. With share 0, even calling F.dropout would take 2% of a decode step."""
+    """Apply dropout. If share is 0, just calling F.dropout would take 2% of a decode step."""
     return F.dropout(x, share) if share else x
 
 
@@ -128,7 +128,7 @@ def embed(
 
 
 def add_norm(x: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Residual connection and pre-norm in one operator: return x + delta, and its norm."""
+    """Residual connection and pre-norm in one operator: return x + delta and its norm."""
     if delta is not None:
         x = x + delta
     return x, norm(x)
@@ -140,8 +140,8 @@ def normalise(x: Tensor, norm: nn.Module) -> Tensor:
 
 def norm_heads(q: Tensor, k: Tensor, attn: "Attention") -> list[Tensor]:
     """
-    Normalise q (..., T, H, D) and k. A norm takes D numbers, one head, or all heads of a token
-    together.
+    Normalise q (..., T, H, D) and k. A norm takes either D numbers (one head), or all of a token's
+    heads together.
     """
     norms = ((q, attn.q_norm), (k, attn.k_norm))
     rows = [x.flatten(-2).unflatten(-1, (-1, len(norm.weight))) for x, norm in norms]
@@ -150,8 +150,8 @@ def norm_heads(q: Tensor, k: Tensor, attn: "Attention") -> list[Tensor]:
 
 def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
     """
-    Compute queries, keys and values of y (..., T, C) in one matrix product. Return the queries
-    (..., T, H, D), and what `store_kv` returns for the keys and values.
+    Compute the queries, keys and values for y (..., T, C) in one matrix product. Return the queries
+    (..., T, H, D) and what `store_kv` returns for the keys and values.
     """
     sizes = (attn.H, attn.Hk, attn.Hk)
     qkv = batch.ops.linear(y, attn.c_attn)  # (..., T, (H + 2 Hk) D)
@@ -169,8 +169,8 @@ def project_qkv(y: Tensor, attn: "Attention", kv: Tensor | None, batch):
 
 def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
     """
-    Return the cosines and sines (..., T, 1, D / 2), fp32, of positions (..., T) times
-    frequencies (D / 2,).
+    Return the cosines and sines (..., T, 1, D / 2) of positions (..., T) times frequencies
+    (D / 2,), in fp32.
     """
     angles = positions[..., None, None].float() * frequencies
     return angles.cos(), angles.sin()
@@ -179,11 +179,13 @@ def rotation(positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
 def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """
     Apply rotary position embedding (RoPE, Su et al. 2021). In each head of q (..., T, H, D) and k
-    (..., T, Hk, D), numbers i and i + D / 2 are a pair (as in transformers), which is rotated by
-    the angle position * frequencies[i]. So the dot product of q and k depends on their distance.
+    (..., T, Hk, D), numbers i and i + D / 2 form a pair, as in transformers. Each pair is rotated
+    by the angle position * frequencies[i]. As a result, the dot product of q and k depends on the
+    distance between their positions.
     """
     cos, sin = rotation
-    # q and k together: on a CPU, the number of small operations determines a decode step's time
+    # Rotate q and k together. On a CPU, a decode step's time depends on how many small operations
+    # there are.
     x = torch.cat((q, k), -2)
     first, second = x.chunk(2, -1)  # (..., T, H + Hk, D / 2) each
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -192,14 +194,15 @@ def rotate(q: Tensor, k: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def store_kv(k: Tensor, v: Tensor, kv: None, batch: WholeTexts) -> tuple[Tensor, Tensor]:
-    """Return k and v as they are: whole texts need no pool."""
+    """Return k and v unchanged, since whole texts do not need a pool."""
     return k, v
 
 
 def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tensor:
     """
-    Return a bool tensor, broadcast from the two: may this query see this key? A token sees itself
-    and the tokens before it (causality); with a window, only the last `window` of these.
+    Return a bool tensor, broadcast from both arguments, that says whether each query may see each
+    key. A token sees itself and all tokens before it (causality) or, if there is a window, only the
+    last `window` of these.
     """
     seen = key_positions <= query_positions
     if window:
@@ -208,7 +211,7 @@ def may_see(query_positions: Tensor, key_positions: Tensor, window: int) -> Tens
 
 
 def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: WholeTexts) -> Tensor:
-    """Compute the attention of each token to those of its own text that it may see."""
+    """Compute each token's attention to the visible tokens of the same text."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
     G = H // k.shape[2]  # grouped-query attention: G query heads share a KV head
@@ -223,12 +226,13 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: Whole
 
 def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, softcap=0.0):
     """
-    Scaled dot-product attention (Vaswani et al. 2017), spelled out. q is (.., n, D), k and v are
-    (.., m, D). attn_mask broadcasts to (.., n, m): 0 where a query may see a key, otherwise -inf.
-    None: every query sees every key. Return (.., n, D), computed in fp32 or wider.
+    Scaled dot-product attention (Vaswani et al. 2017), spelled out. q is (.., n, D), and k and v
+    are (.., m, D). attn_mask broadcasts to (.., n, m), and is 0 where a query may see a key and
+    -inf elsewhere. If it is None, every query sees every key. Return (.., n, D), computed in fp32
+    or wider.
 
     The arguments are those of torch's F.scaled_dot_product_attention, plus `softcap` (Gemma 2),
-    which squeezes scores into -softcap .. softcap; 0 leaves them as they are.
+    which squeezes scores into the range -softcap to softcap. A softcap of 0 leaves them unchanged.
     """
     dtype = q.dtype
     wide = torch.promote_types(dtype, torch.float32)
@@ -244,7 +248,7 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Squeeze x smoothly into -cap .. cap."""
+    """Squeeze x smoothly into the range -cap to cap."""
     return cap * (x / cap).tanh()
 
 
@@ -266,15 +270,15 @@ def head(x: Tensor, layer: nn.Module, softcap: float = 0.0) -> Tensor:
 
 def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
     """
-    Return the mean cross-entropy in nats of the logits layer(x), for x (B, T, C) and targets (B, T)
-    int64. A target of -100 does not count. softcap: see `attention`.
+    Return the mean cross-entropy of the logits layer(x), in nats, for x (B, T, C) and targets
+    (B, T) int64. Targets of -100 are ignored. For softcap, see `attention`.
     """
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
     if softcap:
         logits = soft_cap(logits, softcap)
     targets = targets.flatten()
     total = F.cross_entropy(logits, targets, reduction="sum")
-    return total / (targets >= 0).sum().clamp(min=1)  # without any target: 0 rather than NaN
+    return total / (targets >= 0).sum().clamp(min=1)  # 0, not NaN, if there are no targets
 
 
 TORCH_OPS = Ops(
@@ -295,14 +299,15 @@ TORCH_OPS = Ops(
 # --------------------------------------------------------------------------------------------------
 # The architecture
 
-NO_ROPE = -1  # key of GPTConfig.rope for layers whose heads are not rotated, instead of a window
+NO_ROPE = -1  # used instead of a window in GPTConfig.rope, for layers whose heads are not rotated
 
 
 class Rope(NamedTuple):
     """
-    Rotary positions. `theta` is the base of the frequencies. `factor` stretches positions, so that
-    longer texts fit. For `llama3` and `yarn` see `frequencies`. yarn multiplies cosines and sines
-    by `attention_factor`; here the attention scale is multiplied by its square, which is the same.
+    Rotary positions. `theta` is the base for the frequencies. `factor` stretches positions so that
+    longer texts fit. For `llama3` and `yarn`, see `frequencies`. yarn multiplies cosines and sines
+    by `attention_factor`. Here, the attention scale is multiplied by its square instead, which is
+    equivalent.
     """
 
     theta: float
@@ -315,17 +320,19 @@ class Rope(NamedTuple):
 
     def frequencies(self, D: int) -> Tensor:
         """
-        Return (D / 2,) fp32: the radians per position, for each pair of numbers of a head.
+        Return the frequencies (D / 2,) in fp32: radians per position, for each pair of numbers in a
+        head.
 
-        Both scalings divide the low frequencies by `factor` and keep the high ones; those between
-        are divided in part. A frequency is judged by how many turns it makes in the original
-        context length. For Llama 3.1, it is low below low_freq_factor turns and high above
-        high_freq_factor turns, and the transition is linear in the number of turns. For yarn (Peng
-        et al. 2023), the limits are beta_slow and beta_fast turns, and the transition is linear in
-        the index of the pair.
+        Both scalings divide low frequencies by `factor`, keep high ones unchanged, and interpolate
+        in between. What counts as low or high depends on how many turns a frequency makes within
+        the original context length. For Llama 3.1, low means less than low_freq_factor turns, and
+        high means more than high_freq_factor turns. The transition is linear in the number of
+        turns. For yarn (Peng et al. 2023), the limits are beta_slow and beta_fast turns, and the
+        transition is linear in the pair's index.
         """
         pairs = torch.arange(0, D, 2, device="cpu").float() / D
-        # Compute theta^pairs as (e^x)^1024: torch's own powers differ between CPUs in the last bit.
+        # Compute theta^pairs as (e^x)^1024, because torch's powers may differ between CPUs in the
+        # last bit.
         x = pairs.double() * (float(Decimal(self.theta).ln()) / 1024)
         power = torch.ones_like(x)
         for n in range(9, 0, -1):  # e^x as 1 + x/1 * (1 + x/2 * (1 + x/3 * ..))
@@ -335,7 +342,7 @@ class Rope(NamedTuple):
         frequencies = 1.0 / power.float()
         if self.llama3:
             low, high, length = self.llama3
-            # the order of operations is transformers': after 2,000 positions the last bit matters
+            # keep transformers' order of operations: the last bit matters after 2,000 positions
             turns = length / (2 * math.pi / frequencies)
             kept = ((turns - low) / (high - low)).clamp(0, 1)
         elif self.yarn:
@@ -354,28 +361,28 @@ class Rope(NamedTuple):
 @dataclass
 class GPTConfig:
     """
-    The shape of the model. The defaults are gpt2-124M. Raises ValueError for values that are out of
+    The shape of the model. The defaults describe gpt2-124M. Raises ValueError if values are out of
     range or contradict each other.
     """
 
     vocab_size: int = 50257
-    context_length: int = 1024  # number of positions: the longest prompt plus answer
+    context_length: int = 1024  # number of positions: the maximum length of prompt plus answer
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    # grouped-query attention: number of heads of K and V, a divisor of n_head; None: n_head
+    # grouped-query attention: number of K and V heads, a divisor of n_head; None: n_head
     n_kv_head: int | None = None
     head_size: int | None = None  # None: n_embd // n_head
     n_inner: int | None = None  # width inside the MLP; None: 4 * n_embd
     norm: str = "layer"  # or "rms"
     norm_epsilon: float = 1e-5
     norm_weights: bool = True  # False for nanochat
-    pre_norm: bool = True  # normalise the input of attention and MLP; False for OLMo
-    post_norm: bool = False  # Gemma, OLMo: normalise what attention and MLP add
+    pre_norm: bool = True  # normalise the inputs to attention and MLP; False for OLMo
+    post_norm: bool = False  # Gemma, OLMo: normalise the outputs of attention and MLP
     embedding_norm: bool = False  # nanochat: normalise the embeddings
     qk_norm: bool = False  # Qwen 3, Gemma 3: normalise each head of q and k
-    qk_norm_wide: bool = False  # OLMo: normalise all heads of q together, and all heads of k
-    qk_norm_late: bool = False  # Hunyuan: normalise them after the rotation
+    qk_norm_wide: bool = False  # OLMo: normalise all heads of q together, and likewise for k
+    qk_norm_late: bool = False  # Hunyuan: normalise q and k after the rotation
     bias: bool = True  # linear layers and layer norms have biases
     # biases of these linear layers; None: like `bias`
     qkv_bias: bool | None = None
@@ -383,30 +390,30 @@ class GPTConfig:
     mlp_bias: bool | None = None
     activation: str = "gelu_new"
     gated: bool = False  # SwiGLU, GeGLU: activation(gate) * up
-    # sliding-window attention: for each layer, the number of last tokens that a token sees,
-    # including itself; 0: all of them
+    # sliding-window attention: for each layer, how many of the last tokens a token sees, including
+    # itself; 0: all of them
     windows: tuple[int, ...] = ()  # (): 0 for every layer
     # window -> the rotary positions of the layers with that window; {}: learned positions
     rope: dict[int, Rope] = field(default_factory=dict)
     no_rope: tuple[int, ...] = ()  # SmolLM3: layers that use rope[NO_ROPE] instead
-    rope_backwards: bool = False  # nanochat: rotate the other way
+    rope_backwards: bool = False  # nanochat: rotate in the opposite direction
     attention_scale: float | None = None  # None: head_size ** -0.5
     attention_softcap: float = 0.0  # Gemma 2, see `attention`; 0: none
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # Granite: multiplies what attention and MLP add
-    logit_scale: float = 1.0  # divides the logits: checkpoint.py applies it to the last norm
+    residual_scale: float = 1.0  # Granite: multiplies the outputs of attention and MLP
+    logit_scale: float = 1.0  # divides the logits; checkpoint.py applies it to the last norm
     tied: bool = True  # the head shares the embedding's weights
     dropout: float = 0.0
-    eos_token_ids: tuple[int, ...] = ()  # the tokens that end a text
+    eos_token_ids: tuple[int, ...] = ()  # end-of-text tokens
 
     @property
     def eos_token_id(self) -> int | None:
-        """The first of the tokens that end a text, or None."""
+        """The first end-of-text token, or None."""
         return next(iter(self.eos_token_ids), None)
 
     def __post_init__(self):
-        """Check the fields, and fill in those that are None."""
+        """Fill in the fields that are None, and check all of them."""
         for f in fields(self):
             value = getattr(self, f.name)
             for kind in RULES:
@@ -428,7 +435,7 @@ class GPTConfig:
         self.check_together()
 
     def check_together(self):
-        """Raise ValueError for fields that contradict each other."""
+        """Raise ValueError if fields contradict each other."""
         check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
@@ -462,7 +469,8 @@ RULES = {
     float: ({int, float}, 0, 1e30, "a number from 0 to below {:g}"),
     bool: ({bool}, 0, 2, "true or false"),
 }
-# Lower ends for some fields. Layers are built before weight files are checked, hence their limit.
+# Lower ends for some fields. The number of layers is limited because layers are built before weight
+# files are checked.
 ENDS = {"n_layer": 2**10, "num_hidden_layers": 2**10, "dropout": 1, "norm_epsilon": 1}
 
 
@@ -483,8 +491,8 @@ def check_multiple(config: GPTConfig, large: str, small: str):
 
 class RMSNorm(nn.Module):
     """
-    Root mean square norm (Zhang and Sennrich 2019) of x (..., n), computed in fp32 whatever the
-    dtype of x. The weights are also fp32, because 16 bits would truncate Gemma's 1 + w.
+    Root mean square norm (Zhang and Sennrich 2019) of x (..., n), always computed in fp32. The
+    weights are fp32 as well, because 16 bits would truncate Gemma's 1 + w.
     """
 
     bias = None
@@ -503,7 +511,7 @@ class RMSNorm(nn.Module):
 
 
 def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
-    """Return a norm of n numbers, by default a norm of the residual stream (see `GPT.hidden`)."""
+    """Return a norm over n numbers, by default one for the residual stream (see `GPT.hidden`)."""
     epsilon = config.norm_epsilon
     if n is None:
         n = config.n_embd
@@ -515,8 +523,8 @@ def norm(config: GPTConfig, n: int | None = None) -> nn.Module:
 
 class Attention(nn.Module):
     """
-    Attention, (..., T, C) -> (..., T, C): project to queries, keys and values, average the values,
-    project back.
+    Attention, (..., T, C) -> (..., T, C): project to queries, keys and values, take weighted
+    averages of the values, and project back.
     """
 
     def __init__(self, config: GPTConfig, window: int, rope: int | None = None):
@@ -533,15 +541,15 @@ class Attention(nn.Module):
         heads = self.H + 2 * self.Hk
         self.c_attn = nn.Linear(config.n_embd, heads * self.D, bias=config.qkv_bias)
         self.c_proj = nn.Linear(self.H * self.D, config.n_embd, bias=config.proj_bias)
-        q, k = (self.H, self.Hk) if config.qk_norm_wide else (1, 1)  # heads normalised together
+        q, k = (self.H, self.Hk) if config.qk_norm_wide else (1, 1)  # heads per norm
         self.q_norm = norm(config, q * self.D) if config.qk_norm else None
         self.k_norm = norm(config, k * self.D) if config.qk_norm else None
         self.norms_late = config.qk_norm_late
         self.post_norm = norm(config) if config.post_norm else None
 
     def forward(self, y: Tensor, kv, batch) -> Tensor:
-        # This is where K and V are written. When serving, kv is this layer's part of the pool:
-        # project_qkv stores the new K and V in it at batch.slot_mapping, and attend reads them.
+        # This is where K and V are written. When serving, kv is this layer's part of the pool.
+        # project_qkv stores the new K and V there at batch.slot_mapping, and attend reads the pool.
         q, kv = batch.ops.project_qkv(y, self, kv, batch)
         mixed = batch.ops.attend(q, kv, self, batch)  # (..., T, H, D)
         mixed = mixed.flatten(-2)  # (..., T, H D)
@@ -550,8 +558,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """
-    Feed-forward layer, (..., T, C) -> (..., T, C), of each token by itself: widen, activate,
-    project back.
+    Feed-forward layer, (..., T, C) -> (..., T, C), applied to each token independently: widen,
+    activate, project back.
     """
 
     def __init__(self, config: GPTConfig):
@@ -559,7 +567,7 @@ class MLP(nn.Module):
         C = config.n_embd
         self.activation = config.activation
         self.gated = config.gated
-        halves = 2 if config.gated else 1  # gate and up, in one product
+        halves = 2 if config.gated else 1  # gate and up, in a single product
         self.c_fc = nn.Linear(C, halves * config.n_inner, bias=config.mlp_bias)
         self.c_proj = nn.Linear(config.n_inner, C, bias=config.mlp_bias)
         self.post_norm = norm(config) if config.post_norm else None
@@ -570,21 +578,21 @@ class MLP(nn.Module):
 
 
 def project_back(x: Tensor, part: Attention | MLP, ops: Ops) -> Tensor:
-    """Compute what attention or MLP adds to the residual stream: x (..., T, in) -> (..., T, C)."""
+    """Return what attention or MLP adds to the residual stream: x (..., T, in) -> (..., T, C)."""
     delta = ops.linear(x, part.c_proj, partial_sums=part.post_norm is None)
     return delta if part.post_norm is None else ops.norm(delta, part.post_norm)
 
 
 class Block(nn.Module):
     """
-    One layer. In plain torch:
+    One layer. In plain torch, it would be:
 
         x = x + self.attn(self.ln_1(x))
         x = x + self.mlp(self.ln_2(x))
 
-    Here the *next* norm does each addition, because one kernel can do both. So a block receives
-    `delta`, which the block before has computed but not yet added, and returns the delta of its own
-    MLP.
+    Here, each addition is left to the *next* norm, because one kernel can do both. So a block
+    receives `delta`, which the previous block has computed but not yet added, and returns the delta
+    from its own MLP.
     """
 
     def __init__(self, config: GPTConfig, window: int, rope: int):
@@ -605,13 +613,14 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """
     The decoder: embeddings, L blocks, a final norm, and the head, which may share the embedding's
-    weights. `forward` takes whole texts. `hidden` is everything except the head, and also serves.
+    weights. `forward` takes whole texts. `hidden` computes everything except the head, and is also
+    used for serving.
     """
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.config = config
-        self.config_json = None  # of the checkpoint it was loaded from, to save it again
+        self.config_json = None  # from the checkpoint, if loaded from one; written again on saving
         C = config.n_embd
         self.wte = nn.Embedding(config.vocab_size, C)
         self.wpe = None if config.rope else nn.Embedding(config.context_length, C)
@@ -626,7 +635,7 @@ class GPT(nn.Module):
             for i, window in enumerate(config.windows)
         )
         self.ln_f = norm(config)
-        # tied weights: the head uses the embedding's weights, and has none of its own
+        # if tied, the head uses the embedding's weights and does not have its own
         device = "meta" if config.tied else None
         self.lm_head = nn.Linear(C, config.vocab_size, bias=False, device=device)
         self.apply(self._init_weights)
@@ -639,7 +648,7 @@ class GPT(nn.Module):
 
     def _init_weights(self, module: nn.Module):
         """
-        Initialise weights as GPT-2 does: N(0, 0.02), and projections into the residual stream
+        Initialise weights as GPT-2 does, from N(0, 0.02), with projections into the residual stream
         scaled by 1 / sqrt(2 L).
         """
         if isinstance(module, nn.Linear | nn.Embedding):
@@ -653,18 +662,18 @@ class GPT(nn.Module):
     def hidden(self, batch, kv) -> Tensor:
         """
         Compute everything up to the head. Return the normalised hidden states (..., T, C). `batch`
-        is a `WholeTexts` or, when serving, a `kernels.Batch`. `kv` has an entry for each layer:
-        None or, when serving, its part of the pool, where the new K and V are stored.
+        is a `WholeTexts` or, when serving, a `kernels.Batch`. `kv` has one entry per layer: either
+        None or, when serving, the layer's part of the pool, in which new K and V are stored.
         """
         batch.rotations = {
             window: batch.ops.rotation(batch.positions, getattr(self, f"frequencies_{window}"))
             for window in self.config.rope
         }
         scale = self.config.embedding_scale
-        if self.wte.weight.element_size() == 2:  # round it as Gemma's reference does
+        if self.wte.weight.element_size() == 2:  # round as Gemma's reference does
             scale = torch.tensor(scale, dtype=self.wte.weight.dtype).item()
-        # Granite multiplies each delta by residual_scale. Instead, divide x by it once: then deltas
-        # are added as they are, and a norm of x gives the same (with a scaled epsilon).
+        # Granite multiplies each delta by residual_scale. Instead, divide x by it once. Then deltas
+        # can be added unchanged, and a norm of x (with a scaled epsilon) gives the same result.
         scale /= self.config.residual_scale
         x = batch.ops.embed(batch.tokens, batch.positions, self.wte, self.wpe, scale)
         if self.ln_0 is not None:
@@ -682,10 +691,11 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH_OPS):
         """
-        Run whole texts without a cache: tokens (B, T) int64, T <= context_length. Return (logits
-        (B, T, V), None). With targets (B, T) int64, -100 where there is none, return (None, mean
-        cross-entropy in nats) instead: training never needs all logits at once, and a CPU is much
-        faster without storing them. Raises ValueError if the texts are too long.
+        Run the model on whole texts without a cache: tokens (B, T) int64, T <= context_length.
+        Return (logits (B, T, V), None). If targets (B, T) int64 are given (-100 for no target),
+        return (None, mean cross-entropy in nats) instead, because training never needs all logits
+        at once, and a CPU is much faster if it does not store them. Raises ValueError if the texts
+        are too long.
         """
         T = tokens.shape[1]
         limit = self.config.context_length
@@ -704,9 +714,10 @@ class GPT(nn.Module):
         self, tokens: Tensor, max_new_tokens: int, choose: Callable | None = None
     ) -> Tensor:
         """
-        Continue texts (B, T) -> (B, T + new) without a cache, computing the whole text again for
-        each token. Tests compare the engine with it. Stop at context_length. `choose(logits (B, V),
-        position)` picks the next tokens (B,), by default the most likely ones.
+        Continue texts (B, T) -> (B, T + new) without a cache, recomputing the whole text for each
+        new token, and stop at context_length at the latest. Tests compare the engine with this
+        method. `choose(logits (B, V), position)` picks the next tokens (B,), by default the most
+        likely ones.
         """
         most = self.config.context_length - tokens.shape[1]
         for _ in range(min(max_new_tokens, most)):

@@ -1,16 +1,17 @@
 """
-The proof: paged attention changes where K and V are stored, but not a single token of any answer.
+Proof that paged attention changes where K and V are stored, but not a single token in any answer.
 
-    python test_paged.py        # a line for each test; needs torch, numpy, safetensors, tokenizers
+    python test_paged.py        # a line per test; needs torch, numpy, safetensors, tokenizers
     pytest test_paged.py        # the same tests
 
-There are three parts, and each builds on the one before: who owns which block, who is computed
-when, and the whole engine compared with the dense model. The first two parts need no model. The
-dense model has no cache: for each token it computes the whole text from the beginning.
+There are three parts, each of which builds on the previous one: who owns which block, which
+requests are computed when, and a comparison of the whole engine with the dense model. The first two
+parts do not use a model. The dense model does not have a cache, so it recomputes the whole text for
+each token.
 
-The block size is 4 almost everywhere, and pools have only a few blocks, so tests can name block
-ids. Wherever a model runs, the pool is first filled with NaN, and its free blocks are shuffled. So
-a test fails if a slot is read that was never written, or a block of another request.
+The block size is 4 almost everywhere, and pools have only a few blocks, so that tests can name
+block ids. Before a model runs, the pool is filled with NaN and its free blocks are shuffled. So a
+test fails if a request reads a slot that was never written, or another request's block.
 """
 
 import gc
@@ -46,8 +47,8 @@ from params import GREEDY, SamplingParams, Settings
 @contextmanager
 def raises(kind: type[Exception], *parts: str):
     """
-    Assert that the body raises `kind`, with all these parts in its message. Like pytest.raises, so
-    that this file also runs without pytest.
+    Assert that the body raises `kind` with a message that contains all `parts`. This replaces
+    pytest.raises, so that the file also runs without pytest.
     """
     try:
         yield
@@ -59,7 +60,7 @@ def raises(kind: type[Exception], *parts: str):
 
 
 def step(scheduler: Scheduler) -> Plan:
-    """Run a step without a model: every sampled token is 1000 + the request's length."""
+    """Run a step without a model. Every sampled token is 1000 + the request's length."""
     plan = scheduler.plan()
     scheduler.check(plan)
     scheduler.update(plan, [1000 + r.num_tokens for r in plan.sampled])
@@ -85,8 +86,8 @@ CONTEXT = 64
 
 def echo_text(count: int, length: int, noise: float, generator: torch.Generator) -> torch.Tensor:
     """
-    Return texts of random letters that repeat after PERIOD letters. To predict the next letter, a
-    model must look far back.
+    Return texts of random letters that repeat every PERIOD letters, so that a model must look far
+    back to predict the next letter.
     """
     letters = torch.randint(VOCABULARY, (count, PERIOD), generator=generator)
     texts = letters[:, torch.arange(length) % PERIOD]
@@ -103,7 +104,7 @@ def untrained_model(num_kv_heads: int) -> GPT:
 
 @cache
 def train(num_kv_heads: int) -> GPT:
-    """Train a small GPT, in two seconds, to look back PERIOD tokens."""
+    """Train a small GPT to look back PERIOD tokens, which takes two seconds."""
     model = untrained_model(num_kv_heads)
     steps = 110
     generator = torch.Generator().manual_seed(0)
@@ -120,10 +121,10 @@ def train(num_kv_heads: int) -> GPT:
 
 def trained_model(num_kv_heads: int = 2, eos_token_id: int | None = None) -> GPT:
     """
-    Return the model of the tests. It has four query heads and by default two KV heads. Its answers
+    Return the tests' model, which has four query heads and, by default, two KV heads. Its answers
     depend on tokens three or four blocks back, so a wrong block table, mask or position changes
-    them. (An untrained model repeats one token, whatever is in its cache.) With an `eos_token_id`,
-    return a copy whose texts end at this token.
+    them. (An untrained model would repeat one token, no matter what is in its cache.) If an
+    `eos_token_id` is given, return a copy with this end-of-text token.
     """
     model = train(num_kv_heads)
     if eos_token_id is None:
@@ -139,9 +140,9 @@ def prompt(seed: int, length: int) -> list[int]:
 
 def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingParams]:
     """
-    Return greedy, sampled and filtered parameters in turn, so that every batch mixes them. A greedy
-    answer shows that the right slots were read. A sampled one shows that the numbers are also
-    right, because close scores compete for every token.
+    Return greedy, sampled and filtered parameters in turn, so that every batch mixes all three. A
+    greedy answer shows that the right slots were read. A sampled answer also shows that the numbers
+    are right, because several tokens always have similar scores.
     """
     kinds = [
         GREEDY,
@@ -156,8 +157,8 @@ def mixed_params(max_tokens: int, count: int, first: int = 0) -> list[SamplingPa
 
 def scores(params: SamplingParams, logits: torch.Tensor, position: int) -> torch.Tensor:
     """
-    Return the scores (1, V) whose maximum is the token at `position`: the logits, filtered, plus
-    the request's own noise.
+    Return the scores (1, V) whose maximum is the token at `position`: the filtered logits plus the
+    request's own noise.
     """
     if params.temperature == 0:
         return logits
@@ -175,9 +176,9 @@ def assert_equals_dense(
     model: GPT, prompt_tokens: list[int], answer: list[int], params: SamplingParams
 ):
     """
-    Assert that the answer equals the dense model's. If the best two scores are within 1e-4 of each
-    other, rounding may choose either one. Such ties are counted, and the comparison continues from
-    the engine's choice.
+    Assert that the answer equals the dense model's. If the two highest scores are within 1e-4 of
+    each other, rounding may decide between them. Such ties are counted, and the comparison
+    continues from the engine's choice.
     """
     text = list(prompt_tokens)
     full = text + answer
@@ -206,7 +207,7 @@ def assert_equals_dense(
 
 def poison(device: Device, scheduler: Scheduler):
     """
-    Fill every slot with NaN, and shuffle the free blocks, so that the first request does not just
+    Fill every slot with NaN, and shuffle the free blocks, so that the first request does not simply
     get block 0.
     """
     device.pool.kv.fill_(torch.nan)
@@ -216,15 +217,15 @@ def poison(device: Device, scheduler: Scheduler):
 def new_engine(model: GPT, **settings) -> Engine:
     sizes = {"block_size": 4, "num_blocks": 64, "max_num_seqs": 8, "token_budget": 64}
     engine = Engine(model, Settings(**({"check": True} | sizes | settings)))
-    engine.reference = model  # to compare its answers with
+    engine.reference = model  # the model to compare answers with
     poison(engine.device, engine.scheduler)
     return engine
 
 
 def reachable_requests(engine: Engine, *beyond) -> list[Request]:
     """
-    Return all requests that can be reached from the engine's data. Functions, methods and the
-    objects in `beyond` are not followed.
+    Return all requests that can be reached from the engine's data, without following functions,
+    methods, or the objects in `beyond`.
     """
     code = type | ModuleType | FunctionType | MethodType
     seen = {id(thing): thing for thing in beyond}  # keeps objects alive, so that ids stay unique
@@ -239,8 +240,8 @@ def reachable_requests(engine: Engine, *beyond) -> list[Request]:
 
 def assert_idle(engine: Engine):
     """
-    Assert that nothing has leaked: no request, row or reference is left, and the whole pool can be
-    allocated.
+    Assert that nothing has leaked: the engine does not hold any requests, rows or references, and
+    the whole pool can be allocated.
     """
     scheduler = engine.scheduler
     allocator = scheduler.block_allocator
@@ -248,7 +249,7 @@ def assert_idle(engine: Engine):
     assert not engine.requests and scheduler.is_done(), f"{list(engine.requests)} are left"
     assert not engine.promised, "choices are left"
     kept = reachable_requests(engine)
-    # one is allowed: a loop's variable may still refer to the last request
+    # one request is allowed, because a loop variable may still refer to the last request
     assert len(kept) <= 1, f"besides the last request, the engine keeps {kept}"
     assert sorted(scheduler.free_rows) == list(range(scheduler.max_num_seqs)), "a row was lost"
     assert sum(allocator.ref_counts) == 0, "references leaked"
@@ -259,8 +260,8 @@ def serve(
     engine: Engine, prompts: list[list[int]], max_tokens: int, first: int = 0
 ) -> list[list[int]]:
     """
-    Answer all prompts, some greedily and some by sampling. Assert that every answer is complete,
-    and equals the dense model's.
+    Answer all prompts, some of them greedily and some by sampling. Assert that every answer is
+    complete and equals the dense model's.
     """
     params = mixed_params(max_tokens, len(prompts), first)
     answers = engine.generate(prompts, params, progress=False)
@@ -277,8 +278,8 @@ def serve(
 
 def test_blocks_are_handed_out_taken_back_and_run_out():
     """
-    Would catch: a block that is allocated twice, or lost; the padding block being allocated; a
-    failed allocation that keeps some blocks.
+    Would catch: a block that is allocated twice or lost; an allocation of the padding block; a
+    failed allocation that keeps some of the blocks.
     """
     allocator = BlockAllocator(num_blocks=4, block_size=4)
     assert allocator.allocate_n(3) == [0, 1, 2]
@@ -288,7 +289,7 @@ def test_blocks_are_handed_out_taken_back_and_run_out():
     assert allocator.allocate_n(2) == [0, 1], "the head is freed last, so it is allocated first"
     with raises(RuntimeError, "wanted 3", "available 2 of 4"):
         allocator.allocate_n(3)
-    assert allocator.num_free == 2, "a failed allocation takes no block"
+    assert allocator.num_free == 2, "a failed allocation does not take any blocks"
     assert allocator.allocate_n(2) == [2, 3]
     with raises(RuntimeError, "wanted 1", "available 0 of 4"):
         allocator.allocate_one()
@@ -299,9 +300,9 @@ def test_blocks_are_handed_out_taken_back_and_run_out():
 
 def test_life_of_a_shared_prefix():
     """
-    Would catch: a hit that does not add a reference, so the first request to finish frees blocks
-    that the second still reads; a parent block evicted before its child, which can then never be
-    found; a finished request that does not free its blocks.
+    Would catch: a hit that does not add a reference, so that the first request to finish frees
+    blocks that the second still reads; a parent block that is evicted before its child, so that the
+    child can never be found again; a finished request that does not free its blocks.
     """
     scheduler = Scheduler(max_kv_tokens=24)  # six blocks
     allocator = scheduler.block_allocator
@@ -316,7 +317,7 @@ def test_life_of_a_shared_prefix():
     plan = step(scheduler)
     assert b.block_table == [0, 1, 3]
     assert allocator.ref_counts == [2, 2, 1, 1, 0, 0]
-    assert plan.decodes == [a] and plan.chunks == [(b, 1)], "8 of b's 9 tokens were found"
+    assert plan.decodes == [a] and plan.chunks == [(b, 1)], "8 of b's 9 tokens were cached"
 
     step(scheduler)
     assert a.status == "done"
@@ -325,9 +326,9 @@ def test_life_of_a_shared_prefix():
     assert b.status == "done"
     assert allocator.ref_counts == [0] * 6
     assert allocator.num_free == 6
-    assert list(allocator.idle) == [1, 0], "full blocks stay cached, the tail is evicted first"
+    assert list(allocator.idle) == [1, 0], "full blocks stay cached; the tail is evicted first"
 
-    assert allocator.allocate_n(4) == [3, 2, 4, 5], "allocate free blocks first"
+    assert allocator.allocate_n(4) == [3, 2, 4, 5], "free blocks are allocated first"
     assert allocator.evicted == []
     assert allocator.allocate_n(2) == [1, 0], "then idle blocks, the least recently used first"
     assert allocator.evicted == [1, 0]
@@ -337,25 +338,25 @@ def test_life_of_a_shared_prefix():
 
 def test_least_recently_used_block_is_evicted_first():
     """
-    Would catch: a hit that does not count as a use, so that a prefix shared by all requests is
+    Would catch: a hit that does not count as a use, so that even a prefix shared by all requests is
     evicted.
     """
     scheduler = Scheduler(max_kv_tokens=12)  # three blocks
     allocator = scheduler.block_allocator
     serve_alone(scheduler, "a", [1, 2, 3, 4, 5])  # block 0 stays cached
-    serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # block 1 also
+    serve_alone(scheduler, "b", [6, 7, 8, 9, 10])  # and so does block 1
     assert list(allocator.idle) == [0, 1]
     assert allocator.free == [2]
     assert serve_alone(scheduler, "a again", [1, 2, 3, 4, 11]).num_hit_tokens == 4
     assert list(allocator.idle) == [1, 0]
-    assert allocator.allocate_n(2) == [2, 1], "the free block, then b's: a's was used later"
+    assert allocator.allocate_n(2) == [2, 1], "the free block, then b's, as a's was used later"
 
 
 def test_a_block_is_findable_only_once_it_is_computed():
     """
-    Would catch: blocks committed when allocated, so that an equal request reads K and V that do not
-    exist yet; generated tokens that are never cached; two blocks with the same key, one of which
-    leaks.
+    Would catch: blocks that are committed on allocation, so that an identical request reads K and V
+    that do not exist yet; generated tokens that are never cached; two blocks with the same key, one
+    of which leaks.
     """
     scheduler = Scheduler(max_kv_tokens=32, token_budget=32)
     cache = scheduler.block_cache
@@ -363,31 +364,31 @@ def test_a_block_is_findable_only_once_it_is_computed():
     for request in twins:
         scheduler.add_request(request)
     plan = scheduler.plan()
-    assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "nothing to share yet"
-    assert not cache.contents, "nothing is computed yet, so nothing may be found"
+    assert [r.block_table for r in twins] == [[0, 1, 2], [3, 4, 5]], "there is nothing to share yet"
+    assert not cache.contents, "nothing has been computed, so nothing may be found"
     scheduler.update(plan, [1009, 1009])
-    assert list(cache.contents) == [0, 1], "only full blocks, and only the first with each key"
+    assert list(cache.contents) == [0, 1], "only full blocks, and one per key"
     while not scheduler.is_done():
         step(scheduler)
     assert {block: content.tokens for block, content in cache.contents.items()} == {
         0: (0, 1, 2, 3),
         1: (4, 5, 6, 7),
         2: (8, 1009, 1010, 1011),
-    }, "blocks of the prompt and of the answer"
+    }, "blocks from both the prompt and the answer"
 
 
 def test_a_block_is_found_only_after_the_same_prefix():
     """
     Would catch: a key that ignores the parent or the salt; a lookup that trusts the hash without
-    comparing the content.
+    comparing the contents.
     """
     scheduler = Scheduler(max_kv_tokens=64)
     one = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     two = [11, 12, 13, 14, 5, 6, 7, 8, 9]  # the second block is the same
     for expected in (0, 8):
         hits = [serve_alone(scheduler, "again", tokens).num_hit_tokens for tokens in (one, two)]
-        assert hits == [expected, expected], f"found {hits} of the first eight tokens"
-    assert len(scheduler.block_cache.contents) == 4, "tokens 5, 6, 7, 8 are in two of these"
+        assert hits == [expected, expected], f"{hits} of the first eight tokens were cached"
+    assert len(scheduler.block_cache.contents) == 4, "two of these have tokens 5, 6, 7, 8"
     assert serve_alone(scheduler, "other user", one, cache_salt="secret").num_hit_tokens == 0
     assert serve_alone(scheduler, "same user", one, cache_salt="secret").num_hit_tokens == 8
     assert root_key("salt") != root_key("pepper") != root_key()
@@ -395,14 +396,14 @@ def test_a_block_is_found_only_after_the_same_prefix():
     cache = scheduler.block_cache
     content = cache.contents[0]
     assert cache.lookup(content) == 0
-    assert cache.lookup(content._replace(tokens=(1, 2, 3, 5))) is None, "a collision of hashes"
+    assert cache.lookup(content._replace(tokens=(1, 2, 3, 5))) is None, "a hash collision"
     assert cache.lookup(content._replace(parent=bytes(32))) is None
 
 
 def test_a_prompt_found_whole_still_computes_its_last_block():
     """
-    Would catch: a prompt taken from the cache as a whole, so that nothing is computed and there are
-    no logits.
+    Would catch: a whole prompt that is taken from the cache, so that nothing is computed and there
+    are no logits.
     """
     scheduler = Scheduler(max_kv_tokens=64)
     serve_alone(scheduler, "first", [1, 2, 3, 4, 5, 6, 7, 8], 2)
@@ -417,8 +418,8 @@ def test_a_prompt_found_whole_still_computes_its_last_block():
 
 def test_forks_share_blocks_and_copy_the_last_on_write():
     """
-    Would catch: two requests writing to the same partial block; a copy although no block is
-    partial; a child that shares its parent's lists of tokens or blocks.
+    Would catch: two requests that write to the same partial block; a block that is copied although
+    it is full; a child that shares its parent's list of tokens or of blocks.
     """
     scheduler = Scheduler(max_kv_tokens=24)
     allocator = scheduler.block_allocator
@@ -433,7 +434,7 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
     assert allocator.ref_counts == [2, 2, 0, 0, 0, 0]
 
     plan = step(scheduler)
-    assert plan.copies == {2: 1}, "the first to write copies block 1"
+    assert plan.copies == {2: 1}, "the first request to write copies block 1"
     assert parent.block_table == [0, 2]
     assert child.block_table == [0, 1]
     assert allocator.ref_counts == [2, 1, 1, 0, 0, 0]
@@ -464,8 +465,8 @@ def test_forks_share_blocks_and_copy_the_last_on_write():
 
 def test_admission_at_the_edge_of_the_pool():
     """
-    Would catch: shared blocks counted as if they had to be allocated; an idle block that is a hit,
-    but also counted as free; a refused admission that keeps blocks.
+    Would catch: shared blocks that are counted as if they had to be allocated; an idle block that
+    is a hit but is also counted as free; a request that is not admitted but keeps blocks.
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks
     allocator = scheduler.block_allocator
@@ -476,7 +477,7 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler.add_request(second)
     scheduler.add_request(third)
     step(scheduler)
-    assert second.block_table == [0, 1, 3], "two of its three blocks are shared: it fits exactly"
+    assert second.block_table == [0, 1, 3], "with two of its three blocks shared, it fits exactly"
     assert third.status == "waiting"
     assert allocator.num_free == 0
     assert allocator.ref_counts == [2, 2, 1, 1]
@@ -489,7 +490,7 @@ def test_admission_at_the_edge_of_the_pool():
     serve_alone(scheduler, "first", [*prefix, 9])  # blocks 0 and 1 are cached and idle
     scheduler.add_request(Request("small", [100, 101], 2))
     step(scheduler)
-    # it finds two blocks and needs two more, but only one is left
+    # two of its blocks are cached and it needs two more, but only one is left
     large = Request("large", [*prefix, *range(10, 18)], 1)
     scheduler.add_request(large)
     assert scheduler.plan().admitted == []
@@ -498,13 +499,13 @@ def test_admission_at_the_edge_of_the_pool():
     scheduler = Scheduler(max_kv_tokens=16)
     serve_alone(scheduler, "first", [*prefix, 9])
     large = serve_alone(scheduler, "large", [*prefix, *range(10, 18)], 1)
-    assert large.num_generated == 1 and large.num_hit_tokens == 8, "alone, it fits exactly"
+    assert large.num_generated == 1 and large.num_hit_tokens == 8, "on its own, it fits exactly"
 
 
 def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
     """
-    Would catch: smaller requests that overtake the head of the queue forever; a watermark that
-    keeps out a request even if no other is running; more rows than max_num_seqs.
+    Would catch: small requests that keep overtaking the head of the queue; a watermark that keeps a
+    request out even if no other is running; more rows in use than max_num_seqs.
     """
     scheduler = Scheduler(max_kv_tokens=16)
     lengths = (9, 6, 2)  # 3, 2, 1 blocks
@@ -512,7 +513,7 @@ def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
     for request in requests:
         scheduler.add_request(request)
     step(scheduler)
-    # the last request would fit, but it must not overtake the second
+    # the last request would fit, but must not overtake the second
     assert [r.status for r in requests] == ["active", "waiting", "waiting"]
     step(scheduler)
     assert requests[0].status == "done", "its blocks are free now"
@@ -535,8 +536,8 @@ def test_a_request_that_does_not_fit_waits_and_keeps_its_place():
 
 def test_preemption_block_by_block():
     """
-    Would catch: the wrong victim; a preempted request that keeps its blocks, is admitted again in
-    the same step, loses its tokens, or samples before its generated tokens are recomputed.
+    Would catch: the wrong victim; a preempted request that keeps its blocks, is readmitted in the
+    same step, loses its tokens, or samples before its generated tokens have been recomputed.
     """
     scheduler = Scheduler(max_kv_tokens=16)  # four blocks for two requests that need three each
     allocator = scheduler.block_allocator
@@ -553,21 +554,21 @@ def test_preemption_block_by_block():
     assert plan.preempted == [b]
     assert plan.decodes == [a]
     assert plan.admitted == []
-    # b's last block, committed and idle, was evicted for a; its first is still cached
+    # b's last block was committed and idle, and has been evicted for a; its first is still cached
     assert a.block_table == [0, 1, 3]
     assert b.status == "waiting"
     assert b.block_table == []
     assert b.row is None
     assert b.generated_tokens == [1007, 1008]
     step(scheduler)
-    assert b.status == "waiting", "it needs three blocks: one is found, only one is free"
+    assert b.status == "waiting", "it needs three blocks, but only one is cached and one is free"
     step(scheduler)
     assert a.status == "done"
     assert a.generated_tokens == [1007, 1008, 1009, 1010, 1011]
     plan = step(scheduler)
-    assert b.block_table == [2, 3, 1], "a hit, the block freed last, an evicted one"
+    assert b.block_table == [2, 3, 1], "a hit, the block freed last, and an evicted block"
     assert b.prefill_target == 9, "seven prompt tokens and two generated ones"
-    assert plan.chunks == [(b, 5)], "without the four that were found"
+    assert plan.chunks == [(b, 5)], "all except the four cached tokens"
     assert b.generated_tokens == [1007, 1008, 1009]
     while not scheduler.is_done():
         step(scheduler)
@@ -578,12 +579,11 @@ def test_preemption_block_by_block():
 
 def test_a_request_alone_that_cannot_grow():
     """
-    Would catch: a request that preempts itself again and again; a limit that is off by one block or
-    one token.
+    Would catch: a request that preempts itself forever; a limit that is off by one block or token.
     """
     scheduler = Scheduler(max_kv_tokens=12)
     fits = serve_alone(scheduler, "fits", [1, 2, 3, 4, 5, 6, 7, 8], 5)
-    assert fits.num_generated == 5, "the last token needs no slot"
+    assert fits.num_generated == 5, "the last token does not need a slot"
     scheduler = Scheduler(max_kv_tokens=12)
     numbers = ("holds 3 of 3 blocks for 12 tokens", "wanted 1 more")
     with raises(RuntimeError, "request large cannot grow", *numbers):
@@ -602,15 +602,15 @@ def test_a_request_alone_that_cannot_grow():
 
 def test_a_step_shares_its_budget():
     """
-    Would catch: a prompt that blocks all others during its prefill; decodes that starve prefills,
-    or prefills that starve decodes; a token budget that is exceeded or not used up.
+    Would catch: a prompt that blocks all other requests during its prefill; decodes that starve
+    prefills, or the reverse; a token budget that is exceeded or not used up.
     """
     scheduler = Scheduler(token_budget=8)
     long = Request("long", list(range(20)), 8)
     short = Request("short", [31, 32, 33], 8)
     scheduler.add_request(long)
     scheduler.add_request(short)
-    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares: 4 of 8 tokens each"
+    assert step(scheduler).chunks == [(long, 4), (short, 3)], "even shares of 4 out of 8 tokens"
     plan = step(scheduler)
     assert plan.decodes == [short], "decodes come first"
     assert plan.chunks == [(long, 7)], "the prompt gets the rest"
@@ -621,9 +621,9 @@ def test_a_step_shares_its_budget():
         scheduler.add_request(request)
     step(scheduler)
     scheduler.add_request(Request("late", [1, 2, 3, 4, 5, 6], 1))
-    assert step(scheduler).decodes == running, "decodes take the whole budget of this step"
+    assert step(scheduler).decodes == running, "decodes take this step's whole budget"
     plan = step(scheduler)
-    # now the prompt is admitted, and half of the budget is reserved for it
+    # now the prompt has been admitted, and half of the budget is reserved for it
     assert len(plan.decodes) == 2
     assert plan.num_tokens == 4
     decoded = plan.decodes + step(scheduler).decodes
@@ -636,8 +636,8 @@ def test_a_step_shares_its_budget():
 
 def test_the_reference_is_worth_comparing_with():
     """
-    Would catch: tests that cannot fail, because the model's answers do not depend on the content of
-    the cache.
+    Would catch: tests that cannot fail because the model's answers do not depend on what is in the
+    cache.
     """
     for model in (trained_model(2), trained_model(4)):
         prompts = torch.tensor([prompt(seed, 20) for seed in range(20)])
@@ -645,7 +645,7 @@ def test_the_reference_is_worth_comparing_with():
         different = {tuple(answer) for answer in answers.tolist()}
         assert len(different) == 20, "every prompt gets a different answer"
         assert min(len(set(answer)) for answer in different) >= 6, "answers have many letters"
-        other = prompts.clone()  # change one letter, eleven before the end
+        other = prompts.clone()  # change one letter, the eleventh from the end
         other[:, 9] = (other[:, 9] + 1) % VOCABULARY
         changed = (model.generate(other, 20)[:, 20:] != answers).any(dim=1)
         assert changed.float().mean() > 0.9, "answers depend on tokens three blocks back"
@@ -653,8 +653,8 @@ def test_the_reference_is_worth_comparing_with():
 
 def test_alone():
     """
-    Would catch: a wrong slot, position, mask or length at a block boundary; an answer with one
-    token too few.
+    Would catch: a wrong slot, position, mask or length at a block boundary; an answer that is one
+    token short.
     """
     for block_size, num_blocks in ((1, 64), (4, 16), (16, 4), (64, 1)):
         engine = new_engine(trained_model(), block_size=block_size, num_blocks=num_blocks)
@@ -665,8 +665,8 @@ def test_alone():
 
 def test_mixed_batches():
     """
-    Would catch: a request that reads another request's blocks, or gets its token, parameters or
-    noise.
+    Would catch: a request that reads another request's blocks, or gets another request's token,
+    parameters or noise.
     """
     for token_budget in (64, 24):  # 24 also splits prompts
         engine = new_engine(trained_model(), num_blocks=128, token_budget=token_budget)
@@ -676,7 +676,7 @@ def test_mixed_batches():
 
 def test_requests_that_arrive_while_others_run():
     """
-    Would catch: a reused row that still has its last owner's table, length, seed or parameters.
+    Would catch: a reused row that still has its previous owner's table, length, seed or parameters.
     """
     engine = new_engine(trained_model(), max_num_seqs=3)
     params = [replace(p, max_tokens=5 + i) for i, p in enumerate(mixed_params(1, 9))]
@@ -704,7 +704,7 @@ def test_any_number_of_kv_heads():
 
 
 def count_computed(engine: Engine) -> list[int]:
-    """Return a list to which each step appends the number of tokens that the model computes."""
+    """Return a list to which each step appends how many tokens the model computes."""
     computed = []
     run = engine.device.run
 
@@ -719,8 +719,8 @@ def count_computed(engine: Engine) -> list[int]:
 
 def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
     """
-    Would catch: hits that are recomputed anyway, or that skip one token too many; wrong K and V in
-    a hit.
+    Would catch: hits that are recomputed anyway, or that skip one token too many; hits with wrong K
+    and V.
     """
     model = trained_model()
     prefix = prompt(5, 21)
@@ -746,16 +746,16 @@ def test_a_prefix_hit_computes_the_remainder_and_nothing_else():
 
 def test_prefix_hits_of_prompts_and_answers():
     """
-    Would catch: a hit on a block that is not computed yet, or on generated tokens when K and V of
-    the last one are missing.
+    Would catch: a hit on a block that has not been computed yet, or on generated tokens when the
+    last one's K and V are missing.
     """
     engine = new_engine(trained_model(), token_budget=8)
     shared = prompt(9, 22)
     prompts = [shared + prompt(30 + i, 2 * i) for i in range(4)]
-    answers = serve(engine, prompts, 14)  # together, before any has computed the shared part
+    answers = serve(engine, prompts, 14)  # all at once, so none has computed the shared part
     texts = [tokens + answer for tokens, answer in zip(prompts, answers, strict=True)]
     before = engine.scheduler.num_hit_tokens
-    # these prompts contain part of the answers, like the next turn of a conversation
+    # these prompts contain parts of the answers, like the next turn of a conversation
     serve(engine, [text[: 28 + i] for i, text in enumerate(texts)], 14)
     assert engine.scheduler.num_hit_tokens - before == 24 + 28 + 28 + 28
 
@@ -773,8 +773,8 @@ def test_chunked_prefill():
 
 def test_preempted_and_resumed():
     """
-    Would catch: a request that resumes with stale K and V, with a lost or repeated token, or with
-    different noise.
+    Would catch: a request that resumes with stale K and V, a lost or repeated token, or different
+    noise.
     """
     for prefix_cache in (True, False):
         settings = {"num_blocks": 15, "token_budget": 12, "watermark": 0}
@@ -786,8 +786,8 @@ def test_preempted_and_resumed():
 
 def test_forked():
     """
-    Would catch: a fork that writes to another fork's block; a copy that is incomplete, or of the
-    wrong block.
+    Would catch: a fork that writes to another fork's block; a copy that is incomplete, or that
+    copies the wrong block.
     """
     model = trained_model()
     text = prompt(11, 13)
@@ -808,7 +808,7 @@ def test_forked():
             device.send(launched)
             scheduler.advance(plan)
             scheduler.resolve(plan, runner.wait_for(launched))
-            # two forks: the second also shares blocks that the first shares
+            # fork twice; the second child also shares blocks that the first child shares
             if parent.num_generated in (steps, steps + 1):
                 child = scheduler.fork(parent, f"child {len(family)}")
                 other = child.generated_tokens[-1] + len(family)  # continue with another token
@@ -829,7 +829,7 @@ def test_forked():
 
 def test_the_same_call_twice_on_one_engine():
     """
-    Would catch: leftovers of the first call, such as stale rows, old K and V in reused blocks, or
+    Would catch: leftovers from the first call, such as stale rows, old K and V in reused blocks, or
     wrong hits in a warm cache.
     """
     engine = new_engine(trained_model(), num_blocks=40, max_num_seqs=4)
@@ -847,7 +847,7 @@ def test_the_same_call_twice_on_one_engine():
 def test_a_full_pool_serves_every_request():
     """
     Would catch: a deadlock or a wrong answer when many requests wait for a pool that has room for
-    two or three.
+    only two or three of them.
     """
     engine = new_engine(trained_model(), num_blocks=12, token_budget=16)
     serve(engine, [prompt(60 + i, 5 + 2 * i) for i in range(14)], 12)
@@ -860,11 +860,11 @@ def test_a_full_pool_serves_every_request():
 
 def test_interleaved_generate_of_the_tutorial():
     """
-    Would catch: answers of the post's loop that differ from the dense model's, for example because
-    it uses another request's parameters, or after a preemption.
+    Would catch: answers from the post's loop that differ from the dense model's, for example after
+    a preemption, or because the loop uses another request's parameters.
     """
     model = trained_model()
-    requests = [Request(0, prompt(70, 9), 12)]  # without parameters, so greedy
+    requests = [Request(0, prompt(70, 9), 12)]  # without parameters, so it is greedy
     for i, p in enumerate(mixed_params(12, 4), 1):
         requests.append(Answer(i, prompt(70 + i, 9 + 4 * i), 12, arrival_time=i, params=p))
     scheduler = interleaved_generate(model, requests, token_budget=16, max_kv_tokens=48)
@@ -886,7 +886,7 @@ def main():
         started = time.perf_counter()
         try:
             test()
-        except Exception as error:  # an assertion or a crash; the other tests still run
+        except Exception as error:  # an assertion or a crash; still run the other tests
             failed.append(name)
             print(f"FAIL {name}: {type(error).__name__}: {error}")
         else:

@@ -1,14 +1,14 @@
 """
-A table of functions as the command line of bench.py and assets/draw.py.
+Runs a table of functions as the command line of bench.py and assets/draw.py.
 
     def count(n=3) -> dict:
         return {"sum": sum(range(n))}
 
     main(__doc__, {"count": count}, {"n": "how far"})      # python bench.py count --n 9
 
-The arguments of a command are its flags, and their defaults give the flags' types. An argument
-without a default is positional. The docstring says what is measured, and is printed first. The
-command returns its figures, which are printed after the flags' values, as one line of JSON.
+A function's arguments are the command's flags, and their defaults determine the flags' types. An
+argument without a default is positional. The docstring says what is measured, and is printed first.
+The function returns its figures. These are printed after the flags' values, as one line of JSON.
 """
 
 import argparse
@@ -25,7 +25,9 @@ from engine.sizing import machine_name
 
 
 def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter, help: str):
-    """Add the flag of a command's argument. If the default is a tuple, it takes several values."""
+    """
+    Add the flag for a command's argument. If the default is a tuple, the flag takes several values.
+    """
     name = argument.name
     default = argument.default
     if default is argument.empty:
@@ -38,7 +40,7 @@ def add_argument(parser: argparse.ArgumentParser, argument: inspect.Parameter, h
 
 def build_parser(about: str, commands: dict[str, Callable], flags: dict[str, str]) -> Parser:
     """
-    Return a parser with a subcommand for each function; `flags` has the help of each argument.
+    Return a parser with a subcommand for each function. `flags` has the help for each argument.
     """
     as_written = {"formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = Parser(description=about, **as_written)
@@ -51,16 +53,16 @@ def build_parser(about: str, commands: dict[str, Callable], flags: dict[str, str
 
 
 def main(about: str, commands: dict[str, Callable], flags: dict[str, str]):
-    """Run the command that the command line names, and print its figures."""
+    """Run the command named on the command line, and print its figures."""
     arguments = vars(build_parser(about, commands, flags).parse_args())
     name = arguments.pop("command")
     print(inspect.getdoc(commands[name]), file=sys.stderr)
     try:
         figures = commands[name](**arguments)
-    except ValueError as error:  # a missing --model, say, or no GPU
+    except ValueError as error:  # such as a missing --model, or no GPU
         sys.exit(str(error))
     machine = {"device": machine_name(DEVICE), "torch": torch.__version__}
     result = {"bench": name, **arguments, **machine, **figures}
     for name, value in result.items():
         print(f"{name:>24}: {value}", file=sys.stderr)
-    print(json.dumps(result, default=str))  # str: for paths
+    print(json.dumps(result, default=str))  # `str` converts paths

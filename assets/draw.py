@@ -1,19 +1,19 @@
 """
-The README's pictures, and records to look at. Run this by hand when one of them changes.
+Draws the README's pictures, and writes records to look at. Run it by hand when one of them changes.
 
     python assets/draw.py batching      # one by one, in static batches, continuously
-    python assets/draw.py memory        # slabs against blocks: what fits
-    python assets/draw.py phases        # prefill against decode: tokens per second
+    python assets/draw.py memory        # slabs and blocks: how much fits
+    python assets/draw.py phases        # prefill and decode: tokens per second
     python assets/draw.py tables        # two texts, their block tables, and the pool
     python assets/draw.py record NAME   # writes a run as a record: tour or preemption
-    python assets/draw.py replay FILE   # draws a record of `serve.py --record`, and counts events
-    python assets/draw.py page FILE     # the page of serve.py with a record inside, as one file
+    python assets/draw.py replay FILE   # draws a record from `serve.py --record`, and counts events
+    python assets/draw.py page FILE     # serve.py's page with a record inside, as a single file
 
-Files go to out/, in the current folder. Those of the README are in assets/; blockmap.png is a
-replay of preemption.jsonl. Figures are printed as by bench.py.
+Files are written to out/ in the current folder. The README's pictures are in assets/, where
+blockmap.png is a replay of preemption.jsonl. Figures are printed as by bench.py.
 """
 
-# ruff: noqa: E402  the root is put on the path before its files are imported
+# ruff: noqa: E402  the root must be on the path before its files are imported
 import math
 import sys
 from collections import Counter
@@ -60,7 +60,7 @@ OUT = Path("out")
 
 
 def new_figure():
-    """Return a figure and its axes. It draws into memory, so no display is needed."""
+    """Return a figure and its axes. The figure is drawn in memory, so no display is needed."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
@@ -80,16 +80,17 @@ def write(name: str, text: str) -> dict:
 
 
 # --------------------------------------------------------------------------------------------------
-# Continuous batching, blocks, and the two kinds of work
+# Continuous batching, blocks, prefill and decode
 
 
 def draw_batching() -> dict:
     """
-    Serve 96 requests that all wait at the start: prompts and answers of 12 to 128 tokens (the
-    offline workload's 100 to 1024, divided by 8), greedy, with one model, the same engine and
-    kernels, and KV memory for 4,096 tokens. They run one by one; in static batches of 16, a slab of
-    256 tokens each, padded to the longest prompt and run to the longest answer; continuously, 16 at
-    once; and continuously, as many as fit with blocks of 16. Only tokens that were asked for count.
+    Serve 96 requests that are all waiting at the start, in four ways. Prompts and answers have 12
+    to 128 tokens (the offline workload's 100 to 1024, divided by 8). Decoding is greedy, always
+    with the same model, engine and kernels, and with KV memory for 4,096 tokens. The requests run
+    one by one; in static batches of 16 (each request has a slab of 256 tokens, is padded to the
+    longest prompt, and runs until the longest answer ends); continuously, 16 at once; and
+    continuously, as many as fit with blocks of 16. Only requested tokens count.
     """
     gpt = build_model("10M")
     work = offline_workload(96, 8, gpt.config.vocab_size)
@@ -119,7 +120,7 @@ def draw_batching() -> dict:
 
 
 def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
-    """Serve the batches in order. Returns when each request ended, in seconds."""
+    """Serve the batches in order. Returns how many seconds after the start each request ended."""
     ended = []
     started = perf_counter()
     for batch in batches:
@@ -134,7 +135,8 @@ def ended_times(engine: Engine, batches: list[Work]) -> list[float]:
 
 def padded(batch: Work) -> Work:
     """
-    Return the batch as a rectangle: every prompt as long as the longest, and every answer too.
+    Return the batch as a rectangle: all prompts are as long as the longest prompt, and all answers
+    as long as the longest answer.
     """
     longest = max(len(prompt) for prompt, _ in batch)
     answer = max(n for _, n in batch)
@@ -145,15 +147,16 @@ def padded(batch: Work) -> Work:
     return rectangle
 
 
-SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # of a pool
+SHARES = ("tokens, %", "waste inside, %", "waste outside, %")  # shares of a pool
 
 
 def draw_memory() -> dict:
     """
-    Compare KV memory for 32,768 tokens, as slabs of the longest text (2,048) and as blocks: how
-    many of 256 requests (prompts and answers of 100 to 1024 tokens) run at once while others wait,
-    and how much memory is wasted, inside (taken, but empty) and outside (free, but too little for
-    the next prompt). A slab is simulated as a block that is as long as the longest text.
+    Compare KV memory for 32,768 tokens as slabs for the longest text (2,048 tokens) and as blocks.
+    Measure how many of 256 requests (with prompts and answers of 100 to 1024 tokens) run at once
+    while others wait, and how much memory is wasted inside (taken, but empty) and outside (free,
+    but not enough for the next prompt). A slab is simulated as a block that is as long as the
+    longest text.
     """
     pools = {S: fill_pool(S, 32_768) for S in (2048, 128, 64, 32, 16, 8, 4)}
     figure, axes = new_figure()
@@ -173,16 +176,16 @@ def draw_memory() -> dict:
 
 def fill_pool(S: int, capacity: int) -> dict:
     """
-    Serve the offline workload from a pool of `capacity` tokens in blocks of S, with the scheduler
-    but without a model. Returns means over the steps in which a request waits.
+    Serve the offline workload with a pool of `capacity` tokens in blocks of S, using the scheduler
+    but no model. Returns means over the steps in which a request waits.
     """
-    budget = 2**20  # tokens a step: any prompt fits into one step
+    budget = 2**20  # tokens per step, so any prompt fits in one step
     settings = SchedulerSettings(prefix_cache=False)
     scheduler = Scheduler("fcfs", budget, capacity, S, settings=settings)
     for i, (prompt, n) in enumerate(offline_workload()):
         scheduler.add_request(Request(i, prompt, n))
     allocator = scheduler.block_allocator
-    crowded = []  # requests, tokens taken, tokens filled: of each step in which a request waits
+    crowded = []  # requests, tokens taken and tokens filled, for each step in which a request waits
     while not scheduler.is_done():
         plan = scheduler.plan()
         if scheduler.waiting:
@@ -199,8 +202,8 @@ def fill_pool(S: int, capacity: int) -> dict:
 
 def draw_phases() -> dict:
     """
-    Compare prefill and decode, in tokens per second, for gpt2-124M on a CPU: steps that compute a
-    whole prompt of 1 to 1,024 tokens, and steps of 1 to 64 decodes with contexts of about 128.
+    Compare prefill and decode for gpt2-124M on a CPU, in tokens per second. Steps either compute a
+    whole prompt of 1 to 1,024 tokens, or 1 to 64 decodes with contexts of about 128 tokens.
     """
     gpt = build_model("gpt2-124M")
     settings = Settings(
@@ -230,9 +233,9 @@ def draw_phases() -> dict:
 # --------------------------------------------------------------------------------------------------
 # Block tables
 
-TABLES = {"a": [7, 2, 9], "b": [7, 4]}  # both texts begin with the same 16 tokens
+TABLES = {"a": [7, 2, 9], "b": [7, 4]}  # both texts start with the same 16 tokens
 LENGTHS = {"a": 36, "b": 27}  # tokens
-TOKEN = 35  # of text a: the last one
+TOKEN = 35  # the last token of text a
 S = 16
 DIAGRAM = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 800 372" font-family="sans-serif" \
@@ -260,7 +263,8 @@ orient="auto"><path d="M0 0L8 4L0 8z"/></marker>
 
 def draw_tables() -> dict:
     """
-    Draw two texts that begin alike, their block tables, twelve blocks of 16, and a token's slot.
+    Draw two texts with the same beginning, their block tables, twelve blocks of 16, and a token's
+    slot.
     """
     shapes = []
     for block in range(12):
@@ -288,7 +292,7 @@ def draw_tables() -> dict:
 
 
 def slots_of_the_token() -> list[str]:
-    """Return the block of `TOKEN`, enlarged at the lower right: each cell is a slot."""
+    """Return the block that contains `TOKEN`, enlarged at the lower right. Each cell is a slot."""
     logical, offset = divmod(TOKEN, S)
     block = TABLES["a"][logical]
     slot = S * block + offset
@@ -309,7 +313,7 @@ def rectangle(x, y, width, height, kind: str) -> str:
 
 
 def box(x, y, width, kind: str, number: int) -> str:
-    """Return a cell of the pool or of a table, with a block's number."""
+    """Return a cell of the pool or of a block table, with the block's number."""
     text = f'<text x="{x + width // 2}" y="{y + 27}">{number}</text>'
     return rectangle(x, y, width, 44, kind) + text
 
@@ -319,10 +323,10 @@ def caption(x, y, text: str) -> str:
 
 
 # --------------------------------------------------------------------------------------------------
-# Records: runs to look at, and their picture
+# Records: runs to look at, and pictures of them
 
-# A line is a request: the step in which it arrives, its tokens of a common beginning, its own
-# tokens, the tokens of an answer, and the number of answers.
+# Each line is a request: the step in which it arrives, then the numbers of tokens from a common
+# beginning, of its own tokens, of tokens per answer, and of answers.
 TOUR = """\
      0 40 20 32 1
      5 40 12 32 1
@@ -349,9 +353,7 @@ RUNS = {
 
 
 def recorded(settings: Settings, table: str) -> list[str]:
-    """
-    Return the lines of a run's record. The tokens are random, and the record does not have them.
-    """
+    """Return the lines of a run's record. The tokens are random, and are not in the record."""
     engine = Engine(build_model("1M"), settings)
     recorder = engine.stages["record"]
     lines = []
@@ -373,8 +375,9 @@ def recorded(settings: Settings, table: str) -> list[str]:
 
 def draw_record(name: str) -> dict:
     """
-    Write a run as a record to look at. tour: what can happen to requests; preemption: a tight pool.
-    This makes the records in assets/. The tour's captions, in its first line, are kept.
+    Write a run as a record to look at: "tour" shows what can happen to requests, and "preemption" a
+    pool that is too small. The records in assets/ were made with this command. The tour's captions,
+    in its first line, are kept.
     """
     if name not in RUNS:
         raise ValueError(f"{name}: choose {' or '.join(RUNS)}")
@@ -388,7 +391,9 @@ def draw_record(name: str) -> dict:
 
 
 def page_with_record(record: str) -> str:
-    """Return the page with a record and a policy inside: one file that can be hosted anywhere."""
+    """
+    Return the page with a record and a policy inside, as a single file that can be hosted anywhere.
+    """
     page = live.page()
     policy = live.content_policy(page)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -397,16 +402,16 @@ def page_with_record(record: str) -> str:
 
 
 def draw_page(file: str) -> dict:
-    """Write the page of serve.py with a record inside, as one file that can be hosted anywhere."""
+    """Write serve.py's page with a record inside, as a single file that can be hosted anywhere."""
     with open_record(file) as record:
         page = page_with_record(record.read().decode())
     return write("page.html", page)
 
 
-MAX_COLUMNS = 1000  # steps of a picture
-MAX_ROWS = 1024  # blocks of a picture
-MOST_NUMBERED = 16  # the numbers of more requests would cover the picture
-PARTS = 384  # of all blocks together: requests that share a block divide up its parts
+MAX_COLUMNS = 1000  # maximum number of steps in a picture
+MAX_ROWS = 1024  # maximum number of blocks in a picture
+MOST_NUMBERED = 16  # with more requests, their numbers would cover the picture
+PARTS = 384  # for all blocks together; requests that share a block divide its parts
 COUNTED = {
     "requests": "new",
     "preemptions": "preempted",
@@ -418,16 +423,17 @@ COLOURS = [f"C{i}" for i in range(10) if i != 7]  # matplotlib's cycle, except C
 
 def draw_replay(file: str) -> dict:
     """
-    Say what happened in a record, in numbers and as a picture. A colour is a request, numbered
-    where it begins. Grey is cached and idle, white is free. A block of several requests is split.
-    At most 1024 of the blocks and 1000 of the steps are drawn, evenly spaced.
+    Show what happened in a record, in numbers and as a picture. Each request has its own colour,
+    and is labelled with its number where it begins. Grey is cached and idle, white is free. A block
+    that several requests share is split. At most 1024 blocks and 1000 steps are drawn, evenly
+    spaced.
     """
     from matplotlib.colors import to_rgb
 
     record = open_record(file)
     counts = Counter()
     columns = []  # [step][block and part]
-    begins = {}  # request number -> its first step, and its last block in it
+    begins = {}  # request number -> its first step, and its last block in that step
     every = 1  # draw one of this many steps
     for state, line in replay(record):
         if line["event"] != "step":
@@ -447,7 +453,7 @@ def draw_replay(file: str) -> dict:
             columns = columns[1::2]
             every *= 2
     if not columns:
-        raise RecordError("no step to draw in this record: its engine computed none")
+        raise RecordError("this record has no step to draw, because its engine computed none")
     figure, axes = new_figure()
     image = list(zip(*columns, strict=True))  # [block and part][step]
     size = (0, counts["steps"], 0, state.num_blocks)
@@ -461,15 +467,16 @@ def draw_replay(file: str) -> dict:
 
 def column_of(state: PoolState) -> list[str]:
     """
-    Return the colours of each block's parts: those of the requests that hold it or, without any,
-    the colour of idle or free. Of a large pool only some blocks are taken, evenly spaced.
+    Return the colours of each block's parts: those of the requests that have the block or, if there
+    are none, the colour for idle or free blocks. For a large pool, only some blocks are included,
+    evenly spaced.
     """
     blocks = range(0, state.num_blocks, math.ceil(state.num_blocks / MAX_ROWS))
     owners = {block: [] for block in blocks}
     for r, table in sorted(state.tables.items()):
         for block in owners.keys() & table:
             owners[block].append(COLOURS[r % len(COLOURS)])
-    parts = max(1, PARTS // len(owners))  # of a block
+    parts = max(1, PARTS // len(owners))  # number of parts per block
     column = []
     for block, colours in owners.items():
         colours = colours or ["lightgrey" if block in state.idle else "white"]
@@ -477,7 +484,7 @@ def column_of(state: PoolState) -> list[str]:
     return column
 
 
-FLAGS = {  # the help of each argument of a command
+FLAGS = {  # the help for each command argument
     "name": "the run to record: tour or preemption",
     "file": "a record: from serve.py --record, or one in assets/",
 }

@@ -1,12 +1,12 @@
 """
-llama.cpp in a process of its own, for `bench.py generate` and `bench.py quality`. Run it with a
-Python that has llama_cpp; it needs no torch.
+Runs llama.cpp in its own process, for `bench.py generate` and `bench.py quality`. Run this file
+with a Python that has llama_cpp. It does not need torch.
 
     python assets/llama.py MODEL.gguf THREADS
 
-It answers each line of stdin with a line; both are JSON. [texts, n] asks for n greedy tokens after
-each of up to 8 texts of one length, with at most 512 tokens in total. [[text], 0] asks for the
-log-probability of the text, in nats, given its first token.
+It answers each line of stdin with a line. Both lines are JSON. [texts, n] requests n greedy tokens
+after each of at most 8 texts of equal length, with at most 512 tokens in total. [[text], 0]
+requests the log-probability of the text, in nats, given its first token.
 """
 
 import json
@@ -18,7 +18,7 @@ import numpy as np
 
 
 def compute(context, batch, texts: list[list[int]], of_all=False) -> np.ndarray:
-    """Return logits [n, V] after the last of the next tokens of each text, or after all of them."""
+    """Return logits [n, V] after each text's last token or, with `of_all`, after every token."""
     T = len(texts[0])
     for i, token in enumerate(chain(*texts)):
         batch.token[i] = token
@@ -26,7 +26,7 @@ def compute(context, batch, texts: list[list[int]], of_all=False) -> np.ndarray:
         batch.seq_id[i][0] = i // T
         batch.logits[i] = of_all or i % T == T - 1
     batch.n_tokens = T * len(texts)
-    assert cpp.llama_decode(context, batch) == 0, "llama.cpp has no memory for that"
+    assert cpp.llama_decode(context, batch) == 0, "llama.cpp has no memory for this"
     vocabulary = cpp.llama_model_get_vocab(cpp.llama_get_model(context))
     shape = (sum(batch.logits[: batch.n_tokens]), cpp.llama_vocab_n_tokens(vocabulary))
     return np.ctypeslib.as_array(cpp.llama_get_logits(context), shape)
@@ -40,7 +40,7 @@ def main(path: str, threads: str):
     params.n_threads = params.n_threads_batch = int(threads)
     context = cpp.llama_init_from_model(model, params)
     batch = cpp.llama_batch_init(512, 0, 1)
-    batch.pos = None  # each text continues where it stopped
+    batch.pos = None  # each text continues where it ended
     print("ready", flush=True)
     for line in sys.stdin:
         texts, n = json.loads(line)

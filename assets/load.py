@@ -1,14 +1,14 @@
 """
-Load for a server that speaks OpenAI's completions, from independent client processes with raw
-sockets; for `bench.py server` and the tests.
+Puts load on a server with OpenAI's completions API, from independent client processes with raw
+sockets. Used by `bench.py server` and the tests.
 
     rows = run_clients(host, port, [completion(prompt, 100) for prompt in prompts], processes=12)
 
 Why not asyncio and an HTTP library? Clients that share one process are slower than the server that
-they measure, and blame their own delays on it. Here each process has only a few connections. It
-reads everything that has arrived, looks for text in it, and notes the time. The processes are
-forked from one that has not loaded torch (`python -m assets.load`). `completion` makes a request,
-and `Stream.row` returns what was measured. The clock is the machine's, so all processes share it.
+they measure, and blame their own delays on it. Here, each process has only a few connections. It
+reads everything that has arrived, looks for text in it, and records the time. The processes are
+forked from one that has not loaded torch (`python -m assets.load`). `completion` returns a request,
+and `Stream.row` returns the measurements. All processes share the machine's clock.
 """
 
 import itertools
@@ -24,25 +24,27 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 READ_SIZE = 2**16  # bytes to read at a time
-START_SECONDS = 0.3  # until every client process has its requests
+START_SECONDS = 0.3  # time for every client process to get its requests
 
 
 def completion(prompt: list[int], tokens: int, delay: float = 0.0) -> dict:
-    """Return a streamed request for that many tokens, to send `delay` seconds after the start."""
+    """
+    Return a streaming request for this many tokens, to be sent `delay` seconds after the start.
+    """
     body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0.6, "ignore_eos": True}
     body |= {"stream": True, "stream_options": {"include_usage": True}}
     return {"body": body, "delay": delay}
 
 
 class Stream:
-    """One request on a connection of its own."""
+    """One request, with its own connection."""
 
     def __init__(self, address: tuple[str, int], request: dict, start: float):
         self.address = address
         self.request = request
         self.due = start + request["delay"]
         self.arrivals: list[float] = []  # times at which text arrived
-        self.tail = b""  # the end of what has arrived
+        self.tail = b""  # end of the data received so far
 
     def connect(self):
         """Open the connection and send the request."""
@@ -59,7 +61,7 @@ class Stream:
         self.sock.sendall(head.encode() + body)
 
     def receive(self) -> bool:
-        """Read what has arrived. Returns False at the end."""
+        """Read what has arrived. Returns False at the end of the stream."""
         data = self.sock.recv(READ_SIZE)
         if b'"text"' in data:
             self.arrivals.append(time.monotonic())
@@ -68,9 +70,9 @@ class Stream:
 
     def row(self) -> dict:
         """
-        Return the measurements, in seconds: from when the request was due to its first text;
-        between arrivals of text; and from the start to the last text. Raises ValueError if the
-        answer is incomplete.
+        Return the measurements in seconds: the time from when the request was due to its first
+        text, the times between arrivals of text, and the time from the start to the last text.
+        Raises ValueError if the answer is incomplete.
         """
         tokens = self.request["body"]["max_tokens"]
         if f'"completion_tokens":{tokens},'.encode() not in self.tail:
@@ -83,7 +85,7 @@ class Stream:
 
 
 def send_and_read(address: tuple[str, int], requests: list[dict], start: float) -> list[dict]:
-    """Send each request at its time and read all answers. Returns a row for each."""
+    """Send each request when it is due, and read all answers. Returns a row for each request."""
     streams = [Stream(address, request, start) for request in requests]
     waiting = sorted(streams, key=lambda stream: -stream.due)
     unfinished = len(streams)
@@ -106,8 +108,8 @@ def send_and_read(address: tuple[str, int], requests: list[dict], start: float) 
 
 def run_clients(host: str, port: int, requests: list[dict], processes: int) -> list[dict]:
     """
-    Spread requests over client processes. Returns a row for each request, in order. Raises
-    ValueError if a connection failed or an answer is incomplete.
+    Distribute requests over client processes. Returns a row for each request, in order. Raises
+    ValueError if a connection fails or an answer is incomplete.
     """
     job = json.dumps([[host, int(port)], requests, min(processes, len(requests))])
     command = [sys.executable, "-m", "assets.load"]
@@ -128,12 +130,12 @@ def main():
             for i, outcome in enumerate(pool.starmap(send_and_read, shares)):
                 rows[i::processes] = outcome
         except (OSError, ValueError) as error:
-            rows = str(error)  # a message in their place
+            rows = str(error)  # a message instead of rows
     print(json.dumps(rows))
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """Return the 50th, 90th and 99th percentile of values in seconds, as milliseconds."""
+    """Return the 50th, 90th and 99th percentiles in milliseconds, for values in seconds."""
     ordered = sorted(values) or [math.nan]
     result = {}
     for p in (50, 90, 99):
@@ -144,8 +146,8 @@ def percentiles(values: list[float]) -> dict[str, float]:
 
 def summary(rows: list[dict]) -> dict:
     """
-    Return the figures of a run: output tokens a second, up to the last token, and the milliseconds
-    that clients waited.
+    Return the figures for a run: output tokens per second until the last token, and how many
+    milliseconds clients waited.
     """
     seconds = max(row["end"] for row in rows)
     tokens = sum(row["tokens"] for row in rows)

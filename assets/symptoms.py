@@ -1,13 +1,13 @@
 """
-What a user of this tree would see: requests to a small engine or server, and their answers. For
-exercises.py, which shows those of a tree with a bug beside those of the tree without.
+Show what users of this copy of the repo would see: requests to a small engine or server, and their
+answers. exercises.py shows those of a copy with a bug beside the correct ones.
 
-    python assets/symptoms.py        # what out/exercise/show.json says, one of these:
+    python assets/symptoms.py        # sends what out/exercise/show.json contains, for example:
 
     {"waves": [[{"prompt": [5, 6, 7]}, {"prompt": [8], "more": {"n": 2}}]], "num_blocks": 8}
     {"calls": [["/v1/completions", {"prompt": "def"}], ["/metrics"]]}
 
-The model is random, with weights so large that each token depends on all before it.
+The model is random. Its weights are so large that each token depends on all tokens before it.
 """
 
 import json
@@ -49,31 +49,38 @@ def random_model(vocab_size: int) -> GPT:
 
 def serve(waves: list[list[dict]], **settings):
     """
-    Serve requests wave by wave: {"prompt": [ids], "max_tokens": .., .., "more": {"n": choices}}.
-    The steps are recorded in run.jsonl.
+    Serve requests, wave by wave: {"prompt": [ids], "max_tokens": .., .., "more": {"n": answers}}.
+    Record the steps in run.jsonl.
     """
     sizes = {"block_size": 4, "num_blocks": 32, "max_num_seqs": 8, "token_budget": 16}
-    engine = Engine(random_model(64), Settings(**sizes | {"attention": "torch"} | settings))
+    settings = sizes | {"attention": "torch"} | settings
+    print(settings)
+    engine = Engine(random_model(64), Settings(**settings))
     record = FOLDER / "run.jsonl"
     record.unlink(missing_ok=True)
     record_to(str(record), engine, tokens=True)
     ids = iter("abcdefghijklmnopqrstuvwxyz")
     for wave in waves:
         for request in wave:
+            id = next(ids)
+            request.setdefault("temperature", 0)
+            request.setdefault("max_tokens", 12)
+            print(id, request)
             prompt = request.pop("prompt")
             more = request.pop("more", {})
-            params = SamplingParams(**{"temperature": 0, "max_tokens": 12} | request)
-            engine.add_request(next(ids), prompt, params, **more)
+            engine.add_request(id, prompt, SamplingParams(**request), **more)
         answers = {}
         for _ in range(500):
             for output in engine.step():
-                answers.setdefault(output.id, []).extend(output.tokens)
+                answer = answers.setdefault(output.id, [])
+                answer += [f"{logprob:.2f}" for logprob, *_ in output.prompt_logprobs or ()]
+                answer += output.tokens
                 if output.error:
-                    answers[output.id].append(output.error)
+                    answer.append(output.error)
         for id in sorted(answers):
-            print(f"{id}:", *answers[id])
+            print(f"  {id}:", *answers[id])
         if engine.has_work:
-            print("after 500 steps it has not ended")
+            print("  after 500 steps there is still work to do")
     free = engine.scheduler.block_allocator.num_free
     hits = engine.scheduler.num_hit_tokens
     print(f"{free} of {engine.num_blocks} blocks can be allocated; {hits} tokens were hits")
@@ -81,8 +88,8 @@ def serve(waves: list[list[dict]], **settings):
 
 def call(calls: list, **files: str):
     """
-    Start serve.py, and call it: [path, body, headers] each; without a body by GET. The
-    model's folder gets these files.
+    Start serve.py and make these calls, each [path, body, headers]; one without a body is a GET.
+    The model's folder gets these files.
     """
     tokenizer = bpe_tokenizer([])
     tokenizer.save(FOLDER)

@@ -1,11 +1,11 @@
 """
-vLLM in a process of its own, for `bench.py engine`. Run it with a Python that has vllm.
+Runs vLLM in its own process, for `bench.py engine`. Run this file with a Python that has vllm.
 
     python assets/vllm_offline.py MODEL_DIRECTORY
 
-It prints its version as a line once it is ready. Then it answers each line of stdin with a line;
-both are JSON. It reads requests as [prompt, number of tokens to answer], and writes the seconds
-that they took and the greedy answers. What vLLM itself prints goes to stderr.
+It prints a line with its version once it is ready. Then it answers each line of stdin with a line.
+Both lines are JSON. It reads requests as [prompt, number of tokens to answer], and writes how many
+seconds they took, and the greedy answers. vLLM's own output goes to stderr.
 """
 
 import json
@@ -13,12 +13,12 @@ import os
 import sys
 from time import perf_counter
 
-MEMORY = 0.4  # of the GPU's memory; the engine that it is compared with needs some as well
+MEMORY = 0.4  # fraction of GPU memory; the engine that vLLM is compared with also needs some
 
 
 def main(directory: str):
     lines = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # for the log of vLLM and of its processes
+    os.dup2(2, 1)  # for the logs of vLLM and its processes
 
     import torch
     import vllm

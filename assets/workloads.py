@@ -1,5 +1,5 @@
 """
-Models and requests to measure, and how their time is measured; for bench.py, assets/draw.py and
+Models and requests to measure, and functions that time them, for bench.py, assets/draw.py and
 walkthrough.py.
 
     model = build_model("gpt2-124M", DEVICE)
@@ -7,7 +7,7 @@ walkthrough.py.
     seconds, answers = timed(Engine(model), work)
     tokens_in, tokens_out = num_tokens(work)
 
-Weights are random, because the figures depend only on the shape. Seeds are fixed.
+Weights are random, because the figures depend only on a model's shape. Seeds are fixed.
 """
 
 import math
@@ -24,7 +24,7 @@ from engine.engine import Engine
 from model import GPT, GPTConfig, RMSNorm, Rope
 from params import SamplingParams
 
-Work = list[tuple[list[int], int]]  # requests: a prompt, and how many tokens to answer
+Work = list[tuple[list[int], int]]  # requests: a prompt, and the number of tokens to answer
 Answers = list[list[int]]  # token ids
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -44,8 +44,9 @@ MODELS = {
 
 def build_model(name: str, device="cpu") -> GPT:
     """
-    Return the model of a directory, or random weights of a shape in MODELS as if they were loaded:
-    fp32 on a CPU, bf16 on a GPU, except RMS norms in fp32.
+    Return the model in a directory, or a model with random weights and a shape in MODELS. The
+    weights have the same dtypes as when loaded: fp32 on a CPU, and bf16 on a GPU, except for RMS
+    norms, which are in fp32.
     """
     dtype = serving_dtype("auto", device)
     if name not in MODELS:
@@ -67,7 +68,7 @@ def random_tokens(rng: Random, n: int, V: int) -> list[int]:
 
 
 def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Work:
-    """Return n requests of the same size, with random prompts."""
+    """Return n requests of equal size, with random prompts."""
     rng = Random(seed)
     prompts = [random_tokens(rng, tokens_in, V) for _ in range(n)]
     return [(prompt, tokens_out) for prompt in prompts]
@@ -75,9 +76,9 @@ def even_workload(n: int, tokens_in: int, tokens_out: int, V: int, seed=0) -> Wo
 
 def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
     """
-    Return the offline benchmark of nano-vLLM: 256 requests, 100 to 1024 tokens in, as many out. Or
-    return the first n of them, with lengths divided by `scale` and token ids modulo the vocabulary
-    V.
+    Return nano-vLLM's offline benchmark: 256 requests, each with 100 to 1024 tokens in and 100 to
+    1024 out. Or return the first n of them, with lengths divided by `scale` and token ids modulo
+    the vocabulary size V.
     """
     rng = Random(seed)
     prompts = [random_tokens(rng, rng.randint(100, 1024), 10_001) for _ in range(256)]
@@ -90,26 +91,26 @@ def offline_workload(n=256, scale=1, V=10_001, seed=0) -> Work:
 
 
 def scale_for(config: GPTConfig) -> int:
-    """Return the divisor that makes the offline workload fit into the model's context."""
+    """Return the divisor that makes the offline workload fit in the model's context."""
     longest = 2048  # prompt and answer
     return max(1, math.ceil(longest / config.context_length))
 
 
 def num_tokens(work: Work) -> tuple[int, int]:
-    """Return the number of tokens in, and of tokens out."""
+    """Return the numbers of tokens in and tokens out."""
     prompts, answers = zip(*work, strict=True)
     return sum(map(len, prompts)), sum(answers)
 
 
 def fixed_length(n: int, temperature=0.0, seed=0) -> SamplingParams:
-    """Return the parameters of an answer of exactly n tokens, greedy by default."""
+    """Return the parameters for an answer of exactly n tokens, greedy by default."""
     return SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, seed=seed)
 
 
 def let_decode(engine: Engine, n: int, context: int, choices=1):
     """
-    Drop the engine's requests, and bring it to where n requests decode at this context length. Each
-    prompt has `choices` of them.
+    Drop the engine's requests, then set it up so that n requests are decoding at this context
+    length. Each prompt has `choices` of these requests.
     """
     for id in list(engine.requests):
         engine.abort(id)
@@ -134,8 +135,8 @@ def ms(seconds: float, digits=3) -> float:
 
 def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> float:
     """
-    Return the median seconds of call(), after one warm-up. `before` is called before each call, and
-    is not timed; by default it does nothing.
+    Return the median seconds that call() takes, after one warm-up call. `before` is called before
+    each call and is not timed. By default, it does nothing.
     """
     times = []
     for _ in range(repeats + 1):
@@ -148,9 +149,9 @@ def median_seconds(call: Callable, repeats: int, before: Callable = tuple) -> fl
 
 def graph_us(call: Callable, number: int) -> float:
     """
-    Return the median microseconds of call(i) on the GPU. One CUDA graph contains the calls for i in
-    0 .. number - 1, so that the GPU waits for no launch. Each call should read data of its own, so
-    that none of it is in the L2 cache.
+    Return the median microseconds that call(i) takes on the GPU. One CUDA graph contains the calls
+    for i in 0 .. number - 1, so that the GPU does not wait for launches. Each call should read its
+    own data, so that none of the data is in the L2 cache.
     """
     for i in range(number):
         call(i)  # compiles
@@ -173,8 +174,8 @@ def graph_us(call: Callable, number: int) -> float:
 
 def read_bandwidth(device="cpu") -> float:
     """
-    Measure the bytes per second at which memory is read, by the sum of a tensor that is too large
-    for any cache.
+    Measure memory read bandwidth, in bytes per second, by summing a tensor that is too large for
+    any cache.
     """
     if device == "cpu":
         x = torch.ones(2**26)
@@ -187,8 +188,8 @@ def read_bandwidth(device="cpu") -> float:
 
 def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     """
-    Serve requests that all wait at the start. Returns the seconds that it took, and the answers.
-    Asserts that all prompts were computed and all answers have the right length.
+    Serve requests that are all waiting at the start. Returns how many seconds this took, and the
+    answers. Asserts that all prompts were computed and all answers have the right length.
     """
     prompts = [prompt for prompt, _ in work]
     params = [fixed_length(n, temperature, seed=i) for i, (_, n) in enumerate(work)]
@@ -199,6 +200,6 @@ def timed(engine: Engine, work: Work, temperature=0.6) -> tuple[float, Answers]:
     computed = engine.counts()["prefill tokens"] - before
     tokens_in, tokens_out = num_tokens(work)
     assert sum(map(len, answers)) == tokens_out, "an answer is incomplete"
-    # after a preemption, more are computed
+    # more tokens are computed after a preemption
     assert computed >= tokens_in, f"{computed} of {tokens_in} prompt tokens were computed"
     return seconds, answers

@@ -1,5 +1,5 @@
 """
-The engine's state on its device, and the computation of a step there.
+The engine's state on its device, and how a step is computed there.
 
     device = Device(model, settings)
     device.fill_rows(request)           # for a request that has started
@@ -7,9 +7,9 @@ The engine's state on its device, and the computation of a step there.
     device.send(launched)               # copy its tokens to the host
 
 The host's part of a step is in runner.py. The code here never waits for the device during a step.
-Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary. A step has n decodes
-and C chunks. N is the maximum number of requests that run at the same time. Each of them has a row,
-and row N is for padding.
+Letters: B requests, T tokens, M blocks per table, S block size, V vocabulary size. A step has n
+decodes and C chunks. N is the maximum number of requests that run at the same time. Each of them
+has a row, and row N is for padding.
 """
 
 import gc
@@ -47,8 +47,8 @@ class PackedPlan(NamedTuple):
 
     plan: Plan
     shape: StepShape  # including padding
-    # for each request in plan.completed, the index of its token in the sampled tokens [n + C]
-    completed_indices: list[int]
+    # for each request in plan.prefilled, the index of its token in the sampled tokens [n + C]
+    prefilled_indices: list[int]
     inputs: array  # see ops.inputs.pack; empty for a program, which reads the plan itself
 
 
@@ -73,7 +73,7 @@ class Launched:
         for request in plan.decodes:
             indices[request] = index
             index += plan.num_sampled(request)
-        return indices | dict(zip(plan.completed, self.packed.completed_indices, strict=True))
+        return indices | dict(zip(plan.prefilled, self.packed.prefilled_indices, strict=True))
 
 
 FIRST_SHAPE_WITH_CHUNKS = 128  # number of chunk tokens; each further shape has twice as many
@@ -105,7 +105,7 @@ def padded_shapes(N: int, token_budget: int) -> list[StepShape]:
     shapes = [StepShape(n, 0, 0) for n in decodes]
     for T in tokens:
         for n in decodes:
-            if n in COARSE or n == N:  # N, so that every step fits
+            if n in COARSE or n == N:  # N always, so that every step fits
                 shapes.append(StepShape(n, max(8, T // TOKENS_OF_A_CHUNK), T))
     return shapes
 
@@ -230,7 +230,7 @@ class Device:
         if packed.shape not in self.graphs:
             return self.run_batch(packed)
         graph, *outputs = self.graphs[packed.shape]
-        # unchanged if the same requests each decode another token in the same block as before
+        # the inputs do not change if the same requests decode again in the same blocks
         if packed.inputs != self.last_inputs:
             upload(packed.inputs, self.device, out=self.static_inputs)
             self.last_inputs = packed.inputs

@@ -147,7 +147,7 @@ class Drafts(Stage):
         num_blocks = len(request.block_table)
         num_slots = self.engine.scheduler.extend_if_free(request, 1 + len(draft))
         if len(request.block_table) > num_blocks:
-            plan.grown.append(request)
+            plan.tables_changed.append(request)
         if num_slots > 1:
             plan.guesses[request] = draft[: num_slots - 1]
 

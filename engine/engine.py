@@ -4,10 +4,10 @@ Requests in, tokens out: each step is plan -> launch -> resolve.
     engine = Engine(load_checkpoint("out/stdlib"), Settings(max_num_seqs=8))
     answers = engine.generate(prompts, SamplingParams(max_tokens=64))   # lists of token ids
 
-The `Scheduler` (paged.py) decides what a step computes. The `Runner` (runner.py) sends it to the
-`Device` (device.py). The `Engine` calls the scheduler and the runner as requests come and go; this
-is continuous batching. Everything else that can happen in a step is done by stages (step.py). The
-server's loop is in process.py, and the blog post's loop is in interleaved.py.
+The `Scheduler` (paged.py) decides what a step computes. The `Runner` (runner.py) sends each plan to
+the `Device` (device.py). The `Engine` calls the scheduler and the runner as requests come and go;
+this is continuous batching. Everything else that can happen in a step is done by stages (step.py).
+The server's loop is in process.py, and the blog post's loop is in interleaved.py.
 """
 
 import random
@@ -42,7 +42,7 @@ class Engine:
     """
 
     def __init__(self, model: GPT, settings: Settings | None = None):
-        """Raises ValueError if the settings cannot work here; the message says what to change."""
+        """Raises ValueError if the settings cannot work; the message says what to change."""
         on_gpu = model.wte.weight.is_cuda
         settings = with_step_size(settings or Settings(), on_gpu)
         # allocate a step's own memory first, because the pool's size depends on the free memory
@@ -162,8 +162,8 @@ class Engine:
         for t in prompt_tokens:
             if type(t) is not int or not 0 <= t < V:  # this also refuses numpy's integers
                 raise ValueError(
-                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it with this model's "
-                    "tokenizer, to a list"
+                    f"the prompt has token {t!r}, outside 0..{V - 1}: encode it to a list with "
+                    "this model's tokenizer"
                 )
         length = len(prompt_tokens) + max_tokens
         if length > self.max_model_len:
@@ -281,7 +281,7 @@ class Engine:
             if not plan.decodes and not plan.chunks:
                 return [], None
             self.num_steps += 1
-            # before the launch, because on a CPU it only returns once the step has been computed
+            # before the launch, which on a CPU only returns once the step has been computed
             for request in plan.admitted:
                 if not request.num_preemptions:  # the wait after a preemption is not counted
                     request.admitted_time = self._note_delay("waited", request.arrival_time)
@@ -311,7 +311,7 @@ class Engine:
             tokens = self.runner.wait_for(step.launched)
         except BaseException as error:
             return self._fail(step, error)
-        prefilled = [r for r in plan.completed if r.num_to_come]
+        prefilled = [r for r in plan.prefilled if r.num_to_come]
         # leave out requests that have been aborted or sent back since the launch
         dropped = step.dropped
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}

@@ -101,7 +101,7 @@ class Recorder(Stage):
         """
         plan = step.plan
         is_step = bool(plan.decodes or plan.chunks)
-        if not self.listeners or not (is_step or plan.preempted or plan.grown):
+        if not self.listeners or not (is_step or plan.preempted or plan.tables_changed):
             return
         if is_step:
             self.line["step"] = step.number
@@ -114,7 +114,7 @@ class Recorder(Stage):
         S = self.scheduler.block_size
         writers = {
             block: r.arrival_number
-            for r in plan.grown
+            for r in plan.tables_changed
             for block in r.block_table[r.num_filled_slots // S :]
         }
         copies = [
@@ -126,7 +126,7 @@ class Recorder(Stage):
         shortfall = self.scheduler.admission_shortfall
         if shortfall:
             self.line["lack"] = [self.scheduler.waiting[0].arrival_number, *shortfall]
-        self.changed += plan.preempted + plan.admitted + plan.grown
+        self.changed += plan.preempted + plan.admitted + plan.tables_changed
 
     def resolved(self, step: Step):
         """Record the tokens of a finished step, and the blocks that it has committed."""
@@ -245,7 +245,7 @@ class Recorder(Stage):
         settings = {name: getattr(self.engine.settings, name) for name in SETTINGS}
         state = {
             "version": VERSION,
-            # identifies the engine; a process id would not, as a restarted container has the same
+            # identifies the engine; a process id would be the same in a restarted container
             "engine": round(self.engine.started * 1e6),
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
@@ -374,7 +374,7 @@ def record_to(path: str, engine, tokens: bool = False, **fields):
         data = f"{line}\n".encode()
         try:
             end = file.tell()
-            # unbuffered, so that a killed process leaves only whole lines
+            # the file is unbuffered, so that a killed process leaves only whole lines
             if file.write(data) < len(data):
                 file.truncate(end)
                 raise OSError("no space is left for the next lines")

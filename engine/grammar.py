@@ -1,5 +1,5 @@
 """
-Answers that must follow a grammar: a JSON schema, a regular expression, a choice, or rules.
+Answers that must follow a grammar: a JSON schema, a regular expression, choices, or rules.
 
     grammars = Grammars("out/stdlib", model.config)
     grammar = grammars.compile("json", '{"type": "object"}')       # takes milliseconds, at most 2 s
@@ -50,7 +50,7 @@ from paged import Request
 from params import NO_TOKEN
 
 MASK_SECONDS = 0.002  # how long a step waits for verdicts; requests whose verdict is late sit out
-COMPILE_POLL = 0.002  # seconds between an idle engine's checks whether a grammar has been compiled
+COMPILE_POLL = 0.002  # how often, in seconds, an idle engine checks whether a grammar is compiled
 KEPT_MIB = 256  # maximum total size of the compiled grammars that are kept
 PROCESS_MIB = 4  # added to the size of each grammar to account for its process
 
@@ -115,7 +115,8 @@ class Grammars:
 
         `before` is a Lark grammar for the whole answer, in which `@answer` stands for the given
         grammar. If `before` is empty, the given grammar is for the whole answer. Raises OSError if
-        no file descriptors or processes are left, or if the text is too long (about 400 KB).
+        no file descriptors or processes are left, or if the text is too long (more than about 400
+        KB).
         """
         key = kind, text, before
         kept = self.kept.get(key)
@@ -172,7 +173,7 @@ class Question:
 class Compiled:
     """
     A grammar in a process of its own. The process compiles the grammar, then replies to questions
-    about all answers that must follow it. It ends when this object is garbage-collected.
+    about all answers that must follow it. The process ends when this object is garbage-collected.
 
     mask    the mask for the first position, [V / 32] int32
     size    bytes of the grammar, and of what its answers have left behind; updated when one ends
@@ -181,7 +182,7 @@ class Compiled:
     def __init__(self, key: tuple[str, ...], sock: socket.socket, unsent: list["Compiled"]):
         self.key = key
         self.sock = sock
-        self.unsent = unsent  # shared by all grammars of a `Grammars`
+        self.unsent = unsent  # shared by all grammars of one `Grammars` object
         self.outbox: list[tuple] = []  # questions to send
         self.report = Question()
         self.pending = deque([self.report])  # questions without a reply; replies come in order
@@ -223,7 +224,7 @@ class Compiled:
     def _receive(self, seconds: float) -> bool:
         """
         Receive a message of replies. Returns False if none arrives in time. If the process has
-        ended, the reply to every pending question is the reason.
+        ended, every pending question gets the reason as its reply.
         """
         try:
             self.sock.settimeout(seconds)
@@ -294,7 +295,7 @@ class CompileQueue:
                 yield message
 
     def _compile(self, message: dict) -> bool:
-        """Start or continue compiling a message's grammar. Returns whether this has finished."""
+        """Start or continue compiling a message's grammar. Returns whether compilation is done."""
         outcome = Future()
         try:
             grammars = self.open_grammars()
@@ -339,7 +340,7 @@ class Grammar:
         self.mask = compiled.mask
         self.wants_mask = True
         self.accepted: list[int] = []  # accepted tokens that have not been sent to the process yet
-        self.offered: int | None = None  # the token of the last OFFER
+        self.offered: int | None = None  # the token that was offered last
         self.question: Question | None = None  # the last question
         self.failure = STUCK + NOTHING_ALLOWED  # the reason if no token may come next
 
@@ -493,7 +494,7 @@ class Constraints(Stage):
             if not guesses[r]:
                 del guesses[r]
         constrained = [r for r in step.plan.sampled if r in self.grammars]
-        # while a token is still to come, the mask is for that token
+        # while a request's token is still to come, its mask is for that token
         masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
         step.notes[self] = masked
 

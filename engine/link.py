@@ -54,7 +54,7 @@ def read_messages(unread: bytearray, data: bytes) -> list[dict]:
 
 
 class Link:
-    """The link to the HTTP process, as the engine sees it."""
+    """The engine's end of the link to the HTTP process."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock

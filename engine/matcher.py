@@ -1,34 +1,34 @@
 """
 The processes that compile grammars, and check answers against them.
 
-    engine -- fork server -- a process for each grammar, with the matchers of all its answers
+    engine -- fork server -- a process for each grammar, with the matchers for all its answers
 
-A client's grammar can make the library use any amount of time and memory, while it is compiled or a
-hundred tokens later. A failed allocation ends the process that the library runs in. So the library
-never runs in the engine. The kernel ends a process that exceeds its limits. The engine then sees
-that the socket is closed, and ends all answers with this grammar, because each of them could run
-into the same trap.
+A client's grammar can make the library use any amount of time and memory, either while it is being
+compiled or a hundred tokens later. A failed allocation ends the process in which the library runs.
+So the library never runs in the engine. The kernel kills a process that exceeds its limits. The
+engine then sees that the socket is closed, and ends all answers that follow this grammar, because
+each of them could run into the same trap.
 
-Not run by itself: engine/grammar.py starts the fork server, and has the other ends of the sockets.
-These keep message boundaries (SOCK_SEQPACKET). There are no threads here, because threads do not
-survive a fork.
+This file is not run by itself; engine/grammar.py starts the fork server, and has the other ends of
+the sockets. The sockets keep message boundaries (SOCK_SEQPACKET). There are no threads here,
+because threads do not survive a fork.
 
     to the fork server          a socket for the grammar's process, and (kind, text, before)
     from a grammar's process    a report: (bytes of its address space before and after it has
                                 compiled the grammar, the first mask), or (why the grammar is
                                 refused, numbers of the tools at fault). If the process ends without
                                 a report, the fork server sends one.
-    to a grammar's process      a list of questions about its answers, once a step
+    to a grammar's process      a list of questions about its answers, once per step
     from a grammar's process    lists of replies, in the order of the questions
 
-Messages are encoded by `marshal`, which is the fastest for lists of numbers. A question is (id of
-the answer, kind, tokens accepted since its last question, tokens to check). A new id starts a new
-answer. The kinds and their replies:
+Messages are encoded by `marshal`, which is the fastest way to encode lists of numbers. A question
+is (id of the answer, kind, tokens accepted since the answer's last question, tokens to check). A
+new id starts a new answer. The kinds of question and the replies to them:
 
-    COUNT    how many of the tokens to check are allowed, from the first on
+    COUNT    how many of the tokens to check are allowed, counting from the first
     OFFER    1 if the token to check is allowed, otherwise the reply to MASK
     MASK     the mask (bytes), or the reason why no token is allowed (str)
-    END      the answer is gone; reply: bytes of the process's address space
+    END      the answer is gone; the reply is the size of the process's address space in bytes
 """
 
 import fcntl
@@ -52,29 +52,29 @@ from tokenizer import Tokenizer, load_tokenizer
 
 COMPILE_SECONDS = 2
 COMPILE_MIB = 256
-STEP_SECONDS = 0.05  # of CPU time for one question
-STEP_MIB = 64  # that all answers together may add to the memory of their grammar
+STEP_SECONDS = 0.05  # CPU time allowed for one question
+STEP_MIB = 64  # memory that all answers together may add to that of their grammar
 TOO_LARGE = f"compiling it takes more than {COMPILE_SECONDS} s or {COMPILE_MIB} MB: make it smaller"
-MOST_BYTES = 2**19  # the largest message to receive; more than a socket buffers
-REPLY_BYTES = 2**17  # the largest message of replies to send
-# llguidance recurses along a chain of rules or references: 64 KB of text can take 32 MB of stack
+MOST_BYTES = 2**19  # size of the largest message to receive; more than a socket buffers
+REPLY_BYTES = 2**17  # size of the largest message of replies to send
+# llguidance recurses along chains of rules or references, so 64 KB of text can take 32 MB of stack
 STACK = 128 * 2**20
-# at most one space between the parts of JSON: a small model might write newlines without end
+# at most one space between parts of JSON, because a small model might write newlines forever
 JSON_OPTIONS = {"whitespace_pattern": "[ ]?", "whitespace_flexible": True, "lenient": False}
 OFFER, COUNT, MASK, END = range(4)
-# the library's own limits; its refusals name the limit
+# the library's own limits; when it refuses a grammar, it names the limit
 LIMITS = {"max_grammar_size": 20_000, "max_items_in_row": 10_000, "verbose_errors": False}
-TRIED = 8  # tokens of an answer that are tried before a grammar is served
+TRIED = 8  # number of tokens of an answer that are tried out before a grammar is accepted
 NO_TOKEN = "the vocabulary has no token for what must come next"
 NOTHING = {"enum": []}  # a schema that no value matches
 DEAD_END = "its patternProperties match only properties that are also declared: leave them out"
-ENDLESS = "no value of {} is finite: allow null there, or require less"
-# part of a message of the library that its users do not understand -> a message that they do
+ENDLESS = "values of {} never end: allow null there, or require less"
+# part of a library message that users would not understand -> a clearer message
 CLEARER = {
-    "coerce_one_of": "oneOf is not served where its schemas may overlap: use anyOf",
+    "coerce_one_of": "oneOf is not supported if its schemas may overlap: use anyOf",
     "too many expressions": "it has too many expressions: make its regular expressions smaller",
     "Failed to generate regex": "a bound is too large: choose one of at most 2^53 in size",
-    "recursion depth": "it is nested too deep",
+    "recursion depth": "it is nested too deeply",
     "decimal literal": "it has a length or count above 4,294,967,295: choose a smaller one",
     "Too many items": "it never ends, or has too many short rules",
 }
@@ -82,8 +82,8 @@ CLEARER = {
 
 class Vocabulary:
     """
-    A tokenizer in the form that llguidance takes. `V` is the size of the model's vocabulary, at
-    least that of the tokenizer's.
+    A tokenizer in the form that llguidance expects. `V` is the model's vocabulary size, which is at
+    least the tokenizer's.
     """
 
     bos_token_id = None
@@ -113,8 +113,8 @@ class Library:
 
     def compile(self, kind: str, text: str, before: str = ""):
         """
-        Compile a grammar (`Grammars.begin` explains the arguments). Returns the library's matcher.
-        Raises ValueError.
+        Compile a grammar, and return the library's matcher. `Grammars.begin` explains the
+        arguments. Raises ValueError if a check refuses the grammar.
         """
         schemas = [text] if kind == "json" else []
         if kind == "tools":
@@ -138,11 +138,11 @@ class Library:
 
     def matcher(self, kind: str, text: str, options: dict, before: str = ""):
         """
-        Return the library's matcher. `options` are used if the grammar is a schema. Raises
+        Return the library's matcher. `options` only apply if the grammar is a schema. Raises
         ValueError.
         """
         if kind == "json":
-            # a schema can have options of its own ("x-guidance"), which ours must override
+            # a schema can have options of its own ("x-guidance"), which must be overridden by ours
             text = self.module.LLMatcher.grammar_from_json_schema(text, overrides=options)
         else:
             text = self.module.grammar_from(kind, text)
@@ -155,9 +155,9 @@ class Library:
 
     def check_dead_end(self, schema: str):
         """
-        Raise ValueError for patternProperties that match only declared properties. The library does
-        not notice that it can write no such property. It still allows a comma or a brace before
-        one, and then the answer is stuck: after `{` no quote is allowed.
+        Raise ValueError if patternProperties match only declared properties. The library does not
+        notice that such a property can never be written. It still allows the comma or brace before
+        it, and then the answer is stuck: for example, no quote is allowed after `{`.
         """
         nodes = [*all_schemas(json.loads(schema), with_targets=True)]
         declared = [node.get(key) for node in nodes for key in ("properties", "required")]
@@ -176,7 +176,8 @@ class Library:
     def check_end(self, text: str):
         """
         Raise ValueError if the target of a reference has no finite value. A target is known to have
-        one if some value matches it without the references that are not yet known to have one.
+        a finite value if some value matches it without using the references that are still
+        unresolved.
         """
         root = json.loads(text)
         nodes = all_schemas(root, with_targets=True)
@@ -189,7 +190,7 @@ class Library:
             raise ValueError(ENDLESS.format(names))
 
     def has_value(self, text: str, endless) -> bool:
-        """Return whether some value matches a schema without the references in `endless`."""
+        """Return whether some value matches a schema without using the references in `endless`."""
         schema = json.loads(text)
         for node in all_schemas(schema):
             if "$ref" in node:
@@ -212,7 +213,7 @@ class Library:
             raise
         except Exception as error:
             mask = plain(str(error), "the grammar library refuses it")
-        except BaseException:  # a panic of the library's Rust
+        except BaseException:  # a panic in the library's Rust code
             mask = plain("panic")
         if kind != "grammar":  # line numbers and quotes refer to the library's translation
             mask = re.sub(r"^at \d+\(\d+\): ", "", mask).partition("\n")[0]
@@ -230,7 +231,7 @@ def schemas_within(lark: str) -> list[str]:
     """Return the JSON schemas in a Lark grammar."""
     schemas = []
     for found in re.finditer(r"%json\s*(?=\{)", lark):
-        with suppress(ValueError):  # the library reports the place of the error
+        with suppress(ValueError):  # the library reports where the error is
             schemas.append(json.dumps(json.JSONDecoder().raw_decode(lark, found.end())[0]))
     return schemas
 
@@ -242,14 +243,15 @@ def unescaped(text: str) -> str:
 
 def mask_of(matcher, otherwise: str = "") -> bytes | str:
     """
-    Compute the mask of the next position, with a bit for each token. If no token is allowed, return
-    the reason, or `otherwise` if the library gives none.
+    Return the mask for the next position, with a bit for each token. If no token is allowed, return
+    the reason, or `otherwise` if the library does not give one.
     """
     mask = matcher.compute_bitmask()
     bits = int.from_bytes(mask, "little")
     first = (bits & -bits).bit_length() - 1
-    # The library's mask is wrong in two cases. After an error it allows the end of the text. And if
-    # the only byte that may come is in no token, it allows tokens for what follows that byte.
+    # The library's mask is wrong in two cases. After an error, it allows the end of the text. And
+    # if no token contains the only byte that may come next, it allows tokens for what follows that
+    # byte.
     is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
     if is_right and not matcher.is_error():
         return mask
@@ -257,7 +259,7 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
 
 
 def check_start(answer, mask: bytes):
-    """Try the first tokens of an answer. Raise ValueError if it gets stuck."""
+    """Try out the first tokens of an answer. Raises ValueError if the answer gets stuck."""
     for _ in range(TRIED):
         bits = int.from_bytes(mask, "little")
         answer.consume_token((bits & -bits).bit_length() - 1)
@@ -269,7 +271,7 @@ def check_start(answer, mask: bytes):
 
 
 def plain(error: str, otherwise: str = "") -> str:
-    """Return the library's reason without codes, internal notation, backtraces and panics."""
+    """Return the library's reason without codes, internal notation, backtraces or panics."""
     if error.startswith("panic"):
         return "the grammar library crashes on it"
     for part, message in CLEARER.items():
@@ -287,24 +289,24 @@ def plain(error: str, otherwise: str = "") -> str:
 
 
 def main(directory: str, V: str, *eos: str):
-    """Serve grammars for the model in this directory. The engine's socket is stdin."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise it starts threads
+    """Compile grammars for the model in this directory. stdin is the socket to the engine."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # otherwise, it starts threads
     with suppress(OSError):
         # if the machine runs out of memory, these processes are killed before the engine
         Path("/proc/self/oom_score_adj").write_text("1000")
     set_limit(resource.RLIMIT_CORE, 0)
     set_limit(resource.RLIMIT_STACK, STACK)
     library = Library(load_tokenizer(directory), int(V), [*map(int, eos)])
-    gc.disable()  # a collection would write to memory that the forks share
+    gc.disable()  # garbage collection would write to memory that the forks share
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that forks leave no zombies
     serve_forks(socket.socket(fileno=0), library)
 
 
 def serve_forks(sock: socket.socket, library: Library):
     """
-    Fork a process for each grammar that arrives, until the engine closes its end. Only one compiles
-    at a time: the next one starts when it has reported or ended. Raises OSError if there are too
-    many processes.
+    Fork a process for each grammar that arrives, until the engine closes its end. Only one process
+    compiles at a time; the next one starts when that one has reported or ended. Raises OSError if
+    there are too many processes.
     """
     while True:
         message, fds, _, _ = socket.recv_fds(sock, MOST_BYTES, 1)
@@ -328,15 +330,15 @@ def serve_forks(sock: socket.socket, library: Library):
 
 
 def has_hung_up(sock: socket.socket) -> bool:
-    """Return whether the engine has closed its end. Before the report it sends no messages."""
+    """Return whether the engine has closed its end. It sends nothing before the report."""
     readable, _, _ = select.select([sock], [], [], 0)
     return bool(readable)
 
 
 def run_grammar(library: Library, sock: socket.socket, compiles: int, *grammar: str):
     """
-    Compile the grammar, report, then reply to questions. A byte is written to the file descriptor
-    `compiles` as soon as the next process may compile.
+    Compile the grammar, send the report, then reply to questions. A byte is written to the file
+    descriptor `compiles` as soon as the next process may compile.
     """
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # the library writes to stderr
     # from here on, SIGIO ends this process if the engine hangs up
@@ -374,8 +376,8 @@ def serve_answers(sock: socket.socket, matchers: dict, eos: list[int], most: int
 def reply_to(
     matchers: dict, eos: list[int], id: int, kind: int, accepted: list[int], tokens: list[int]
 ) -> int | bytes | str:
-    """Append the accepted tokens. Returns the reply about `tokens` (see the top of the file)."""
-    signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts it
+    """Append the accepted tokens, and return the reply about `tokens` (see the table above)."""
+    signal.setitimer(signal.ITIMER_PROF, STEP_SECONDS)  # each question restarts the timer
     if kind == END:
         matchers.pop(id, None)
         return address_space()
@@ -392,17 +394,17 @@ def reply_to(
 
 
 def let_grow(mib: int):
-    """Limit this process to its present address space plus `mib` MiB."""
+    """Limit this process to its current address space plus `mib` MiB."""
     set_limit(resource.RLIMIT_AS, address_space() + mib * 2**20)
 
 
 def address_space() -> int:
-    """Return the bytes of this process's address space."""
+    """Return the size of this process's address space in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def set_limit(kind: int, limit: int):
-    """Set a limit of this process and its forks. A lower limit of the user stays."""
+    """Set a limit for this process and its forks. A lower limit set by the user is kept."""
     _, most = resource.getrlimit(kind)
     resource.setrlimit(kind, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 

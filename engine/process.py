@@ -74,9 +74,7 @@ def serve_step(engine: Engine, link: Link):
 
 
 def handle_message(engine: Engine, link: Link, message: dict):
-    """
-    Carry out a message. If it is refused, nothing is raised, but the reason is queued on the link.
-    """
+    """Carry out a message. If it is refused, queue the reason on the link; nothing is raised."""
     match message["op"]:
         case "add":
             try:

@@ -1,21 +1,21 @@
 """
-Checks of a Lark grammar for two faults that the grammar library would notice too late: rules that
-never end, and the name of a token that ends the answer. `endless` is also used for schemas.
+Checks a Lark grammar for two faults that the grammar library would notice too late: rules that
+never end, and naming a token that ends the answer. `endless` is also used for schemas.
 
     check_ends('start: "a" start | "b"')   # ok
-    check_ends('start: "a" start')         # ValueError: no text of start is finite: ..
+    check_ends('start: "a" start')         # ValueError: start cannot end: ..
 
-Not run by itself: engine/matcher.py checks what clients send.
+Not run by itself; engine/matcher.py uses it to check what clients send.
 """
 
 import re
 from collections.abc import Callable, Container, Iterable
 
-# parts of a rule that contain no names of rules: strings, comments, and regular expressions
+# parts of a rule that do not contain rule names: strings, comments, and regular expressions
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
 RULE = re.compile(r"(?m)^\s*[?!]*([a-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
 ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
-OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before may come zero times
+OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before it may occur zero times
 TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # tokens by id: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 
@@ -23,7 +23,7 @@ SPAN = re.compile(r"(\d+)(?:-(\d+))?")
 def endless(parts: dict, has_end: Callable) -> str:
     """
     Return the names of the parts that cannot end, or "" if all can. `parts` maps names to parts.
-    `has_end(part, names)` says whether a part can end without using the parts of these names.
+    `has_end(part, names)` says whether a part can end without using the parts with these names.
     """
     count = 0
     while count != len(parts):
@@ -37,7 +37,7 @@ def endless(parts: dict, has_end: Callable) -> str:
 
 
 def check_ends(lark: str):
-    """Raise ValueError for a rule that matches no finite text."""
+    """Raise ValueError if a rule does not match any finite text."""
     text = LITERAL.sub(" T ", lark)
     if "%lark" in text or "::" in text:  # nested grammars, or rules with parameters
         return
@@ -45,17 +45,17 @@ def check_ends(lark: str):
     rules = {name: ITEM.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
     names = endless(rules, has_end)
     if names:
-        raise ValueError(f"no text of {names:.99} is finite: add an alternative without that rule")
+        raise ValueError(f"{names:.99} cannot end: add an alternative without that rule")
 
 
 def has_end(items: Iterable[str], endless: Container[str]) -> bool:
     """
-    Return whether a rule, or a part of it in brackets, matches a finite text without the rules in
-    `endless`.
+    Return whether a rule, or a bracketed part of it, matches a finite text without using the rules
+    in `endless`.
     """
-    items = iter(items)  # a part in brackets consumes its own items
-    can_end = [True]  # for each alternative
-    before = True  # for the last alternative, without its last item
+    items = iter(items)  # a bracketed part consumes its own items
+    can_end = [True]  # whether each alternative can end
+    before = True  # whether the last alternative can end without its last item
     for item in items:
         if item in ")]}":
             break
@@ -73,7 +73,7 @@ def has_end(items: Iterable[str], endless: Container[str]) -> bool:
 
 
 def check_tokens(lark: str, ends: dict[int, str]):
-    """Raise ValueError for a grammar that names a token that ends an answer. `ends`: id -> name."""
+    """Raise ValueError if a grammar names a token that ends an answer. `ends` maps ids to names."""
     text = LITERAL.sub(" T ", lark)
     found = [name for name in ends.values() if name in text]
     for ids in TOKENS.findall(text):

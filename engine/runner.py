@@ -38,7 +38,7 @@ class Runner:
         # may need several new blocks, nor for programs, which read the tables on the device. For
         # both, whole tables are filled.
         if device.program or plan.guesses:
-            changed = [r for r in plan.grown if r.row is not None]
+            changed = [r for r in plan.tables_changed if r.row is not None]
             if changed:
                 device.fill_tables(changed)
         return device.run(self.pack(plan))
@@ -48,9 +48,9 @@ class Runner:
         device = self.device
         shape = self.padded_shape(plan)
         if device.program:  # a program samples only for chunks that complete their prompt
-            indices = list(range(shape.n, shape.n + len(plan.completed)))
+            indices = list(range(shape.n, shape.n + len(plan.prefilled)))
             return PackedPlan(plan, shape, indices, array("q"))
-        indices = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.completed]
+        indices = [shape.n + i for i, (r, _) in enumerate(plan.chunks) if r in plan.prefilled]
         groups = None
         if device.finder and not plan.chunks and not plan.guesses:
             groups = device.finder.find(plan.decodes)
@@ -97,6 +97,6 @@ class Runner:
                 end = start + plan.num_sampled(request)
                 tokens[request] = computed[start:end]
                 start = end
-        for request, index in zip(plan.completed, launched.packed.completed_indices, strict=True):
+        for request, index in zip(plan.prefilled, launched.packed.prefilled_indices, strict=True):
             tokens[request] = [computed[index]]
         return tokens

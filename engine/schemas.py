@@ -1,11 +1,11 @@
 """
-Checks of a JSON schema before the grammar library gets it: find the schemas within it, drop
-keywords that have no effect, and refuse what the library would silently ignore.
+Checks a JSON schema before the grammar library gets it: finds the schemas within it, drops keywords
+that have no effect, and refuses what the library would silently ignore.
 
     drop_neutral({"type": "array", "uniqueItems": False})  # {"type": "array"}
     check_schema('{"multipleOf": -2}')                     # ValueError: multipleOf is -2, wanted ..
 
-Not run by itself: the server drops neutral keywords, and engine/matcher.py checks the schema.
+Not run by itself; the server drops neutral keywords, and engine/matcher.py checks the schema.
 """
 
 import json
@@ -15,14 +15,15 @@ from contextlib import suppress
 from copy import deepcopy
 from urllib.parse import unquote
 
-# Keywords whose values are schemas, lists of schemas, or maps of names to schemas. No other value
-# is a schema. For example, a constant is not, nor is a property that has the name of a keyword.
+# Keywords whose values are schemas, lists of schemas, or maps from names to schemas. No other value
+# is a schema: for example, constants are not, nor are properties that happen to be named like a
+# keyword.
 SCHEMAS = {"items", "additionalItems", "prefixItems", "contains", "additionalProperties"}
 SCHEMAS |= {"propertyNames", "unevaluatedItems", "unevaluatedProperties"}
 SCHEMAS |= {"allOf", "anyOf", "oneOf", "not", "if", "then", "else"}
 MAPS = {"properties", "patternProperties", "dependentSchemas", "$defs", "definitions"}
-# Keywords that are not served, each with the values that have no effect. For example, zod declares
-# for each record that its names are strings.
+# Unsupported keywords, each with the values that have no effect. For example, zod declares for
+# every record that its names are strings.
 NEUTRAL = {
     "uniqueItems": [False],
     "unevaluatedProperties": [True, {}],
@@ -36,13 +37,13 @@ UPPER = {"maximum", "exclusiveMaximum"}
 BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
 MOST = 2**63  # the library computes with integers below this, and with doubles
 EXACT = "wanted at most 2^53 in size, because larger numbers are rounded"
-MOST_REMAINDERS = 20_000  # of a multipleOf; each is a state of the library's automaton
+MOST_REMAINDERS = 20_000  # most remainders of a multipleOf; each is a state of an automaton
 
 
 def all_schemas(root, with_targets: bool = False) -> Iterator[dict]:
     """
-    Yield all schemas within a schema, itself first. `with_targets`: also yield the targets of
-    references, and the schemas within these.
+    Yield a schema, then all schemas within it. If `with_targets`, also yield the targets of
+    references, and the schemas within these targets.
     """
     waiting, seen = [root], set()
     while waiting:
@@ -61,7 +62,7 @@ def all_schemas(root, with_targets: bool = False) -> Iterator[dict]:
 
 
 def target_of(ref: str, root):
-    """Return the target of a reference in the root. Raises ValueError if there is none."""
+    """Return the target of a reference within the root. Raises ValueError if there is none."""
     first, *path = unquote(ref).split("/")
     found = root
     if first not in ("", "#"):  # an anchor, or the $id of a schema
@@ -74,11 +75,11 @@ def target_of(ref: str, root):
             found = found[int(name) if isinstance(found, list) else name]
         if found is not None:
             return found
-    raise ValueError(f"no schema in it is at {ref:.99}: a $ref must be #/ and the path of a schema")
+    raise ValueError(f"it has no schema at {ref:.99}: a $ref must be #/ and the path of a schema")
 
 
 def names_of(schema: dict) -> tuple:
-    """Return the names that references can use for this schema: its $id and its $anchor."""
+    """Return the names by which references can refer to this schema: its $id and its $anchor."""
     anchor = schema.get("$anchor")
     return schema.get("$id"), anchor and f"#{anchor}"
 
@@ -94,7 +95,7 @@ def drop_neutral(schema):
 
 
 def check_schema(text: str):
-    """Raise ValueError for everything that the library would misunderstand or ignore."""
+    """Raise ValueError for anything that the library would misunderstand or ignore."""
     try:
         root = json.loads(text)
     except ValueError as error:
@@ -108,14 +109,14 @@ def check_schema(text: str):
         # a reference within such a schema is relative to that schema, not to the root
         is_base = node is not root and not str(node.get("$id", "#")).startswith("#")
         if is_base and any("$ref" in part for part in all_schemas(node)):
-            raise ValueError("it has an $id around a $ref, wanted only at the root: leave it out")
+            raise ValueError("it has an $id around a $ref: leave it out, except at the root")
 
 
 def check_keywords(node: dict):
-    """Raise ValueError for keywords of drafts that are not served."""
+    """Raise ValueError for keywords from unsupported drafts."""
     for key in DRAFT_3:
         if key in node:
-            raise ValueError(f"{key} is of draft 3, wanted draft 4 or a later one: rewrite it")
+            raise ValueError(f"{key} is from draft 3, wanted draft 4 or a later one: rewrite it")
     required = node.get("required", [])
     if not isinstance(required, list):
         wanted = "wanted a list of names, next to the properties"
@@ -127,11 +128,11 @@ def check_keywords(node: dict):
 
 
 def check_numbers(node: dict):
-    """Raise ValueError for numbers that the library would round, or that would take it too long."""
+    """Raise ValueError for numbers that the library would round or take too long to handle."""
     for key in BOUNDS & node.keys():
         value = node[key]
-        # A larger upper bound is allowed. The library replaces it by the largest integer, and no
-        # number in an answer is above either.
+        # A larger upper bound is allowed. The library replaces it with the largest integer, and
+        # numbers in an answer never exceed either of them.
         is_kept = is_number(value) and key in UPPER and value >= MOST - 1
         if is_number(value) and not (is_exact(value) or is_kept):
             raise ValueError(f"{key} is {value!r:.40}, {EXACT}: choose another bound")
@@ -161,13 +162,13 @@ def is_exact(number: float) -> bool:
 
 def check_count(node: dict):
     """
-    Raise ValueError if minProperties is larger than the number of properties that are sure to have
-    different names. These are the required ones and one more, because an answer may repeat any
-    other name.
+    Raise ValueError if minProperties is larger than the number of properties that are guaranteed to
+    have different names. These are the required properties plus one more, because an answer may
+    repeat any other name.
     """
     least = node.get("minProperties", 0)
     most = len({*map(str, node.get("required", []))}) + 1
     is_open = node.get("additionalProperties") is not False or node.get("patternProperties")
     if is_number(least) and least > most and is_open:
-        wanted = f"at most {most} is served, because other names may come twice"
+        wanted = f"wanted at most {most}, because other names may occur twice"
         raise ValueError(f"minProperties is {least}, {wanted}: lower it, or name more in required")

@@ -1,6 +1,6 @@
 """
-The sizes of an engine: fill in what `Settings` leaves open, from the model and the memory of the
-device.
+The sizes of an engine: fill in what `Settings` leaves open, based on the model and on the device's
+memory.
 """
 
 import platform
@@ -19,13 +19,13 @@ from params import CPU_SEQS, CPU_TOKENS, GPU_SEQS, GPU_TOKENS, Settings
 # The share of the free memory that the pool takes by default. The rest is for CUDA graphs on a GPU,
 # and for other programs on a CPU.
 POOL_SHARE = {"cuda": 0.9, "cpu": 0.25}
-SHORT_TEXT = 256  # tokens: a pool that is too small for one such text is useless
+SHORT_TEXT = 256  # tokens; a pool too small for one such text is useless
 
 
 def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
     """
-    Fill in max_num_seqs and token_budget. Raises ValueError for a token budget that is smaller than
-    the number of requests that may decode in a step.
+    Fill in max_num_seqs and token_budget. Raises ValueError if the token budget is smaller than the
+    number of requests that may decode in a step.
     """
     max_num_seqs = settings.max_num_seqs or (GPU_SEQS if on_gpu else CPU_SEQS)
     tokens = GPU_TOKENS if on_gpu else CPU_TOKENS
@@ -41,9 +41,10 @@ def with_step_size(settings: Settings, on_gpu: bool) -> Settings:
 
 def with_pool_size(settings: Settings, model: GPT) -> Settings:
     """
-    Fill in num_blocks and max_model_len. By default there are enough blocks for max_num_seqs texts
-    of full length, or for three quarters of them on a CPU, as far as free memory allows. Raises
-    ValueError for a pool that the device cannot hold, or a max_model_len that the pool cannot.
+    Fill in num_blocks and max_model_len. By default, there are enough blocks for max_num_seqs texts
+    of full length (on a CPU, for three quarters of them), as far as free memory allows. Raises
+    ValueError if the device cannot hold the pool, or if the pool cannot hold a text of
+    max_model_len tokens.
     """
     S = settings.block_size
     context_length = model.config.context_length
@@ -56,17 +57,18 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
         useful = settings.max_num_seqs * text
         if device.type == "cpu":
             # Few texts reach full length. Also, the pool of a small model is not limited by memory.
-            # If it fitted all texts, it would never overflow, and no reader would see a preemption.
+            # If it had room for all texts, it would never overflow, and readers would never see a
+            # preemption.
             useful = max(text, useful * 3 // 4)
         possible = int(POOL_SHARE[device.type] * free // size)
         num_blocks = max(1, min(useful, possible))
     needed = num_blocks * size
-    # an allocation may succeed beyond that, but the process is killed when it uses the memory
+    # a larger allocation may succeed, but the process is killed when it uses the memory
     if needed > total:
         raise ValueError(
             f"a KV pool of {plural(num_blocks, 'block')} of {S} tokens takes "
-            f"{needed / 2**30:,.1f} GiB, {device} has {total / 2**30:,.1f}: lower --kv-blocks or "
-            "--block-size"
+            f"{needed / 2**30:,.1f} GiB, but {device} has {total / 2**30:,.1f}: lower --kv-blocks "
+            "or --block-size"
         )
     longest = min(context_length, num_blocks * S)
     max_model_len = settings.max_model_len or longest
@@ -80,16 +82,16 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
 
 
 def bytes_per_block(model: GPT, block_size: int) -> int:
-    """Return the bytes that K and V of a block take, over all layers."""
+    """Return how many bytes the K and V of a block take, over all layers."""
     return numbers_per_block(model.config, block_size) * kv_dtype(model).itemsize
 
 
 def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
     """
-    Return the model with the layers that its engine will compute with. The model has no weights yet
-    (meta device). Raises ValueError if the device lacks the memory for the weights and for a KV
-    pool that fits one short text. If layers are packed, their weights are converted one matrix at a
-    time, so the largest matrix counts twice.
+    Return the model with the layers that its engine will use. The model has no weights yet (meta
+    device). Raises ValueError if the device does not have enough memory for the weights and for a
+    KV pool with room for one short text. If layers are packed, their weights are converted one
+    matrix at a time, so the largest matrix counts twice.
     """
     device = torch.device(device)
     config = model.config
@@ -109,7 +111,7 @@ def packed_if_it_fits(settings: Settings, device: str, model: GPT) -> GPT:
         name = str(served).removeprefix("torch.")
         raise ValueError(
             f"the model does not fit: its weights in {name} take {weights / 2**20:,.0f} MiB and "
-            f"{plural(num_blocks, 'KV block')} {pool / 2**20:,.0f} MiB, {device} has "
+            f"{plural(num_blocks, 'KV block')} {pool / 2**20:,.0f} MiB, but {device} has "
             f"{free / 2**20:,.0f} MiB free: end other programs, lower --kv-blocks or "
             "--max-model-len, or choose --dtype bf16, --quantize int8 (on a CPU) or a smaller model"
         )
@@ -132,12 +134,12 @@ def numbers_per_block(config: GPTConfig, block_size: int) -> int:
 
 @contextmanager
 def explain_lack_of_memory(what: str):
-    """Turn torch's out-of-memory error in the body into a ValueError with a remedy."""
+    """Convert torch's out-of-memory error in the body to a ValueError that suggests a fix."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise ValueError(
-            f"the GPU has no memory for {what}: lower --kv-blocks, --max-num-seqs or "
+            f"the GPU does not have enough memory for {what}: lower --kv-blocks, --max-num-seqs or "
             f"--token-budget, or try --no-graphs ({error})"
         ) from error
 

@@ -1,22 +1,22 @@
 """
-The features of an engine apart from computing tokens. Each is a stage, in a file of its own.
+The features of an engine, apart from computing tokens. Each is a stage in a file of its own.
 
     stages = build_stages(engine)       # {"drafts": Drafts(engine), ..}
     require("drafts")                   # raises ValueError if STAGES has no "drafts"
 
-To remove a feature, delete its file and its line in `STAGES`. Everything else works as before. A
-flag or a field that needs the file is then refused, with a message that names the file. The HTTP
-process reads these tables too, and needs no stage, so only `build_stages` imports them.
+To remove a feature, delete its file and its line in `STAGES`. Everything else still works. A flag
+or a field that needs the file is then refused with a message that names the file. The HTTP process
+also reads these tables but does not need any stage, so only `build_stages` imports the stages.
 """
 
 from importlib import import_module
 
 # in the order in which they act
 STAGES = {
-    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step checks
-    "grammar": "engine.grammar.Constraints",  # checks tokens, guesses; delete with server/tools.py
+    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step then checks
+    "grammar": "engine.grammar.Constraints",  # checks tokens and guesses; server/tools.py needs it
     "scores": "engine.scores.Scores",  # scores the tokens that the grammars accept
-    "windows": "engine.window.Window",  # frees the blocks that no token sees any more
+    "windows": "engine.window.Window",  # frees the blocks that no token can see any more
     "record": "engine.events.Recorder",  # last, because it records what the others have done
 }
 FILES = {
@@ -34,7 +34,7 @@ def absent(name: str) -> str:
 
 
 def require(name: str):
-    """Raise ValueError unless there is a stage of this name."""
+    """Raise ValueError unless there is a stage with this name."""
     if name not in STAGES:
         raise ValueError(absent(name))
 

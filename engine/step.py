@@ -1,16 +1,16 @@
 """
 The data of a step, and the stages that may act on it.
 
-A step computes some tokens of each of its requests, as its `paged.Plan` says. Everything else that
-an engine can do is a `Stage`, in a file of its own; stages.py lists them. `Engine.step` calls each
-stage at these moments, in this order:
+A step computes some tokens for each of its requests, as its `paged.Plan` says. Everything else that
+an engine can do is done by a `Stage` in a file of its own; stages.py lists all stages.
+`Engine.step` calls each stage at these moments, in this order:
 
     waits_for    a step is in flight: must it end before the next one is planned?
     begin        before the scheduler plans
-    planned      the plan is made, and may still be changed
-    launched     the device computes the step: its logits and tokens can be used there
+    planned      the plan has been made, and may still be changed
+    launched     the device is computing the step; logits and tokens can be used there
     settled      the tokens are on the host: a stage may remove some of them
-    resolved     the scheduler has the tokens, and the outputs are written
+    resolved     the scheduler has the tokens, and the outputs have been written
     between      between two steps, when no step is half done
 
 With overlap, a step is planned and launched before the previous step is settled.
@@ -24,31 +24,31 @@ from engine.stages import require
 from paged import Plan, Request
 from params import GREEDY, SamplingParams
 
-# begins messages of errors that are not the server's fault
+# prefix of messages for errors that are not the server's fault
 STUCK = "the answer cannot go on: "
 
 
 @dataclass(slots=True, eq=False)
 class Answer(Request):
-    """A request with what the engine needs to sample for it. A plain `Request` is greedy."""
+    """A request with what the engine needs to sample its tokens. A plain `Request` is greedy."""
 
     params: SamplingParams = GREEDY
-    index: int = 0  # which answer to its prompt this is; enters the noise of sampling
+    index: int = 0  # which answer to its prompt this is; also seeds the sampling noise
     stop_token_ids: frozenset[int] = frozenset()
-    name: str = ""  # the client's name for it
-    admitted_time: float | None = None  # of the first admission; None: not yet, or it is a fork
+    name: str = ""  # the client's name for the request
+    admitted_time: float | None = None  # time of the first admission; None before it, and for forks
 
 
 class Output(NamedTuple):
-    """The result of a step for one request. A score: see scores.py."""
+    """The result of a step for one request. Scores are explained in scores.py."""
 
     id: int | str
     tokens: list[int]  # the new tokens, including a stop token
     finish_reason: str | None = None  # stop, length or error; None while the request goes on
-    cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
+    cached_tokens: int = 0  # number of prompt tokens found in the prefix cache
     error: str | None = None
     logprobs: list | None = None  # the score of the token
-    # comes with the first token, if requested: the scores of all prompt tokens except the first
+    # the scores of all prompt tokens except the first; if requested, they come with the first token
     prompt_logprobs: list[list] | None = None
 
 
@@ -90,15 +90,15 @@ def by_moment(stages: Iterable["Stage"]) -> dict[str, list["Stage"]]:
 
 class Stage:
     """
-    One feature of an engine apart from computing tokens. It overrides the methods of the moments at
-    which it acts.
+    One feature of an engine, apart from computing tokens. A stage overrides the methods for the
+    moments at which it acts.
     """
 
     def __init__(self, engine):
         self.engine = engine
 
     def added(self, request: Answer):
-        """Called when a request was queued, or forked from another one."""
+        """Called when a request has been queued, or forked from another one."""
 
     def ended(self, request: Answer):
         """Called when a request has ended, for whatever reason."""
@@ -122,7 +122,10 @@ class Stage:
         pass
 
     def failed(self):
-        """Called when a step has failed. Its requests end; it is neither settled nor resolved."""
+        """
+        Called when a step has failed. Its requests end, and the step is neither settled nor
+        resolved.
+        """
 
     def between(self):
         pass
@@ -134,12 +137,10 @@ class Stage:
     # in a server's loop (process.py)
 
     def connect(self, link, directory: str):
-        """Called once, with the link (link.Link) and the directory of the model that is served."""
+        """Called once, with the link (link.Link) and the directory of the model being served."""
 
     def due_in(self) -> float | None:
-        """
-        Return the seconds until this stage must act even if no message arrives. None: it need not.
-        """
+        """Return in how many seconds this stage must act without a message; None if it need not."""
 
     def arrived(self, messages: Iterable[dict]) -> Iterable[dict]:
         """Return the messages that the engine may handle now. A stage may keep some for itself."""

@@ -1,8 +1,8 @@
 """
-Beam search with `Scheduler.fork`. Beams share the blocks of their common beginning, and
-copy-on-write gives each its own last block. The log-probabilities of the likeliest next tokens are
-computed as for any request with `logprobs`. The server does not offer beam search. In Python, from
-the root folder:
+Beam search with `Scheduler.fork`. Beams share the blocks of their common prefix, and copy-on-write
+gives each beam its own last block. The log-probabilities of the most likely next tokens are
+computed as for any request with `logprobs`. The server does not offer beam search. To use it in
+Python, from the root folder:
 
     from examples.beam_search import beam_search
     answers = beam_search(engine, prompt_tokens, width=4, max_tokens=32)
@@ -29,20 +29,20 @@ def beam_search(
     engine: Engine, prompt_tokens: list[int], width: int, max_tokens: int
 ) -> list[Answer]:
     """
-    Return the `width` likeliest answers that beam search finds, each with its log-probability, best
-    first. An answer ends at max_tokens or after an end-of-text token. The engine must have no other
-    requests. Raises ValueError for what does not fit.
+    Return the `width` most likely answers that beam search finds, each with its log-probability,
+    best first. An answer ends at max_tokens or after an end-of-text token. The engine must not have
+    any other requests. Raises ValueError if the beams do not fit.
     """
     check_beams_fit(engine, len(prompt_tokens), width, max_tokens)
-    # Twice the width: of the best 2 * width extensions at most `width` end, one for each beam. So
-    # enough are left to go on.
+    # Twice the width: at most `width` of the best 2 * width extensions end, one for each beam. So
+    # enough of them are left to continue.
     candidates = min(2 * width, engine.config.vocab_size)
     params = replace(GREEDY, max_tokens=max_tokens, ignore_eos=True)
     beams = {engine.add_request("beam", prompt_tokens, params): 0.0}  # request -> log-probability
     answers = []  # best first
     try:
-        # A beam's log-probability only decreases. So once `width` answers are better than the best
-        # beam, they stay better.
+        # A beam's log-probability can only decrease. So once `width` answers are better than the
+        # best beam, they stay better.
         while beams and (len(answers) < width or max(beams.values()) > answers[-1][1]):
             plan = engine.scheduler.plan()
             engine.num_steps += 1
@@ -61,24 +61,27 @@ def beam_search(
 
 
 def check_beams_fit(engine: Engine, P: int, width: int, max_tokens: int):
-    """Raises ValueError unless `width` beams of P + max_tokens tokens fit into rows and blocks."""
+    """
+    Raise ValueError unless the engine has enough rows and blocks for `width` beams of P +
+    max_tokens tokens.
+    """
     scheduler = engine.scheduler
     rows = min(scheduler.max_num_seqs, MOST_BEAMS)
     if engine.has_work:
         raise ValueError(
-            "beam search needs the engine for itself, not beside "
+            "beam search needs the engine to itself, but it has "
             f"{plural(len(engine.requests), 'request')}"
         )
     if not 1 <= width <= rows:
         raise ValueError(
-            f"a beam width of {width}: wanted 1 to {rows}, the rows of the engine and at most "
-            f"{MOST_BEAMS}"
+            f"the beam width is {width}, wanted 1 to {rows}: no more than the engine's "
+            f"rows, and at most {MOST_BEAMS}"
         )
     shared = P // scheduler.block_size  # full blocks of the prompt
     needed = shared + width * (scheduler.blocks_for(P + max_tokens) - shared)
     if needed > engine.num_blocks:
         raise ValueError(
-            f"{width} beams need {needed} blocks, the pool has {engine.num_blocks}: lower the "
+            f"{width} beams need {needed} blocks, but the pool has {engine.num_blocks}: lower the "
             "width or enlarge the pool"
         )
 
@@ -91,9 +94,9 @@ def extend_beams(
     width: int,
 ) -> tuple[dict[Request, float], list[Answer]]:
     """
-    Replace the beams by their `width` best extensions. `scores` has a score (engine/scores.py) for
-    each beam, in the order of plan.sampled. Returns the new beams, {request: log-probability}, and
-    the answers that end here.
+    Replace the beams with their `width` best extensions. `scores` has a score (see
+    engine/scores.py) for each beam, in the order of plan.sampled. Returns the new beams as
+    {request: log-probability}, and the answers that end in this step.
     """
     extensions = []  # beam, next token, log-probability
     for beam, (_, ids, logprobs) in zip(plan.sampled, scores, strict=True):

@@ -1,22 +1,22 @@
 """
-FlexAttention over the pool of KV blocks: paged attention, written as a mask. Each text is continued
-twice, by an engine in plain torch and by an engine with the attention in this file. The answers
-must be equal.
+FlexAttention over the pool of KV blocks: paged attention expressed as a mask. Each text is
+continued twice, by an engine in plain torch and by an engine that uses the attention in this file.
+The answers must be equal.
 
     python examples/flex_attention.py out/stdlib "def" "import os"    # a model, and texts
 
-The operators of a machine are in a table (ops/choice.py), so another attention only replaces two
-entries. To FlexAttention, the pool is one long sequence of keys, page after page. A page is the
-part of a block that belongs to one KV head. For example, with 2 heads:
+The operators for a machine are in a table (ops/choice.py), so a different attention only has to
+replace two entries. FlexAttention sees the pool as one long sequence of keys, page after page. A
+page is the part of a block that belongs to one KV head. For example, with 2 heads:
 
     keys     | 0 .. S - 1      | S .. 2 S - 1    | 2 S .. 3 S - 1  | 3 S .. 4 S - 1  | ..
     page     | block 0, head 0 | block 0, head 1 | block 1, head 0 | block 1, head 1 | ..
 
-The mask converts a key's index in that sequence back to its position in a text. Here FlexAttention
-runs eagerly on a CPU: it computes all scores, then masks them. It is made for a GPU, where
-torch.compile(flex_attention) skips the tiles that the mask leaves out.
+The mask converts a key's index in that sequence back to the key's position in a text. Here,
+FlexAttention runs eagerly on a CPU: it computes all scores, then masks them. It is designed for
+GPUs, where torch.compile(flex_attention) skips the tiles that are completely masked.
 
-Letters: T tokens of a step, B requests, M blocks per table, H query heads, Hk KV heads, D head
+Letters: T tokens in a step, B requests, M blocks per table, H query heads, Hk KV heads, D head
 size, S block size.
 """
 
@@ -42,19 +42,20 @@ TILE = 128  # queries per tile of the mask
 
 def plan_attention(batch, H, kv, window=0):
     """
-    Build the block mask of a step, once for all layers with this window. Decodes and chunks are on
-    one flat token axis, so they share the mask. Returns a `GatherPlan` with the mask as its calls.
+    Build the block mask for a step, once for all layers with this window. Decodes and chunks are on
+    one flat token axis, so they share the mask. Returns a `GatherPlan` with the mask as its
+    `calls`.
     """
     _, num_blocks, Hk, S, _ = kv.shape  # including the padding block
     B, M = batch.block_tables.shape
     # the inverse of the block tables: [request, physical block] -> logical block
     logical = torch.full((B, num_blocks), -1)
     numbers = torch.arange(M).expand(B, M)
-    # A block that a sliding window has given back may become the text's own again, at a later
-    # place. The table then has it twice, and the last entry counts.
+    # A block released by a sliding window may be allocated to the same text again, at a later
+    # place. The block then appears twice in the table, and the last entry wins.
     is_own = numbers * S < batch.context_lens[:, None]
     logical.scatter_reduce_(1, batch.block_tables.long(), numbers.where(is_own, -1), "amax")
-    logical[logical < 0] = 2**40  # not a block of this text: as if it came after the text's end
+    logical[logical < 0] = 2**40  # blocks of other texts: as if they came after this text's end
     request = torch.arange(B).repeat_interleave(batch.query_start.diff())  # [T]
 
     def sees(_, head, query, key):
@@ -65,7 +66,7 @@ def plan_attention(batch, H, kv, window=0):
         return is_own_head & may_see(batch.positions[query], position, window)
 
     sizes = (1, H, len(request), num_blocks * Hk * S)
-    # a tile of keys is a page; tiles in which no query sees a key can be skipped
+    # a tile of keys is a page; tiles in which no query sees any key can be skipped
     mask = create_block_mask(sees, *sizes, "cpu", (TILE, S))
     store_rows = pool_rows(batch.slot_mapping[:, None], kv)
     return GatherPlan(store_rows.flatten(), mask)

@@ -1,13 +1,13 @@
 """
-Converts a checkpoint of nanochat, up to its commit 2c4473d of January 2026, to a directory that
-serve.py opens:
+Converts a nanochat checkpoint (up to nanochat's commit 2c4473d of January 2026) to a directory that
+serve.py can open:
 
     python examples/from_nanochat.py ~/.cache/nanochat/chatsft_checkpoints/d20/model_000650.pt DIR
     python serve.py --model DIR
 
-meta_000650.json must be next to the checkpoint, and tokenizer/tokenizer.pkl two folders above. Code
-in the files is never run. Later models have parts that this decoder does not compute; they are
-refused.
+meta_000650.json must be next to the checkpoint, and tokenizer/tokenizer.pkl two folders above it.
+Code in the files is never run. Models from later commits have parts that this decoder does not
+support; they are refused.
 """
 
 import re
@@ -46,7 +46,7 @@ TEMPLATE = """{{ "<|bos|>" }}
     {%- elif message.role == "assistant" -%}
         {{ "<|assistant_start|>" + message.content + "<|assistant_end|>" }}
     {%- else -%}
-        {{ raise_exception("nanochat knows no message of role " + message.role) }}
+        {{ raise_exception("nanochat does not know messages with role " + message.role) }}
     {%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ "<|assistant_start|>" }}{%- endif -%}
@@ -54,7 +54,7 @@ TEMPLATE = """{{ "<|bos|>" }}
 
 
 class Encoding:
-    """A stand-in for tiktoken's class. It only has what is in the pickle: `mergeable_ranks`, .."""
+    """A stand-in for tiktoken's class, with only what is in the pickle: `mergeable_ranks`, .."""
 
 
 class EncodingUnpickler(from_nanogpt.PlainUnpickler):
@@ -65,7 +65,7 @@ class EncodingUnpickler(from_nanogpt.PlainUnpickler):
 
 
 def convert(path: Path, directory: Path):
-    """Convert a checkpoint. Raises ValueError, OSError, or any other error for a broken file."""
+    """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
     if directory.exists():
         raise ValueError(f"{directory} exists: name a new directory")
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
@@ -101,8 +101,8 @@ def convert(path: Path, directory: Path):
 
 def renamed(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """
-    Return the weights in fp32 under the names of this repo. Raises ValueError for weights that the
-    model does not have.
+    Return the weights in fp32 under this repo's names. Raises ValueError if there are weights that
+    the model does not have.
     """
     ours = {}
     for name in model.state_dict():
@@ -114,12 +114,12 @@ def renamed(weights: dict[str, torch.Tensor], model: torch.nn.Module) -> dict[st
         ours[name] = torch.cat(parts).float()
     if weights:
         kinds = sorted({re.sub(r"\.\d+|\.weight", "", name) for name in weights})
-        raise ValueError(f"it has {', '.join(kinds)}: wanted a model up to nanochat's 2c4473d")
+        raise ValueError(f"it has {', '.join(kinds)}: wanted a model from 2c4473d or earlier")
     return ours
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Build tiktoken's pickled tokenizer from the parts of the `tokenizers` library."""
+    """Rebuild tiktoken's pickled tokenizer from parts of the `tokenizers` library."""
     with path.open("rb") as file:
         encoding = EncodingUnpickler(file).load()
     ranks = encoding.mergeable_ranks
@@ -146,8 +146,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 def halves(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """
-    Return the two tokens that were merged to this one. They are found by applying earlier merges to
-    its bytes.
+    Return the two tokens that were merged into this one. They are found by applying earlier merges
+    to its bytes.
     """
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:

@@ -1,12 +1,12 @@
 """
-Converts a checkpoint of nanoGPT to a directory that serve.py opens:
+Converts a nanoGPT checkpoint to a directory that serve.py can open:
 
     python examples/from_nanogpt.py out-shakespeare-char/ckpt.pt DIR
     python serve.py --model DIR
 
-The tokenizer must be next to ckpt.pt. It is either meta.pkl of nanoGPT's corpus (characters), or
-GPT-2's files (`hf download openai-community/gpt2 tokenizer.json tokenizer_config.json --local-dir
-out-NAME`). Code in the files is never run.
+The tokenizer must be next to ckpt.pt. It is either the meta.pkl of nanoGPT's corpus (for
+characters), or GPT-2's files (`hf download openai-community/gpt2 tokenizer.json
+tokenizer_config.json --local-dir out-NAME`). Code in the files is never run.
 """
 
 import pickle
@@ -36,7 +36,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def convert(path: Path, directory: Path):
-    """Convert a checkpoint. Raises ValueError, OSError, or any other error for a broken file."""
+    """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
     if directory.exists():
         raise ValueError(f"{directory} exists: name a new directory")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -51,7 +51,7 @@ def convert(path: Path, directory: Path):
     )
     if tokenizer.vocab_size > config.vocab_size:
         rows = config.vocab_size
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model {rows}")
+        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, but the model {rows}")
     weights = {}
     for name, weight in saved["model"].items():
         if not name.endswith(".attn.bias"):  # a causal mask
@@ -76,13 +76,13 @@ def read_tokenizer(folder: Path) -> Tokenizer:
 
 
 def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
-    """Convert as the command line says, or exit with one line. Also used by from_nanochat.py."""
+    """Convert the checkpoint, or exit with a one-line message. Also used by from_nanochat.py."""
     if len(paths) != 2:
         sys.exit(f"{len(paths)} arguments, wanted 2: {checkpoint}, and a new directory")
     path, directory = paths
     try:
         convert(Path(path), Path(directory))
-    except Exception as error:  # torch.load raises many types
+    except Exception as error:  # torch.load raises many types of error
         sys.exit(f"{path} cannot be converted: {error}")
     print(f"python serve.py --model {directory}")
 

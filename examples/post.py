@@ -1,11 +1,11 @@
 """
-The loop of "Adding Paged Attention to NanoGPT" (the post), as a reader of the post would type it.
-It runs on the pool, allocator, requests and scheduler of paged.py. The docstring of each function
-says what replaces it in this repo.
+The loop from "Adding Paged Attention to NanoGPT" (the post), as a reader of the post would type it
+in. It runs on the pool, allocator, requests and scheduler in paged.py. Each function's docstring
+says what replaces the function in this repo.
 
     python examples/post.py --prompt "def"    # with the model in out/stdlib, or --model DIR
 
-A step, and the same step of `interleaved_generate` in interleaved.py:
+A step of the loop, and the same step in interleaved.py (`interleaved_generate`):
 
     the post                                          this repo
     schedule                                          Scheduler.plan
@@ -16,8 +16,8 @@ A step, and the same step of `interleaved_generate` in interleaved.py:
     disassemble_paged_fused                           in the model: each layer stores its K and V
     softmax, multinomial                              sample_torch
 
-Letters: B requests, T new tokens of the longest, P past tokens of the longest, L layers, H query
-heads, Hk KV heads, D head size, V vocabulary.
+Letters: B requests, T and P the largest numbers of new and past tokens, L layers, H query heads, Hk
+KV heads, D head size, V vocabulary size.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def load_cached_blocks(request, blocks, pool, block_size):
     """
     Copy cached blocks to the first blocks of the request, and count their tokens as computed.
 
-    In this repo nothing is copied: `Scheduler._admit` puts the cached blocks themselves into the
+    In this repo, nothing is copied: `Scheduler._admit` puts the cached blocks themselves into the
     block table, and adds a reference to each.
     """
     pool.copy_blocks(request.block_table[: len(blocks)], blocks)
@@ -72,8 +72,9 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
     Append blocks to a block table until num_new more tokens fit. Raises RuntimeError if the pool is
     exhausted.
 
-    In this repo `Scheduler.plan` allocates: admission for a whole prompt, `_ensure_slot` for a
-    decode. `schedule` calls `plan`, so in the loop below the blocks are there already.
+    In this repo, `Scheduler.plan` allocates the blocks: for a whole prompt at admission, and for a
+    decode in `_ensure_slot`. `schedule` calls `plan`, so in the loop below, the blocks have already
+    been allocated.
     """
     while len(request.block_table) * block_size < request.num_filled_slots + num_new:
         request.block_table.append(block_allocator.allocate_one())
@@ -81,14 +82,14 @@ def ensure_blocks_for_new_tokens(request, num_new, block_allocator, block_size):
 
 def assemble_paged_cache(requests, pool, block_size):
     """
-    Gather the K and V of each request from the pool, left-padded to the longest. Returns
+    Gather the K and V of each request from the pool, left-padded to the longest request. Returns
 
         past_kvs[layer][head]   K and V, [B, P, D] each
         mask                    [B, 1, P], False for padding
-        pad_lengths             the length of the padding of each request
+        pad_lengths             length of each request's padding
 
-    In this repo nothing is gathered: attention reads the pool through the block tables (kernels.py,
-    `attention_kernel`).
+    In this repo, nothing is gathered: attention reads the pool through the block tables
+    (kernels.py, `attention_kernel`).
     """
     lengths = [request.num_filled_slots for request in requests]
     past_kvs = [[] for _ in pool.kv]
@@ -106,12 +107,12 @@ def assemble_paged_cache(requests, pool, block_size):
 
 def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size):
     """
-    Make a rectangle of one token for each decode and a chunk of a prompt, left-padded. Returns
-    tokens and positions [B, T], past_kvs, a mask [B, 1, T, P + T], True where a token may attend to
+    Put one token for each decode and a chunk of a prompt in a left-padded rectangle. Returns tokens
+    and positions [B, T], past_kvs, a mask [B, 1, T, P + T] that is True where a token may attend to
     a key, and pad_lengths.
 
-    In this repo `flat_batch` (interleaved.py) puts all new tokens on one axis without padding. In a
-    server, `lay_out` (ops/inputs.py) does so from arrays on the device.
+    In this repo, `flat_batch` (interleaved.py) puts all new tokens on one axis without padding. In
+    a server, `lay_out` (ops/inputs.py) does the same with arrays on the device.
     """
     requests = list(decode_reqs)
     num_new = [1] * len(decode_reqs)
@@ -139,12 +140,13 @@ def assemble_fused_batch(decode_reqs, prefill_req, chunk_size, pool, block_size)
 
 def call_model(model, tokens, pos, past_kvs, attn_mask):
     """
-    Compute the post's `model(tokens, pos=pos, past_kvs=past_kvs, attn_mask=attn_mask)`. Returns the
-    logits [B, V] of each last token, and new_kvs[layer][head], K and V [B, T, D] each. An attention
-    head need not know about blocks, because its K and V are contiguous, and are written later.
+    Do what the post's `model(tokens, pos=pos, past_kvs=past_kvs, attn_mask=attn_mask)` does.
+    Returns the logits [B, V] of each request's last token, and new_kvs[layer][head], which are K
+    and V, [B, T, D] each. An attention head need not know about blocks, because its K and V are
+    contiguous, and are written to the pool later.
 
-    In this repo it does know: in `Attention.forward` (model.py), `project_qkv` writes to the pool
-    and `attend` reads from it.
+    In this repo, attention does know about blocks: in `Attention.forward` (model.py), `project_qkv`
+    writes to the pool and `attend` reads from it.
     """
     new_kvs = []
 
@@ -167,8 +169,8 @@ def disassemble_paged_fused(all_reqs, new_kvs, num_new_per_req, pool, block_size
     """
     Write the new K and V to the blocks of each request, and count the filled slots.
 
-    In this repo each layer stores its own K and V in the slots of the batch's `slot_mapping`
-    (`Attention.forward` in model.py), and `Scheduler.advance` counts.
+    In this repo, each layer stores its own K and V in the slots given by the batch's `slot_mapping`
+    (`Attention.forward` in model.py), and `Scheduler.advance` counts the slots.
     """
     for i, request in enumerate(all_reqs):
         n = num_new_per_req[i]
@@ -185,16 +187,16 @@ def interleaved_generate(
     model, requests, policy="fcfs", token_budget=16, max_kv_tokens=256, temperature=1.0
 ):
     """
-    Serve all requests. Their answers are in `generated_tokens`. Raises ValueError for a model with
-    sliding windows, which the mask of `assemble_fused_batch` does not support.
+    Serve all requests; their answers end up in `generated_tokens`. Raises ValueError for a model
+    with sliding windows, which the mask from `assemble_fused_batch` does not support.
 
-    In this repo the loop is `interleaved_generate` in interleaved.py, and `Engine.step` for
-    requests that come and go.
+    In this repo, the loop is `interleaved_generate` in interleaved.py or, for requests that come
+    and go, `Engine.step`.
     """
     config = model.config
     if any(config.windows):
         raise ValueError("the post has no sliding windows: serve this model with serve.py")
-    # without the scheduler's own prefix cache: this loop finds and loads cached blocks itself
+    # without the scheduler's own prefix cache, because this loop finds and loads blocks itself
     settings = SchedulerSettings(prefix_cache=False)
     scheduler = Scheduler(policy, token_budget, max_kv_tokens, settings=settings)
     S = scheduler.block_size
@@ -226,8 +228,8 @@ def interleaved_generate(
         logits, new_kvs = call_model(model, tokens, positions, past_kvs, attn_mask)
         disassemble_paged_fused(all_reqs, new_kvs, num_new, pool, S)
 
-        # In this repo: `sample_torch` (ops/sampling.py). There, a request's noise depends only on
-        # its seed and position. Here it depends on everything that was drawn before.
+        # In this repo, `sample_torch` (ops/sampling.py) does this. There, a request's noise depends
+        # only on its seed and position. Here, it depends on everything that was drawn before.
         idx_next = logits.argmax(-1)  # [B]
         if temperature > 0:
             probs = F.softmax(logits / temperature, dim=-1)
@@ -236,7 +238,7 @@ def interleaved_generate(
             if request is prefill_req:
                 request.prefill_cursor += chunk_size
                 if not request.is_fully_prefilled:
-                    continue  # its logits are for a token in the middle of the prompt
+                    continue  # its logits predict a token in the middle of the prompt
                 commit_completed_blocks(request, scheduler.block_cache, S, pool)
                 scheduler.promote(request)
             request.generated_tokens.append(idx_next[i].item())
@@ -247,7 +249,7 @@ def interleaved_generate(
 
 
 def main():
-    parser = argparse.ArgumentParser(description="The loop of the post, on this repo's pool.")
+    parser = argparse.ArgumentParser(description="The post's loop, on this repo's pool.")
     parser.add_argument("--model", default="out/stdlib", help="a checkpoint directory")
     parser.add_argument("--prompt", default="def add(a, b):", help="a text to continue three times")
     args = parser.parse_args()

@@ -1,37 +1,38 @@
 """
 Replicas of a server on a Ray cluster. Ray Serve places them on machines and restarts those that
-fail. While more requests run than max-num-seqs per replica, it starts more replicas.
+fail. It starts more replicas while more requests are running than max-num-seqs per replica.
 
-    pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine; and the model
+    pip install -r requirements.txt 'ray[serve]>=2.60'     # on every machine, with the model
     serve run examples.ray_serve:app model=out/stdlib replicas=2 max-replicas=4
 
-All other options are flags of serve.py that take a value, for example `dtype=bf16`. The flags host,
-port and client-seconds have no effect here. Each replica has its own engine. It runs on a GPU of
-its own if `serve run` finds one or device=cuda is given. Otherwise it uses one core, or the number
-in the environment variable OMP_NUM_THREADS.
+All other options are serve.py flags that take a value, for example `dtype=bf16`. The flags host,
+port and client-seconds have no effect here. Each replica has its own engine. The engine runs on a
+GPU of its own if `serve run` finds a GPU or device=cuda is given. Otherwise, it uses one core, or
+as many as the environment variable OMP_NUM_THREADS says.
 
-A replica that is removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts them
-off, because Ray ends its proxies first; to avoid this, call `serve.delete("default")` in Python.
-If an engine dies, its replica restarts it. If that fails, or the engine dies again, Ray restarts
-the replica. Until then the replica answers 503.
+A replica that is being removed finishes its answers first, for at most drain-seconds. Ctrl-C cuts
+answers off, because Ray ends its proxies first; to avoid this, call `serve.delete("default")` in
+Python. If an engine dies, its replica restarts it. If the restart fails, or the engine dies again,
+Ray restarts the replica. Until then, the replica responds with 503.
 
-There is a Ray proxy on each machine, which listens at 127.0.0.1:8000 by default. Keys, Host and
-Origin are checked as in serve.py. But unlike serve.py, this starts without a key on any address, so
-set $PAGEDGPT_API_KEY before the proxies listen elsewhere. Ray's own ports are open to the network,
-protected by Ray's own token.
+Each machine has a Ray proxy, which listens on 127.0.0.1:8000 by default. Keys, Host and Origin are
+checked as in serve.py. But unlike serve.py, this application starts on any address without a key,
+so set $PAGEDGPT_API_KEY before the proxies listen elsewhere. Ray's own ports are open to the
+network, and are protected by Ray's own token.
 
-What this does not do:
+What this application does not do:
 - Route by prefix: each call goes to the less busy of two replicas, wherever its prompt is cached.
   Routers inside Ray Serve do not see the prompts of an ASGI application. A dedicated router in
-  front of several serve.py does (replicas.py).
-- Limit connections, slow clients and the size of headers: Ray's proxy takes the place of
-  server/connection.py. It buffers, without a limit, what a client sends or does not read.
-- Show everything in one place: the page and /metrics show the replica that happens to answer.
+  front of several serve.py instances does (see replicas.py).
+- Limit connections, slow clients and the size of headers: Ray's proxy replaces
+  server/connection.py, and buffers without limit what a client sends or does not read.
+- Show everything in one place: the page and /metrics only show the replica that happens to answer.
 
-Measured with the default model on two cores of a CPU that was not idle. One stream of 200 tokens at
-a time, 40 of each, alternating with serve.py; medians. The first token takes 18 ms (serve.py: 8.5),
-and each further token 2.8 ms (2.1). This is with RAY_worker_niceness=0 in the environment. Without
-it, Ray's processes yield to all others, and the first token took 22 to 66 ms.
+Measured with the default model on two cores of a CPU that was not idle: 40 streams of 200 tokens,
+one at a time, alternating with 40 from serve.py. The medians are 18 ms for the first token
+(serve.py: 8.5), and 2.8 ms for each further token (serve.py: 2.1). RAY_worker_niceness=0 was set in
+the environment. Without it, Ray's processes yield to all others, and the first token took 22 to 66
+ms.
 """
 
 import asyncio
@@ -68,7 +69,7 @@ class Replica:
 
         # a function, because Ray would call a method with only `scope`
         async def respond(scope, receive, send):
-            if scope["type"] != "http":  # start and end of the server; WebSockets (refused)
+            if scope["type"] != "http":  # the server's start and end; WebSockets (refused)
                 return await self.service.router(scope, receive, send)
             scope["call"] = Call(request_id(dict(scope["headers"])[b"x-request-id"]))
             await gate(scope, receive, send)
@@ -81,8 +82,8 @@ class Replica:
 
 
 def app(options: dict[str, str]) -> serve.Application:
-    """Return the application for `serve run`. Raises ValueError; exits if a flag is wrong."""
-    import torch  # imported here, because the process of a replica that answers does not need it
+    """Return the application for `serve run`. Raises ValueError, or exits if a flag is wrong."""
+    import torch  # imported here because a replica's answering process does not need it
 
     replicas = int(options.pop("replicas", 1))
     scaling = {"min_replicas": replicas, "max_replicas": int(options.pop("max-replicas", replicas))}

@@ -1,25 +1,25 @@
 """
 Several servers on one machine behind one address. Each server has a GPU of its own or, without
-GPUs, its share of the cores. In front of them is a router, smg. It sends prompts with a common
+GPUs, its share of the cores. A router, smg, runs in front of them. It sends prompts with a common
 prefix to the same server, which then finds the prefix in its cache.
 
     pip install smg
-    python examples/replicas.py --model DIR --replicas 2    # and flags of serve.py: --port ..
+    python examples/replicas.py --model DIR --replicas 2    # and serve.py flags: --port ..
 
-The servers listen at the ports after the router's, on this machine only. If a server dies, it is
-restarted. Its streams end with an error event, and new requests go to the other servers. SIGTERM
-and Ctrl-C let running requests finish; a second signal ends them. kill -9 of this process leaves
-the servers and the router running.
+The servers listen on the ports after the router's, on this machine only. If a server dies, it is
+restarted. The streams of that server end with an error event, and new requests go to the other
+servers. SIGTERM and Ctrl-C let running requests finish; a second signal ends them. If this process
+is killed with kill -9, the servers and the router keep running.
 
-The router does not forward the page, /events, /tokenize, /metrics, requests without `model`, and
-prompts as token ids. Use them at the port of a server. smg validates requests itself, with messages
-of its own, and has its own metrics at the port after the last server's. It checks neither Host nor
-Origin, and shows /v1/models and /engine_metrics without a key. So set a key if a browser runs on
-this machine.
+The router does not forward the page, /events, /tokenize, /metrics, requests without `model`, or
+prompts given as token ids. Use a server's own port for these. smg validates requests itself, with
+its own error messages, and has its own metrics on the port after the last server's. It does not
+check Host or Origin, and shows /v1/models and /engine_metrics without a key. So set a key if a
+browser runs on this machine.
 
-For servers on several machines, start the router by hand; it listens at 127.0.0.1:30000. Start
-serve.py on each machine with --host and --api-key-file. Give the router one of the keys and another
-secret, which is for adding and removing servers:
+To use servers on several machines, start serve.py on each machine with --host and --api-key-file.
+Then start the router by hand; it listens on 127.0.0.1:30000. Give it one of the keys, and another
+secret that allows adding and removing servers:
 
     smg launch --host 127.0.0.1 --worker-urls http://A:8000 http://B:8000 --policy cache_aware \\
         --api-key KEY --control-plane-api-keys me:me:admin:SECRET --health-check-interval-secs 1 \\
@@ -49,14 +49,14 @@ from flags import parse_args
 from serve import api_keys, listen, terminate_on_hang_up
 from server.gate import base_url
 
-# in a session of its own, so that Ctrl-C at the terminal does not reach it
+# in a session of its own, so that Ctrl-C at the terminal does not reach the process
 start = partial(Popen, stdout=DEVNULL, start_new_session=True)
 
 
 def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
     """
-    Return an environment variable for each server, which assigns it a GPU or a number of threads.
-    Exits if there are too few GPUs.
+    Return an environment variable for each server, which assigns the server a GPU or a number of
+    threads. Exits if there are too few GPUs.
     """
     import torch
 
@@ -65,7 +65,7 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
         threads = max(1, torch.get_num_threads() // replicas)
         return [f"OMP_NUM_THREADS={threads}"] * replicas
     if count < replicas:
-        sys.exit(f"--replicas {replicas}: each needs a GPU of its own, and there are {count}")
+        sys.exit(f"--replicas {replicas}: each needs a GPU of its own, but there are {count}")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else range(count)
     return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
@@ -83,10 +83,10 @@ def router_command(args, ports: range) -> list[str]:
         sys.exit("the router smg is not installed: pip install smg")
     options = "--policy cache_aware --log-level error"
     options += f" --prometheus-host 127.0.0.1 --prometheus-port {ports.stop}"
-    # notice quickly when a server ends or is back, and what load each has
+    # notice quickly when a server ends or comes back, and how busy each server is
     options += " --health-check-interval-secs 1 --health-check-endpoint /readyz"
     options += " --cb-timeout-duration-secs 1 --load-monitor-interval 1"
-    # wait longer than the servers, so that their errors for requests they cut off get through
+    # wait longer than the servers, so that their errors for the requests they cut off get through
     options += f" --shutdown-grace-period-secs {args.drain_seconds + 3:.0f}"
     # a random secret, so that clients cannot add or remove servers
     options += f" --control-plane-api-keys nobody:nobody:admin:{secrets.token_hex()}"
@@ -99,17 +99,19 @@ def router_command(args, ports: range) -> list[str]:
 
 
 def wait_until_ready(process: Popen, url: str):
-    """Wait until the URL answers. Exits if the process ends first; it has then printed why."""
+    """Wait until the URL responds. If the process ends first, exit; it has printed the reason."""
     while process.poll() is None:
         try:
             return urlopen(url, timeout=5).close()
-        except OSError:  # it does not listen yet, or is still loading
+        except OSError:  # the server is not listening yet, or is still loading
             sleep(0.1)
     sys.exit(1)
 
 
 def drain(processes: list[Popen]):
-    """Let all processes finish their requests, without new ones. A second signal ends them now."""
+    """
+    Let all processes finish their requests but accept no new ones. A second signal kills them.
+    """
     try:
         for process in processes:
             process.terminate()
@@ -119,22 +121,22 @@ def drain(processes: list[Popen]):
         for process in processes:
             process.kill()
         for process in processes:
-            process.wait()  # after this its port is free
+            process.wait()  # after this, its port is free
 
 
 def main():
-    parser = argparse.ArgumentParser(epilog="All other flags are serve.py's.")
-    parser.add_argument("--replicas", type=positive, default=2, help="how many (default: 2)")
+    parser = argparse.ArgumentParser(epilog="All other flags are passed to serve.py.")
+    parser.add_argument("--replicas", type=positive, default=2, help="servers (default: 2)")
     options, flags = parser.parse_known_args()
     args = parse_args(flags)
     if args.record or args.prompt or args.chat:
-        sys.exit("--record, --prompt and --chat are for one server: leave them out")
+        sys.exit("--record, --prompt and --chat only work with one server: leave them out")
     with listen(args) as sock:
         url = base_url(sock)
-        args.host, args.port = sock.getsockname()[:2]  # resolves a name, and port 0
+        args.host, args.port = sock.getsockname()[:2]  # resolves a host name and port 0
     os.environ["no_proxy"] = f"127.0.0.1,{args.host}"
     ports = range(args.port + 1, args.port + 1 + options.replicas)
-    router = router_command(args, ports)  # exits early; loading torch, below, takes seconds
+    router = router_command(args, ports)  # may exit, so before torch is loaded (seconds)
     serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]

@@ -109,7 +109,7 @@ def pack(
         start = request.prefill_cursor
         end = start + m
         step.chunk_rows.append(request.row)
-        step.sampling_rows.append(request.row if request in plan.completed else padding_row)
+        step.sampling_rows.append(request.row if request in plan.prefilled else padding_row)
         step.chunk_starts.append(offset)
         step.chunk_contexts.append(end)
         step.tokens.extend(request.tokens_between(start, end))

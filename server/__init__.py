@@ -1,1 +1,1 @@
-"""What serve.py is made of: from a request's socket to the kernels and back."""
+"""The HTTP part of serve.py: from a request's socket to the engine and back."""

@@ -3,7 +3,7 @@ Converts the engine's tokens to the client's answer: text, log-probabilities, JS
 
     choice = CompletionChoice(job, 0, body, prompt, tokenizer, eos)     # or ChatChoice
     choice.add_tokens([12, 7], None, 0)        # tokens from a step
-    choice.text, choice.chunks()               # the unsent text; its JSON for events
+    choice.text, choice.chunks()               # the unsent text, and its JSON for events
     choice.mark_sent()
 
 Each call has a `Job`, which has a `Choice` for each of the n continuations of each prompt.
@@ -101,7 +101,7 @@ class Choice:
                 if number or not was_added:
                     self.text += self.stream.push(token)
             self.prompt_entries = [self.entry(self.prompt[0], None, 0)]  # has no prediction
-        if self.body.skip_special_tokens:  # hide them only in the answer; the echo shows them
+        if self.body.skip_special_tokens:  # hide control tokens only in the answer
             self.stream.token_bytes = tokenizer.token_bytes
 
     def add_tokens(self, tokens, finish_reason, cached_tokens, scores=None, prompt_scores=None):
@@ -505,7 +505,7 @@ class Job:
             message = f"not finished within {limit:g} s, this server's limit"
             self.fail(ApiError(503, message, code="timeout"))
 
-    # a whole answer
+    # sending a whole answer
 
     async def send_whole(self, send):
         if self.error:
@@ -522,7 +522,7 @@ class Job:
         counts = token_counts(prompt, sum(choice.num_tokens for choice in self.choices))
         return counts | {"prompt_tokens_details": {"cached_tokens": cached}}
 
-    # a stream
+    # sending a stream
 
     async def ping(self):
         """

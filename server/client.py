@@ -73,8 +73,7 @@ class EngineClient(asyncio.Protocol):
 
     def _connect(self):
         self.unread = bytearray()  # start of a message that has not arrived completely
-        # messages to send when the link has room again; keys have operation and request: "abort
-        # 5.1"
+        # messages to send when the link has room again; a key is operation and request, "abort 5.1"
         self.unsent = {}
         self.is_full = False
         self.fatal_error = ""  # the message that the engine sent before it ended

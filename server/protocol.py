@@ -461,7 +461,7 @@ class StreamOptions(Part):
 class SamplingRequest(Body):
     """Fields common to completions and chats. Raises pydantic's ValidationError."""
 
-    model: str | None = None  # None: the only model
+    model: str | None = None  # None means the only model
     temperature: float = sampling_field("temperature")
     top_p: float = sampling_field("top_p")
     top_k: int = Field(SamplingParams.top_k, ge=-1, lt=INT32)  # 0 or (as in vLLM) -1: all tokens

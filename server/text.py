@@ -313,7 +313,7 @@ class Chat:
         unset = {"tools": None, "documents": None}
         has_tools = options.get("tools") is not None
         if has_tools:
-            unset["xml_tools"] = options["tools"]  # SmolLM3's name
+            unset["xml_tools"] = options["tools"]  # SmolLM3's name for the tools
         own = {"messages": messages, "check_clock": check_clock}
         try:
             return self.templates[has_tools].render(unset | options | own)

@@ -71,11 +71,11 @@ def test_over_random_scores():
 def test_a_block_or_a_row_less_than_beams_need_is_refused():
     start = [*range(9)]
     small = simulated_engine(num_blocks=7, max_num_seqs=3)
-    with raises(ValueError, "3 beams need 8 blocks, the pool has 7"):
+    with raises(ValueError, "3 beams need 8 blocks, but the pool has 7"):
         beam_search(small, start, 3, 4)
     for wrong in 4, 0:
-        with raises(ValueError, f"a beam width of {wrong}: wanted 1 to 3"):
+        with raises(ValueError, f"the beam width is {wrong}, wanted 1 to 3"):
             beam_search(small, start, wrong, 4)
     small.add_request("a", start, greedy(1))
-    with raises(ValueError, "needs the engine for itself, not beside 1 request"):
+    with raises(ValueError, "needs the engine to itself, but it has 1 request"):
         beam_search(small, start, 2, 4)

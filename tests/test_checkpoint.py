@@ -138,9 +138,7 @@ UNSAVED = [{"rope": {0: Rope(1e4, 2.0)}}, {"qk_norm": True}, {"rope": {}}]
 
 def test_only_a_gpt2_or_a_llama_is_saved(tmp_path):
     """Another model's config.json would be wrong: scaled positions, norms of q and k, RMS norms."""
-    refused = pytest.raises(
-        CheckpointError, match=r"only a GPT-2 or a Llama, as train.py makes them"
-    )
+    refused = pytest.raises(CheckpointError, match=r"only a GPT-2 or a Llama as made by train.py")
     for fields in UNSAVED:
         with refused:
             save_checkpoint(random_model(**LLAMA | fields), tmp_path)

@@ -54,7 +54,7 @@ def test_replay_counts_and_draws(tmp_path, monkeypatch, capsys):
     first = tmp_path / "first.jsonl"
     lines = PREEMPTION.read_bytes().splitlines(keepends=True)
     first.write_bytes(lines[0] + lines[1])
-    with pytest.raises(RecordError, match="no step to draw"):
+    with pytest.raises(RecordError, match="has no step to draw"):
         draw.draw_replay(first)
 
 

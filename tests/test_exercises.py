@@ -110,12 +110,12 @@ def test_nothing_of_a_reader_is_lost(repo):
 
 
 MISTAKES = """
-check 3       | 3 is not begun: start 3
+check 3       | 3 has not been started: start 3
 start 99      | a number from 1 to
 start 1 2     | a number from 1 to
 reset hunt-99 | wanted start, check, hint
 hunt nonsense | a level: http, kernels, paging, scheduling, sharing
-check hunt-2  | hunt-2 is not begun: start hunt-2
+check hunt-2  | hunt-2 has not been started: start hunt-2
 """
 
 

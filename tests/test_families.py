@@ -1,10 +1,11 @@
 """
-Every family beside transformers: the same directory, the same text, the same log-probabilities.
+Compare every model family with transformers: the same directory and the same text must give the
+same log-probabilities.
 
-Equal tokens would prove little: they stay the same with the wrong epsilon, without Gemma's last
-soft cap, with the other GELU. So all is judged by log-probabilities to 1e-4, in fp32. The models
-are tiny and random, see tiny_models.py; that their features are felt in what they say is the first
-test here.
+Equal tokens would prove little: they stay the same even with a wrong epsilon, without Gemma's final
+soft cap, or with the other GELU. So these tests compare log-probabilities in fp32, to within 1e-4.
+The models are tiny and random (see tiny_models.py). The first test checks that each of their
+features affects the log-probabilities.
 """
 
 import json
@@ -45,19 +46,19 @@ def save(hf_model, directory: Path) -> Path:
 
 @cache
 def pair(family: str, **changes):
-    """transformers' model and ours, from what it saved."""
+    """Return transformers' model, and ours loaded from the directory that it saved."""
     hf_model = make(family, **changes)
     with TemporaryDirectory() as directory:
         return hf_model, load_checkpoint(save(hf_model, Path(directory)))
 
 
 def assert_same(ours, hf_model, tokens=TEXT):
-    """The model without a cache says what transformers' says."""
+    """Assert that our model, without a cache, gives the same log-probabilities as transformers'."""
     assert distance(dense(ours, tokens), log_probabilities(hf_model, tokens)) <= TOLERANCE
 
 
 def opened(directory: Path, dtype=torch.float32, **how):
-    """transformers' model of a directory."""
+    """Return the model that transformers loads from a directory."""
     how |= {"attn_implementation": "eager", "dtype": dtype}
     return transformers.AutoModelForCausalLM.from_pretrained(directory, **how)
 
@@ -68,7 +69,7 @@ def opened(directory: Path, dtype=torch.float32, **how):
 
 @pytest.mark.parametrize("row", WITHOUT.strip().splitlines())
 def test_every_feature_is_felt(row):
-    """Would catch: tests below that pass whatever a feature does."""
+    """Would catch: a feature that has no effect, so that the tests below could not fail."""
     family, _, changes = row.partition(" ")
     hf_model, _ = pair(family)
     other = tiny_models.changed(hf_model, family, **json.loads(changes))
@@ -82,7 +83,7 @@ def scores(family: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_directory_opens(family, tmp_path):
-    """As transformers saves it: whole, and in shards with an index."""
+    """A directory opens as transformers saves it, in one file or in shards with an index."""
     hf_model = make(family)
     assert_same(load_checkpoint(save(hf_model, tmp_path)), hf_model)
     hf_model.save_pretrained(tmp_path / "shards", max_shard_size="100KB")
@@ -97,7 +98,7 @@ def test_a_directory_opens(family, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["gpt2", "qwen3", "gemma3"])
 def test_directories_in_16_bits(family, dtype, tmp_path):
-    """Computed in fp32 they say the same; Gemma's 1 + w must not be rounded to 16 bits."""
+    """In fp32, their log-probabilities match. Gemma's 1 + w must not be rounded to 16 bits."""
     save(make(family).to(dtype), tmp_path)
     assert_same(load_checkpoint(tmp_path), opened(tmp_path))
 
@@ -105,8 +106,8 @@ def test_directories_in_16_bits(family, dtype, tmp_path):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma3", "olmo3", "hunyuan"])
 def test_computed_in_bf16(family, tmp_path):
     """
-    At most twice transformers' own error; norms keep their digits, and Gemma's embeddings are
-    scaled by a factor that is rounded first, as they were in training.
+    The error is at most twice transformers' own. Norm weights keep their precision. Gemma's
+    embeddings are scaled by a factor that has been rounded first, as in training.
     """
     save(make(family).to(torch.bfloat16), tmp_path)
     hf_model = opened(tmp_path, torch.bfloat16)
@@ -139,7 +140,7 @@ def test_a_text_part(tmp_path):
     "activation", [name for name in transformers.activations.ACT2FN if "elu" in name]
 )
 def test_activations_of_gpt2(activation, tmp_path):
-    """Computed, or refused by name: never another one in its place."""
+    """An activation is either computed or refused by name, and never replaced by another one."""
     same = {"gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu"}
     hf_model = make("gpt2", activation_function=activation)
     save(hf_model, tmp_path)
@@ -157,25 +158,25 @@ def test_activations_of_gpt2(activation, tmp_path):
 
 
 def soon(*families: str) -> list:
-    """All families, these in `make test`, the others in `make test-all`."""
+    """Return all families as parameters: these run in `make test`, all run in `make test-all`."""
     return [f if f in families else pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES]
 
 
 def serve_all_ways(judge: Judge):
     """
-    Chunks beside decodes, prefixes that are found, forks, a pool too small for all: most texts are
-    longer than a window.
+    Serve chunks together with decodes, prefix hits, forks, and more requests than the pool has room
+    for. Most texts are longer than a window.
     """
     whole = text(2, 60)
     for i in range(3):
         judge.ask(whole[: 26 + i] + text(i, 5 + 9 * i), 14)
-    judge.ask(text(9, 50), 6, prompt_logprobs=VOCABULARY)  # all of it is compared
+    judge.ask(text(9, 50), 6, prompt_logprobs=VOCABULARY)  # compares the whole prompt
     judge.ask(text(10, 33), 9, n=2, temperature=1.0)
     judge.finish()
-    judge.ask(whole[:41], 3)  # finds what the others have left
+    judge.ask(whole[:41], 3)  # hits blocks that earlier requests left in the cache
     judge.ask([7], 26)
     judge.finish()
-    judge.ask([*whole[:40], 7, 7], 3)  # nothing else has run since
+    judge.ask([*whole[:40], 7, 7], 3)  # a hit with no other request in between
     judge.finish()
 
 
@@ -194,13 +195,13 @@ def test_served(family, attention):
 
 @pytest.mark.parametrize("family", soon("gemma2"))
 def test_served_by_flex_attention(family):
-    """The example's operators: each layer's window and soft cap, and KV heads shared by others."""
+    """The example's operators handle each layer's window and soft cap, and shared KV heads."""
     judge = Judge(*pair(family), **ENGINE, attention="torch")
     device = judge.engine.device
     device.ops = device.ops._replace(
         plan_attention=flex_attention.plan_attention, attend=flex_attention.attend
     )
-    device.pool.kv.fill_(1e4)  # it computes with what it then masks, so no NaN
+    device.pool.kv.fill_(1e4)  # not NaN, as masked values are computed, too
     serve_all_ways(judge)
 
 
@@ -208,7 +209,8 @@ def test_served_by_flex_attention(family):
 @pytest.mark.parametrize("family", soon("gemma3"))
 def test_served_by_triton(family):
     """
-    On a CPU in its interpreter: two layers, one of each kind, and a text just longer than a window.
+    On a CPU, Triton's interpreter runs two layers, one of each type, on a text just longer than a
+    window.
     """
     hf_model, ours = pair(family, **tiny_models.two_layers(family, window=6))
     if torch.cuda.is_available():
@@ -230,8 +232,8 @@ LONG = {"block_size": 16, "num_blocks": 2 * 127, "token_budget": 512}
 @pytest.mark.parametrize("family", soon("llama-llama3"))
 def test_prompts_of_2000_tokens(family):
     """
-    Where windows are left far behind and positions are stretched: in chunks, and then from the
-    prefix cache.
+    These prompts are far longer than a window, and long enough for scaled positions. They are
+    computed in chunks, and then from the prefix cache.
     """
     judge = Judge(*pair(family), **LONG)
     prompt = text(11, 2000)

@@ -74,7 +74,7 @@ BROKEN = [
     ({"config": Evil()}, "Weights only load failed"),
     ({"meta": {"itos": Evil()}}, "it names .*open, which could run any code"),
     ({"meta": {"itos": LETTERS["itos"] | {3: "ab"}}}, "single characters in sorted order"),
-    ({"meta": {"itos": dict(enumerate(CHARACTERS + "~"))}}, "has 30 tokens, the model 29"),
+    ({"meta": {"itos": dict(enumerate(CHARACTERS + "~"))}}, "has 30 tokens, but the model 29"),
     ({"meta": None}, "tokenizer.json is missing"),
     ({"model": {}}, "Missing key"),
 ]

@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(tmp_path, monkeypatch)
         convert = partial(packed_if_it_fits, settings, device)
         load_checkpoint(tmp_path, device, dtype=torch.bfloat16, convert=convert)
 
-    words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, cpu has 0 MiB free: "
+    words = "bfloat16 take 0 MiB and 3 KV blocks 0 MiB, but cpu has 0 MiB free: "
     words += r"end .*--max-model-len, or .*--dtype bf16, --quantize int8 \(on a CPU\)"
     with refused(words):
         load(Settings())

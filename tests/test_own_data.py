@@ -136,7 +136,7 @@ def test_a_corpus_within_its_own_source_is_refused(inside, notes, path):
     texts.
     """
     for sources in ([str(notes)], [f"--val={notes}", str(path)]):
-        with pytest.raises(SystemExit, match=r"--out .*notes.* is in .*notes, which is read:"):
+        with pytest.raises(SystemExit, match=r"--out .*notes.* is inside .*notes, an input:"):
             run_recipe(RECIPES["text"]["read"], notes, [*sources, f"--out={notes / inside}"])
     assert not (notes / inside / "meta.json").exists()
 
@@ -369,7 +369,7 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
         assert done.stderr == ""
         assert len(load_corpus(str(tmp_path / name), ALONE).train) > 20
     if not COMMANDS["chat"].with_name("meta.json").exists():
-        with pytest.raises(SystemExit, match=r"of your own files .*data/chat/prepare.py"):
+        with pytest.raises(SystemExit, match=r"from your own files .*data/chat/prepare.py"):
             load_corpus("chat", ALONE)
 
 
@@ -393,10 +393,12 @@ def test_a_corpus_that_is_replaced_is_named(checkpoint, path, tmp_path, capsys):
     assert read_about(out)["init"] == str(checkpoint)
     assert "replaces" not in capsys.readouterr().out
     prepare("text", path, out)
-    assert capsys.readouterr().out.endswith(f"\nit replaces the corpus of {checkpoint}, {path}\n")
+    assert capsys.readouterr().out.endswith(
+        f"this replaces the corpus made from {checkpoint}, {path}\n"
+    )
     (out / "meta.json").write_text('{"dtype": "int32"}')
     prepare("text", path, out)
-    assert capsys.readouterr().out.endswith("it replaces the corpus of other texts\n")
+    assert capsys.readouterr().out.endswith("this replaces the corpus made from other texts\n")
 
 
 DAMAGE = [("meta.json", "[]"), ("meta.json", "{"), ("train.bin", ""), ("val.bin", None)]
@@ -409,7 +411,7 @@ def test_a_damaged_corpus_is_named(name, content, path, tmp_path):
     damaged.unlink()
     if content is not None:
         damaged.write_text(content)
-    with pytest.raises(ValueError, match=r"out is an incomplete corpus \(.*\): make it again"):
+    with pytest.raises(ValueError, match=r"out is an incomplete corpus \(.*\): recreate it"):
         load_corpus(str(tmp_path / "out"), ALONE)
 
 

@@ -1,4 +1,4 @@
-"""README.md and REFERENCE.md are held to the repo: walks, files, commands, examples, numbers."""
+"""Check README.md and REFERENCE.md against the repo: walks, files, commands, examples, numbers."""
 
 import ast
 import json
@@ -48,7 +48,7 @@ def test_every_file_has_a_line():
 
 
 def names_defined(file: Path) -> set[str]:
-    """Functions, classes and methods, as `function`, `Class` and `Class.method`."""
+    """Return a file's functions, classes and methods: `function`, `Class` and `Class.method`."""
     documented = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     names = set()
     for node in ast.parse(file.read_text()).body:
@@ -63,7 +63,7 @@ WALKS = {"The way of a token": 21, "The way of a KV block": 10, "The way of a ha
 
 @pytest.mark.parametrize("title", [*WALKS, "The operators, by machine"])
 def test_every_name_of_a_walk_exists(title):
-    """A reader looks for each `file.function`: it is where the walk says, under that name."""
+    """A reader looks up each `file.function`, so it must be in that file under that name."""
     section = re.split(r"\n##", BOTH.partition(f"### {title}\n")[2])[0]
     names = re.findall(r"`([a-z_]+)\.(?!py`)(\w+(?:\.\w+)?)`", section)
     assert len(names) >= 6
@@ -74,7 +74,7 @@ def test_every_name_of_a_walk_exists(title):
 
 
 def test_names_of_the_post_are_there():
-    """The right column names the replacement of each of the post's names, or keeps it."""
+    """The right column has a replacement for each of the post's names, or keeps the name."""
     table = README.partition("| in the post | here |\n")[2].partition("\n\n")[0]
     named = set()
     for row in table.splitlines()[1:]:
@@ -92,12 +92,12 @@ COMMANDS = sorted(set(re.findall(r"python ([\w/]+\.py)([^`\n#>]*)", BOTH)))
 
 @pytest.mark.parametrize(("program", "arguments"), COMMANDS)
 def test_flags_and_subcommands_exist(program, arguments, capsys):
-    """A reader types what stands there."""
+    """Readers type the commands as they are written."""
     measured = {"bench.py": bench, "assets/draw.py": draw}
     if program in measured:
         module = measured[program]
         parser = build_parser("", module.COMMANDS, module.FLAGS)
-        parser.parse_args(arguments.split())  # or it exits
+        parser.parse_args(arguments.split())  # exits if an argument is unknown
     text = read(program)
     if program == "serve.py":
         with pytest.raises(SystemExit):
@@ -108,7 +108,7 @@ def test_flags_and_subcommands_exist(program, arguments, capsys):
 
 
 def test_the_offline_example_runs(tmp_path, monkeypatch, capsys):
-    """As it stands, in a folder where out/stdlib is a tiny model."""
+    """The example runs as it is written, in a folder where out/stdlib is a tiny model."""
     (program,) = re.findall(r"```python\n(.*?)```", BOTH, re.DOTALL)
     save_random_model(tmp_path / "out/stdlib")
     monkeypatch.chdir(tmp_path)
@@ -117,7 +117,7 @@ def test_the_offline_example_runs(tmp_path, monkeypatch, capsys):
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub makes for a page's headings."""
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     words = [re.sub(r"[^\w -]", "", title.lower()) for title in titles]
     return {title.replace(" ", "-") for title in words}
@@ -149,7 +149,7 @@ def shell(command: str) -> str:
     return subprocess.check_output(bash, text=True, cwd=ROOT)
 
 
-# the code, without tests, benchmarks and pictures; the files that Learn names; paged.py
+# line counts: the code without tests, benchmarks and pictures; the files named in Learn; paged.py
 SIZED = """
 cat !(bench|test_paged).py {data/*,engine,examples,ops,server,training}/*.py ops/cpu.c | wc -l
 cat $(sed '1,/serving first:/d; /^.The way/,$d' README.md | grep -oP '[\\w/]+\\.(py|c)(?=`)' |
@@ -166,8 +166,8 @@ def test_sizes_are_said_within_five_percent():
     assert [int(size.replace(",", "")) for size in said.groups()] == pytest.approx(sizes, 0.05)
 
 
-# What runs with the files of each row: the post, its loop, the engine with the operators that are
-# there, HTTP.
+# Programs that run with the files of each row: the post, its loop, the engine with the operators
+# that are there, and the HTTP server.
 POST = "import runpy; runpy.run_path('examples/post.py', run_name='__main__')"
 LOOP = """
 from interleaved import interleaved_generate
@@ -224,8 +224,8 @@ finally:
 @pytest.mark.parametrize("number, program", enumerate([POST, LOOP, ENGINE, ENGINE, ENGINE, HTTP]))
 def test_the_least_that_runs(number, program, tmp_path):
     """
-    A row's files, those of a + with the engine's in torch, where engine/stages.py lists no stage;
-    an engine uses all of them.
+    Each row's files are enough to run its program. The files of a row with a + are added to those
+    of the engine in torch. The copy of engine/stages.py lists no stages. Engines use all files.
     """
     rows = re.findall(r"^\|.*\| `([^`-].*)` \| ([\d,]+) \|$", REFERENCE, re.MULTILINE)
     files, size = rows[number]
@@ -241,7 +241,7 @@ def test_the_least_that_runs(number, program, tmp_path):
 
 
 def test_the_fields_of_a_record_are_in_the_reference():
-    """Those of the records in assets/, and of a snapshot while a request runs."""
+    """The fields are those of the records in assets/ and of a snapshot while a request runs."""
     table = REFERENCE.partition("| line | field | |\n")[2].partition("\n\n")[0]
     fields = [row.split(" | ")[1] for row in table.splitlines()[1:]]
     documented = set(re.findall(r"`(\w+)`", " ".join(fields)))
@@ -252,11 +252,11 @@ def test_the_fields_of_a_record_are_in_the_reference():
     engine.step()
     records = [record.read_text() for record in (ROOT / "assets").glob("*.jsonl")]
     seen = set(re.findall(r'"(\w+)":', "".join([recorder.snapshot(), *records])))
-    # the server adds `state` when an engine has ended; drafts are for --speculate
-    assert seen - {"steps"} == documented - {"state", "drafts"}  # steps: of the totals
+    # the server adds `state` when an engine has ended; `drafts` needs --speculate
+    assert seen - {"steps"} == documented - {"state", "drafts"}  # "steps" is one of the totals
 
 
-# a row of README's table -> what tests/engine/test_bits.py, or test_digest.py, calls it
+# a row of README's table -> the names of its tests in tests/engine/test_bits.py or test_digest.py
 PROMISED = {
     "beside any other requests": "in_random_lives",
     "after a prefix hit; its prompt in chunks": "in_random_lives",
@@ -271,7 +271,7 @@ PROMISED = {
 
 
 def test_each_promise_of_equal_bits_is_tested():
-    """Would catch: a row without a test, and a test that was dropped while its row stayed."""
+    """Would catch: a row without a test, or a test that was deleted although its row remained."""
     section = README.partition("### Equal to the bit\n")[2].partition("\n#")[0]
     rows = re.findall(r"^\| (.*) \| (equal|) *\| (equal|) *\|$", section, re.MULTILINE)
     assert [row for row, *_ in rows] == list(PROMISED)
@@ -284,7 +284,7 @@ def test_each_promise_of_equal_bits_is_tested():
 
 
 def test_each_attention_backend_is_explained():
-    """The help of --attention names them alone."""
+    """The help for --attention only names the backends, so REFERENCE.md must explain each."""
     said = Settings.__dataclass_fields__["attention"].metadata["help"]
     listed = said.partition(": ")[2].partition(";")[0]
     names = set(re.findall(r"\w+", listed)) - {"or"}
@@ -293,7 +293,7 @@ def test_each_attention_backend_is_explained():
     assert names == set(re.findall(r"`(?:--attention )?(\w+)`(?: is|, the default)", section))
 
 
-# the beginning of a row in the table of limits -> how its second column begins
+# start of a row in the table of limits -> start of its second column
 LIMITS = {
     "a request's head": f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers",
     "log-probabilities in one answer": f"{protocol.MAX_SCORES:,}: tokens",
@@ -319,7 +319,7 @@ def test_limits_are_those_of_the_code():
 
 @pytest.mark.slow
 def test_the_commands_for_own_data_run_one_after_the_other(tmp_path):
-    """The first was refused after Quick start, or its model took the default model's place."""
+    """After Quick start, the first was once refused, or its model replaced the default model."""
     repo = copy_repo(tmp_path / "repo")
     save_random_model(repo / "smollm2", "{% for m in messages %}{{ m.content }}{% endfor %}")
     save_random_model(repo / "out/stdlib")
@@ -358,7 +358,7 @@ def test_the_container_starts_with_flags_that_exist():
 
 
 def test_the_container_has_the_page(tmp_path):
-    """The tour's record was left out, and `/` was an error 500."""
+    """Once the tour's record was left out, and `/` returned an error 500."""
     for name in re.findall("^!(.+)", read(".dockerignore"), re.MULTILINE):
         for source in ROOT.glob(name):
             to = tmp_path / source.relative_to(ROOT)
@@ -375,12 +375,12 @@ TRAIN = "train.py --out out/stdlib"
 RESUME = f"{TRAIN} --resume"
 SERVE = "serve.py --model out/stdlib"
 STOPPED = "config.json train_state.pt"
-# files that the training writes -> what runs
+# files that the training run writes -> the programs that run
 RUNS = [("config.json", [TRAIN]), (STOPPED, [TRAIN]), (STOPPED, [RESUME])]
 RUNS += [("loss.png", [RESUME, SERVE]), ("", [SERVE])]
 INSTALLER = """#!/bin/sh
-# makes an environment with itself in it; pip ends as the file `pip` says; trains as far as the file
-# `training` says
+# makes an environment that contains itself; the file `pip` has pip's exit status, and the file
+# `training` has the names of the files that training writes
 case "$*" in
     -V) echo "Python of $0" ;;
     *venv*) echo $* >> calls; mkdir -p $3/bin; cp "$0" $3/bin/python ;;
@@ -396,14 +396,14 @@ esac
 
 @pytest.fixture(autouse=True)
 def no_other_make(monkeypatch):
-    """Drop what a make that runs these tests hands on: flags, and variables of its command line."""
+    """Remove the flags and variables that a make running these tests passes on to its children."""
     for name in os.environ:
         if name.startswith("MAKE") or name in ("PYTHON", "VENV", "PIP_OPTIONS"):
             monkeypatch.delenv(name)
 
 
 def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
-    """Run make there, where a Python of its own may be."""
+    """Run make in a folder, which may have its own Python."""
     environment = os.environ | {"PATH": f"{folder}:{os.environ['PATH']}"}
     pipes = {"env": environment, "capture_output": True, "text": True}
     return subprocess.run(["make", *argv], cwd=folder, **pipes, **options)
@@ -411,7 +411,7 @@ def make(folder: Path, *argv: str, **options) -> subprocess.CompletedProcess:
 
 @pytest.fixture
 def clone(tmp_path) -> Path:
-    """A folder with the Makefile, a model that is trained, and a stand-in for Python."""
+    """Return a folder with the Makefile, a trained model and a stand-in for Python."""
     if not shutil.which("make"):
         pytest.skip("needs make")
     shutil.copy(ROOT / "Makefile", tmp_path)
@@ -426,7 +426,7 @@ def clone(tmp_path) -> Path:
 
 
 def test_make_run_trains_once_and_goes_on_with_a_training_that_was_stopped(clone):
-    """The last run finds its model. In the environment that VENV names, and no other."""
+    """The last run finds the model. All runs use the environment named by VENV, and no other."""
     (clone / "out/stdlib/loss.png").unlink()
     for files, runs in RUNS:
         (clone / "training").write_text(files)
@@ -444,7 +444,7 @@ TESTS = INSTALL.replace("requirements", "requirements-test")
 TESTS_ANEW = ANEW.replace("requirements", "requirements-test")
 DRY, DRY_ANEW = (line.replace("-r ", "--dry-run -r ") for line in (TESTS, TESTS_ANEW))
 READY = ".venv/tests-ready"
-# a goal, whether pip reaches its index, and whether it installs -> calls
+# a make target, pip's exit status in a dry run, its exit status when it installs, the calls made
 INSTALLS = [
     ("run", "0", "1", [VENV, INSTALL]),
     ("run", "0", "1", [ANEW]),
@@ -462,8 +462,9 @@ INSTALLS = [
 @pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")
 def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
     """
-    It is begun anew, as pip takes half a package for installed. `make test`, which may replace
-    numpy and torch, was stopped in pip; `make run` served.
+    An interrupted installation is started again from scratch, because pip treats a half-installed
+    package as installed. `make run` once started the server after `make test`, which may replace
+    numpy and torch, had been stopped in pip.
     """
     (clone / "requirements-test.txt").touch()
     calls = clone / "calls"
@@ -475,12 +476,12 @@ def test_an_interrupted_installation_is_never_taken_for_a_whole_one(clone):
         assert calls.read_text().splitlines() == expected
     (clone / ".venv/ready").unlink()
     pty.spawn(["make", "-C", str(clone), "run"], lambda terminal: os.read(terminal, 1024))
-    assert calls.read_text() == INSTALL.replace("--quiet ", "") + "\n"  # with pip's progress
+    assert calls.read_text() == INSTALL.replace("--quiet ", "") + "\n"  # shows pip's progress
 
 
 @pytest.mark.parametrize("options, gpu", [("", "false"), ("", "true"), ("--no-deps", "false")])
 def test_an_installation_says_how_much_will_come(options, gpu, clone):
-    """For minutes there was not a word; and a machine without a GPU got 3 GB of CUDA."""
+    """Once nothing was printed for minutes, and a machine without a GPU got 3 GB of CUDA."""
     (clone / "nvidia-smi").symlink_to(shutil.which(gpu))
     printed = make(clone, "run", f"PIP_OPTIONS={options}").stdout
     assert ("installing" in printed, "3 GB" in printed) == (True, not options)
@@ -489,7 +490,7 @@ def test_an_installation_says_how_much_will_come(options, gpu, clone):
 
 
 def test_another_python_than_the_environments_is_refused(clone):
-    """`make run PYTHON=..` was ignored without a word once there was an environment."""
+    """`make run PYTHON=..` was once silently ignored if there was already an environment."""
     other = "PYTHON=./python3"
     assert make(clone, "run", other).returncode == make(clone, "run").returncode == 0
     done = make(clone, "run", other)
@@ -505,8 +506,9 @@ AGAIN += " data/shakespeare_char/tokenizer.json .pytest_cache/a"
 
 def test_clean_deletes_nothing_that_is_not_made_again(clone):
     """
-    It deleted every model, the fine-tune of ten minutes too, and data/text/mine.json. The list of
-    what goes for good lacked hidden folders, and showed errors for names with spaces.
+    `make clean` once deleted every model, even one fine-tuned for ten minutes, and
+    data/text/mine.json. The list of what will be lost lacked hidden folders, and showed errors for
+    names with spaces.
     """
     files = [clone / name for name in f"{MINE} {AGAIN}".split()]
     for file in files:

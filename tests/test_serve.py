@@ -222,7 +222,7 @@ def test_a_missing_package_of_the_engine_is_one_line(start, tmp_path):
 
 NO_COMMANDS = {
     "examples/beam_search.py": "this is a library: ",
-    "data/stdlib/prepare.py": "train.py makes this corpus: python train.py",
+    "data/stdlib/prepare.py": "train.py creates this corpus: python train.py",
     "data/shakespeare_char/prepare.py": "python train.py --preset shakespeare_char",
 }
 

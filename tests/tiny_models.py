@@ -1,13 +1,13 @@
 """
-Tiny random models of every family, made by transformers.
+Make tiny random models of every family, with transformers.
 
     hf_model = make("gemma2")               # transformers' model
-    hf_model.save_pretrained(directory)     # what `load_checkpoint` must open
+    hf_model.save_pretrained(directory)     # a directory that `load_checkpoint` must open
 
-Their weights make everything matter: norms far from one, biases far from zero, attention that is
-neither even nor blind, windows shorter than the texts, an epsilon that is felt. What a model would
-say without one of its features is in WITHOUT: test_families.py holds that each is seen in its
-log-probabilities.
+Their weights are chosen so that everything matters: norms are far from one and biases far from
+zero, attention is neither uniform nor one-hot, windows are shorter than the texts, and the epsilon
+has an effect. WITHOUT has configurations that each lack one feature; test_families.py checks that
+each of them changes the log-probabilities.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-VOCABULARY = 101  # the windows of 19 divide no block, and end inside of one
+VOCABULARY = 101  # a window of 19 is not a whole number of blocks, so it ends inside a block
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 2304, "n_layer": 3, "n_head": 4, "n_embd": 64}
 GPT2 |= {"layer_norm_epsilon": 1e-2, "eos_token_id": 7, "bos_token_id": 7}
 ROPED = {
@@ -33,11 +33,12 @@ ROPED = {
 }
 
 
-# name: transformers' class, what its configuration says beside the sizes.
-# Llama 3: wavelengths of a head of 16 at theta 5000, in tokens: 6, 18, 53, 153, 444, ... So one is
-# kept, one lies between and is blended, the others are scaled. qwen3-windows: windows in an order
-# that is no family's pattern. Gemma: a head size that is neither the width's share of a head nor
-# what the scale is made of; a width whose square root is rounded in bf16.
+# name: (transformers' class, configuration in addition to the sizes).
+# Llama 3: with a head size of 16 and a theta of 5000, the wavelengths are 6, 18, 53, 153, 444, ...
+# tokens. So one is kept, one is blended because it lies in between, and the others are scaled.
+# qwen3-windows: the order of its layers with windows is not any family's pattern.
+# Gemma: the head size differs from the width divided by the number of heads, and from the number
+# that gives the attention scale. The square root of the width is rounded in bf16.
 FAMILIES = {
     "gpt2": ("GPT2", "{}"),
     "gpt2-relu": ("GPT2", '{"activation_function": "relu", "n_inner": 64}'),
@@ -144,8 +145,8 @@ FAMILIES = {
     ),
 }
 
-# Features that engines forgot: with these changes the same weights must say something else. Gemma
-# 2's 24 is the width's share of a head.
+# Features that engines have forgotten: with these changes, the same weights must give other
+# log-probabilities. Gemma 2's 24 is the width divided by the number of heads.
 WITHOUT = """
 gpt2 {"layer_norm_epsilon": 1e-5}
 gpt2 {"activation_function": "gelu"}
@@ -213,7 +214,7 @@ nanochat {"rms_norm_eps": 1e-6}
 
 
 def config_of(family: str, **changes):
-    """transformers' configuration of a family's tiny model."""
+    """Return transformers' configuration of a family's tiny model."""
     name, fields = FAMILIES[family]
     sizes = GPT2 if name == "GPT2" else ROPED
     config = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
@@ -226,8 +227,8 @@ def config_of(family: str, **changes):
 
 def two_layers(family: str, window: int) -> dict:
     """
-    Changes that make a smaller model: a layer of each kind that the family has, and such a window
-    if it has any.
+    Return changes that make a smaller model, with one layer of each type that the family has, and
+    with this window if it has windows.
     """
     config = config_of(family)
     if config.model_type == "gpt2":
@@ -242,14 +243,14 @@ def two_layers(family: str, window: int) -> dict:
 
 
 def build(config):
-    """transformers' model of a configuration, its weights not yet made."""
+    """Return transformers' model for a configuration, before its weights are set by `make`."""
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     return model.float().eval()
 
 
 @torch.no_grad()
 def make(family: str, **changes):
-    """transformers' model of a family, the same each time, its weights such that each matters."""
+    """Return transformers' model of a family, always the same, with weights that all matter."""
     model = build(config_of(family, **changes))
     generator = torch.Generator().manual_seed(0)
     for name, weight in sorted(model.named_parameters()):
@@ -260,12 +261,12 @@ def make(family: str, **changes):
 def fill(name: str, weight: Tensor, family: str, generator: torch.Generator):
     module = name.split(".")[-2]
     is_gemma = family.startswith("gemma")
-    if weight.ndim == 1 and name.endswith(".weight"):  # a norm's
+    if weight.ndim == 1 and name.endswith(".weight"):  # weight of a norm
         post = is_gemma and module.startswith("post_")
         low = 2.5 if post else 1.0 if module in ("q_norm", "k_norm") else 0.5
         weight.uniform_(low, low + 1, generator=generator)
         if is_gemma:
-            weight -= 1  # which its norms add
+            weight -= 1  # Gemma's norms add 1
         return
     if weight.ndim == 1:
         std = 0.5
@@ -280,7 +281,7 @@ def fill(name: str, weight: Tensor, family: str, generator: torch.Generator):
 
 @torch.no_grad()
 def changed(hf_model, family: str, **changes):
-    """The same weights, read as another configuration says."""
+    """Return a model with the same weights and another configuration."""
     other = build(config_of(family, **changes))
     other.load_state_dict(hf_model.state_dict(), strict=False)
     return other

@@ -1,5 +1,5 @@
 r"""
-Small tokenizers of every kind that the hub has, and texts that tell them apart.
+Make small tokenizers of every kind found on the hub, and texts that tell them apart.
 
     directory = save("llama2", tmp_path)     # tokenizer.json and tokenizer_config.json
     texts = random_texts(1000, seed=0)
@@ -24,10 +24,10 @@ WORDS = re.split(
 WORDS += "ǅﬁ\u0301字😀\U0010ffff𝄞1 \n\t\u00a0\u3000\u200b\x85\x00\x7f\ufffd▁Ġ.…a_-"
 
 # The steps and added tokens of each kind, as in its tokenizer.json. LEVEL, PIECES and LLAMA3 stand
-# for what several kinds share. If no vocabulary is named, it is one of bytes.
+# for steps that several kinds share. The vocabulary is byte-level unless one is named.
 KINDS = {
     "gpt2": '{"pre_tokenizer": LEVEL, "post_processor": LEVEL}',
-    # its vocabulary lacks some bytes: their characters encode to fewer tokens, or to none
+    # its vocabulary lacks some bytes, so characters with them give fewer tokens, or none
     "smollm2": """{"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
         {"type": "Digits", "individual_digits": true}, LEVEL]}}""",
     "llama3": '{"pre_tokenizer": LLAMA3, "model": {"type": "BPE", "ignore_merges": true}}',
@@ -41,7 +41,7 @@ KINDS = {
          "behavior": "Isolated", "invert": false},
         {"type": "Split", "pattern": {"Regex": "[!-/:-~]?[A-Za-z]+|\\s+"},
          "behavior": "Isolated", "invert": false}, PIECES]}}""",
-    # what it says about the length of texts is ignored
+    # its truncation and padding are ignored
     "falcon": """{"truncation": {"direction": "Right", "max_length": 2,
         "strategy": "LongestFirst", "stride": 0}, "padding": {"strategy": {"Fixed": 9},
         "direction": "Right", "pad_to_multiple_of": null, "pad_id": 0, "pad_type_id": 0,
@@ -74,11 +74,11 @@ KINDS = {
         "decoder": {"type": "Sequence", "decoders": [
             {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
             {"type": "ByteFallback"}, {"type": "Fuse"}]}}""",
-    # like T5: the first token loses its blank, and each unknown run is one token
+    # like T5: the first token loses its space, and each run of unknown characters is one token
     "unigram": """{"model": {"vocabulary": "unigram"}, "normalizer": {"type": "NFKC"},
         "pre_tokenizer": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
         "decoder": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"}}""",
-    # like BERT: every token except the first gets a blank before it, except before some punctuation
+    # like BERT: a space is added before every token, except for the first and some punctuation
     "wordpiece": """{"model": {"vocabulary": "wordpiece"},
         "pre_tokenizer": {"type": "BertPreTokenizer"},
         "normalizer": {"type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
@@ -90,7 +90,7 @@ KINDS = {
         {"content": "</s>", "rstrip": true},
         {"content": "the", "single_word": true, "special": false},
         {"content": "<think>", "rstrip": true, "normalized": true, "special": false}]}""",
-    # no decoder: tokens are joined by blanks
+    # no decoder: tokens are joined by spaces
     "words": """{"model": {"vocabulary": "words"}, "decoder": null,
         "pre_tokenizer": {"type": "WhitespaceSplit"}}""",
 }
@@ -104,7 +104,7 @@ SHARED = {
     "PIECES": """{"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true,
         "use_regex": false}""",
 }
-# what only tokenizer_config.json has, or describes differently
+# settings that are only in tokenizer_config.json, or are different there
 CONFIGS = {
     "gpt2": '{"eos_token": "<|end|>"}',
     "llama3": '{"eos_token": {"__type": "AddedToken", "content": "<|end|>"}}',
@@ -130,7 +130,7 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 @functools.cache
 def learnt(pre_tokenizer: str) -> tuple[list[str], list]:
-    """Return the pieces and the merges of a BPE."""
+    """Train a BPE, and return its pieces and merges."""
     learner = Tokenizer(models.BPE())
     learner.pre_tokenizer = getattr(pre_tokenizers, pre_tokenizer)()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if pre_tokenizer == "ByteLevel" else []
@@ -152,7 +152,7 @@ def numbered(pieces: list[str]) -> dict[str, int]:
 
 
 def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
-    """Return the model of tokenizer.json, with its vocabulary."""
+    """Return the "model" section of a tokenizer.json, including its vocabulary."""
     front = ["<unk>", "<s>", "</s>"]
     unknown = {"unk_token": "<unk>"}
     pieces, merges = learnt("Metaspace")
@@ -180,7 +180,7 @@ def model_of(kind: str, vocabulary: str | None, **fields) -> dict:
 
 @functools.cache
 def spec(kind: str) -> str:
-    """Return its tokenizer.json. Most kinds put <s> before a text."""
+    """Return the tokenizer.json of a kind. Most kinds put <s> before a text."""
     text = KINDS[kind]
     for name, step in SHARED.items():
         text = text.replace(name, step)

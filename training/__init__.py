@@ -1,1 +1,1 @@
-"""The parts of train.py and of the recipes in data/."""
+"""Parts of train.py, and of the recipes in data/."""

@@ -1,13 +1,13 @@
 """
-The parts of a training step that torch computes more slowly: the model's operators, which are
-`model.TORCH_OPS` with faster attention and loss (on a GPU the residual stream is in bfloat16), the
-optimizer Muon, and a step as one CUDA graph.
+Faster versions of parts of a training step: the model's operators (`model.TORCH_OPS` with faster
+attention and loss and, on a GPU, a bfloat16 residual stream), the optimizer Muon, and a step as one
+CUDA graph.
 
     logits, loss = model(tokens, targets, training_ops(device))
     Muon(maps_of(block), process, lr=0.02, momentum=0.95, weight_decay=0.0).step()
     train_step = CudaGraph(train_step)
 
-They work for the models of all families. Letters as in model.py; N = B T rows.
+They work for all model families. The letters are those of model.py, and N = B T rows.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ from model import (
     soft_cap,
 )
 
-SHORT = 512  # up to this many tokens T, scores (T, T) fit into a CPU's cache
+SHORT = 512  # with at most this many tokens T, scores (T, T) fit in a CPU's cache
 
 
 def training_ops(device: torch.device | str, compiled=False) -> Ops:
     """
-    Return the operators to train with on a device. On a GPU, `compiled` also compiles the loss.
+    Return the operators for training on a device. On a GPU, `compiled` also compiles the loss.
     """
-    # these are for CPUs: on a GPU, torch.compile fuses the reference operators
+    # these are only for CPUs, because on a GPU, torch.compile fuses the reference operators
     if torch.device(device).type == "cpu":
         return TORCH_OPS._replace(
             rotate=rotate,
@@ -57,8 +57,8 @@ def training_ops(device: torch.device | str, compiled=False) -> Ops:
 
 def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
     """
-    Compute `model.embed` in the dtype of matrix products. The residual stream keeps this dtype, and
-    passes through memory in half the time (a step of GPT-2 on an H100: 62.9 instead of 66.5 ms).
+    Like `model.embed`, but in the dtype used for matrix products. The residual stream keeps this
+    dtype, which halves its memory traffic (a GPT-2 step on an H100 takes 62.9 instead of 66.5 ms).
     """
     x = TORCH_OPS.embed(tokens, positions, wte, wpe, scale)
     if torch.is_autocast_enabled("cuda"):
@@ -68,8 +68,8 @@ def embed(tokens, positions, wte, wpe, scale: float) -> Tensor:
 
 def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    Compute attention by torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> the shape
-    of q. Flash attention has no soft cap, so Gemma 2 uses the reference.
+    Compute attention with torch's flash attention: q (B, T, H, D), k and v (B, T, Hk, D) -> the
+    shape of q. Flash attention does not support soft caps, so Gemma 2 uses the reference.
     """
     if attn.softcap:
         return TORCH_OPS.attend(q, kv, attn, batch)
@@ -85,9 +85,10 @@ def fused_attention(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 
 def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     """
-    Compute `fused_attention` on a CPU. For short texts in bfloat16, and models such as those that
-    train.py makes, it uses two batched matrix products. Forward and backward then take at most half
-    the time of flash attention (26 against 59 ms at B=32, H=4, T=256, D=64; 14 against 66 at H=2).
+    Like `fused_attention`, but for a CPU. For short bfloat16 texts, and models like those that
+    train.py creates, attention uses two batched matrix products. Forward and backward passes then
+    take at most half as long as flash attention (26 instead of 59 ms at B=32, H=4, T=256, D=64; 14
+    instead of 66 ms at H=2).
     """
     B, T, H, D = q.shape
     is_plain = q.dtype == torch.bfloat16 and attn.Hk == H
@@ -104,10 +105,10 @@ def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
 
 def to_gradients(logits, V: int, targets, is_scored, softcap: float):
     """
-    Overwrite logits (rows, >= V) with the softmax of their first V columns, and 0 in the others.
-    This is the gradient of each row's loss, except that the target's gradient is less by 1. Rows
-    that are not scored become 0. targets and is_scored are (rows, 1). Return the losses and the
-    gradients of the targets, (rows, 1) fp32.
+    Overwrite logits (rows, >= V): the first V columns with their softmax, the rest with 0. This is
+    the gradient of each row's loss, except for the target, whose gradient is 1 less. Rows that are
+    not scored become 0. targets and is_scored are (rows, 1). Return the losses and the targets'
+    gradients, (rows, 1) fp32.
     """
     scores = logits.float()
     if softcap:
@@ -132,14 +133,15 @@ def to_gradients(logits, V: int, targets, is_scored, softcap: float):
 class Chunks(NamedTuple):
     """How a device processes the logits."""
 
-    rows: int  # at a time
+    rows: int  # number of rows at a time
     multiple: int  # the vocabulary is padded to a multiple of this
     derive: Callable = to_gradients  # or its compiled version
 
 
-CPU_CHUNKS = Chunks(256, 1)  # they fit into the cache
-# A GPU is slow to read rows that are not aligned to 16 bytes. A step of GPT-2 on an H200 takes 73.4
-# ms and 12.5 GiB; with 4,096 rows 73.7 ms and 12.1 GiB, with 16,384 rows 73.1 ms and 13.3 GiB.
+CPU_CHUNKS = Chunks(256, 1)  # fits in the cache
+# A GPU is slow to read rows that are not aligned to 16 bytes. A GPT-2 step on an H200 takes 73.4 ms
+# and 12.5 GiB. With 4,096 rows, it takes 73.7 ms and 12.1 GiB, and with 16,384 rows, 73.1 ms and
+# 13.3 GiB.
 GPU_CHUNKS = Chunks(8192, 128)
 
 
@@ -147,12 +149,12 @@ def chunked_loss(
     x, layer: torch.nn.Linear, targets, softcap: float = 0.0, *, chunks: Chunks
 ) -> Tensor:
     """
-    Compute `model.loss` in chunks, for x (B, T, C), a layer with weight (V, C), and targets (B, T)
-    int64, -100 where there is none.
+    Like `model.loss`, but in chunks. x is (B, T, C), the layer's weight is (V, C), and targets are
+    (B, T) int64, with -100 where there is no target.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    # an evaluation needs no gradient, but the weight would still ask for one
+    # evaluation needs no gradient, but the weight would still require one
     weight = layer.weight if torch.is_grad_enabled() else layer.weight.detach()
     rows = x.flatten(0, 1), targets.flatten()
     return ChunkedHeadLoss.apply(*rows, weight, dtype, softcap, chunks)
@@ -160,18 +162,19 @@ def chunked_loss(
 
 class ChunkedHeadLoss(torch.autograd.Function):
     """
-    Fused linear cross-entropy in chunks: the mean loss over the rows of x @ head.T, a few rows at a
-    time. The logits of 4,096 tokens for a vocabulary of 4,096 are 64 MB, and passing them through
-    memory for softmax, loss and gradients took half of a training step on a CPU. Those of 32 x
-    1,024 tokens for GPT-2's vocabulary are 3.3 GB. Here the gradient of a chunk, softmax - one hot,
-    replaces its logits and is used immediately. The backward pass only scales.
+    Fused linear cross-entropy in chunks: the mean loss over the rows of x @ head.T, computed a few
+    rows at a time. Without chunks, the logits of 4,096 tokens with a vocabulary of 4,096 are 64 MB,
+    and passing them through memory for softmax, loss and gradients took half of a training step on
+    a CPU. With GPT-2's vocabulary, the logits of 32 x 1,024 tokens are 3.3 GB. Here, a chunk's
+    gradient (softmax - one hot) replaces its logits and is used immediately. The backward pass only
+    scales the results.
     """
 
     @staticmethod
     def forward(ctx, x, targets, head, dtype, softcap: float, chunks: Chunks):
         """
-        x (N, C); targets (N,), -100 where there is none; head (V, C). Matrix products are in
-        `dtype`.
+        x is (N, C), targets are (N,), with -100 where there is no target, and head is (V, C).
+        Matrix products use `dtype`.
         """
         V = len(head)
         w = head.to(dtype)
@@ -206,12 +209,12 @@ class ChunkedHeadLoss(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Operators of Llama and its relatives: autograd would pass over memory for each small operation
+# Operators for Llama-like models: autograd would pass over memory for each small operation
 
 
 def add_rms_norm(x, delta, norm: torch.nn.Module):
-    """Compute `model.add_norm` as one autograd operation."""
-    # x is in lower precision if a matrix product made it (Gemma's post-norms)
+    """Like `model.add_norm`, but as one autograd operation."""
+    # x has lower precision if it comes from a matrix product (Gemma's post-norms)
     if not isinstance(norm, RMSNorm) or x.dtype != torch.float32:
         return add_norm(x, delta, norm)
     if delta is not None:
@@ -246,7 +249,7 @@ class FusedRMSNorm(torch.autograd.Function):
 
 
 def rotate(q, k, rotation):
-    """Compute `model.rotate` as one autograd operation for each of q and k."""
+    """Like `model.rotate`, but as one autograd operation each for q and k."""
     cos, sin = (x.to(q.dtype) for x in rotation)
     return Rotate.apply(q, cos, sin), Rotate.apply(k, cos, sin)
 
@@ -277,14 +280,14 @@ def rotate_halves(x, cos, sin):
 
 
 def gated_linear(x, layer, activation=None, gated=False, partial_sums=False):
-    """Compute `model.linear`, with SwiGLU as one autograd operation."""
+    """Like `model.linear`, but with SwiGLU as one autograd operation."""
     if gated and activation == "silu":
         return SwiGLU.apply(layer(x))
     return linear(x, layer, activation, gated)
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of the two halves of x."""
+    """silu(gate) * up, where gate and up are the two halves of x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -306,15 +309,15 @@ class SwiGLU(torch.autograd.Function):
 
 
 # --------------------------------------------------------------------------------------------------
-# Muon, the optimizer of the matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)
+# Muon, the optimizer for matrices (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon)
 
 QUINTIC = (3.4445, -4.7750, 2.0315)  # Jordan's a, b, c: s becomes a s + b s^3 + c s^5
 
 
 def maps_of(block: Block) -> dict[Tensor, int]:
     """
-    Return the matrices of a block, each with the number of maps that are stacked in it: 3 for
-    queries, keys and values, 2 for the gate and the values that it lets through, else 1.
+    Return a block's matrices, each with the number of maps stacked in it: 3 for queries, keys and
+    values, 2 for the gate and the values that it gates, otherwise 1.
     """
     maps = {p: 1 for p in block.parameters() if p.ndim == 2}
     maps[block.attn.c_attn.weight] = 3
@@ -325,11 +328,12 @@ def maps_of(block: Block) -> dict[Tensor, int]:
 
 class Muon(torch.optim.Optimizer):
     """
-    SGD with Nesterov momentum, whose updates are orthogonalized, so that every direction of a
-    matrix moves equally far, and rare ones are also learnt. Weight decay is cautious (Liang et al.
-    2024): it applies only to weights that the update makes smaller. torch's own Muon multiplies in
-    bfloat16, which many CPUs only emulate, and takes matrices one by one. Here the dtype is the
-    process's, maps of the same size are orthogonalized as one batch, and processes share the work.
+    SGD with Nesterov momentum and orthogonalized updates. Every direction of a matrix then moves
+    equally far, so rare directions are also learnt. Weight decay is cautious (Liang et al. 2024):
+    it applies only to weights that the update makes smaller. torch's own Muon multiplies in
+    bfloat16, which many CPUs only emulate, and processes matrices one at a time. Here, the process
+    determines the dtype, maps of the same size are orthogonalized as one batch, and processes share
+    the work.
     """
 
     def __init__(self, matrices: dict[Tensor, int], process, **settings: float):
@@ -349,7 +353,7 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum"] = torch.zeros_like(p)
 
     def size(self, p: Tensor) -> tuple[int, int]:
-        """Return the rows and columns of each map in a matrix."""
+        """Return the number of rows and columns of each map in a matrix."""
         return len(p) // self.maps[p], p.shape[1]
 
     @torch.no_grad()
@@ -359,8 +363,8 @@ class Muon(torch.optim.Optimizer):
 
     def update_group(self, params: list, lr, momentum: float, weight_decay: float, rate=1.0):
         """
-        Update matrices in place by their gradients. lr, a number or a tensor (), is the learning
-        rate, and `rate` is its share of the peak.
+        Update matrices in place from their gradients. lr is the learning rate, a number or a tensor
+        (), and `rate` is its fraction of the peak.
         """
         grads = [p.grad for p in params]
         means = [self.state[p]["momentum"] for p in params]
@@ -371,7 +375,7 @@ class Muon(torch.optim.Optimizer):
             rows, columns = self.size(p)
             maps = update.view(-1, rows, columns)
             batch.append(maps.mT if rows > columns else maps)
-        # one pass over memory: `out` both converts them and puts them side by side
+        # one pass over memory: `out` both converts the maps and concatenates them
         batch = torch.cat(batch, out=batch[0].new_empty(0, dtype=self.process.dtype))
         batch = orthogonalize_together(batch, self.process)
         batch = batch.split([self.maps[p] for p in params])
@@ -387,7 +391,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize_together(batch: Tensor, process) -> Tensor:
-    """Compute `orthogonalize`. Each process takes an equal share of the batch, zero-padded."""
+    """Like `orthogonalize`, but each process computes an equal share of the zero-padded batch."""
     missing = -len(batch) % process.world
     batch = F.pad(batch, (0, 0, 0, 0, 0, missing))
     own = batch.chunk(process.world)[process.rank]
@@ -397,8 +401,8 @@ def orthogonalize_together(batch: Tensor, process) -> Tensor:
 def orthogonalize(x: Tensor) -> Tensor:
     """
     Newton-Schulz iteration: apply the quintic five times to every singular value of the matrices x
-    (N, rows, columns), rows <= columns. This leaves them between 0.7 and 1.2, which is near enough
-    to 1 for an update.
+    (N, rows, columns), rows <= columns. The values are then between 0.7 and 1.2, which is close
+    enough to 1 for an update.
     """
     a, b, c = QUINTIC
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)  # no singular value above 1
@@ -412,14 +416,15 @@ def orthogonalize(x: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------
 # The step as one CUDA graph
 
-WARM_UP = 3  # ordinary steps before the capture: they compile, and choose kernels
+WARM_UP = 3  # number of ordinary steps before the capture, which compile and choose kernels
 
 
 class CudaGraph:
     """
-    `step(x, y, rate)`, captured once and then replayed: Python would launch its hundreds of kernels
-    more slowly than a GPU runs them (Shakespeare on an H200: 6.3 instead of 10.2 ms). A batch of
-    another shape causes a new capture. Each replay draws new random numbers, by the current seed.
+    `step(x, y, rate)`, captured once and then replayed. Python would launch the step's hundreds of
+    kernels more slowly than a GPU runs them. (With Shakespeare on an H200, a step takes 6.3 instead
+    of 10.2 ms.) A batch with another shape causes a new capture. Each replay draws new random
+    numbers from the current seed.
     """
 
     def __init__(self, step: Callable):

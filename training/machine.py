@@ -1,14 +1,14 @@
 """
-The machine of a training run: torchrun's processes, their devices, torch's compiler, whether the
-model fits into memory, signals, and the clock of a run whose length is set by --minutes.
+The machine for a training run: torchrun's processes, their devices, torch's compiler, whether the
+model fits in memory, signals, and the clock for runs whose length is set with --minutes.
 
     start_compiler(args)
     process = init_process(args)
     model = load_to_train(args, corpus, process)
     clock = Clock(run, started)
-    run.share = clock.share(step_seconds)       # after every few steps
+    run.share = clock.share(step_seconds)       # every few steps
 
-`process` is passed to everything that depends on it: no other file calls torch.distributed.
+`process` is passed to everything that depends on it, so no other file calls torch.distributed.
 """
 
 import gc
@@ -39,19 +39,19 @@ from training.corpus import Corpus
 from training.fast import training_ops
 from training.report import SAMPLE_TOKENS, sample_prompt
 
-# operations per second of dense matrix products in bfloat16, by the GPU's name
+# operations per second for dense bfloat16 matrix products, by GPU name
 PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12, "NVIDIA A100-SXM4-80GB": 312e12}
 
 
 @dataclass
 class Process:
-    """The device of this process, and its place among those that torchrun started."""
+    """This process's device, and its rank among the processes that torchrun started."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products; weights, gradients and optimizer state are float32
+    dtype: torch.dtype  # for matrix products; weights, gradients and optimizer state are float32
     compile: bool
     rank: int = 0
-    world: int = 1  # how many processes there are
+    world: int = 1  # number of processes
     ops: Ops = TORCH_OPS  # the model's operators
 
     @property
@@ -62,8 +62,8 @@ class Process:
     @cached_property
     def peak(self) -> float | None:
         """
-        Operations per second that the device can do. A CPU is measured, in 10 to 100 ms. None for a
-        GPU that is not in PEAKS.
+        Return how many operations per second the device can do, or None for a GPU that is not in
+        PEAKS. For a CPU, this is measured, which takes 10 to 100 ms.
         """
         if self.device.type == "cuda":
             return PEAKS.get(torch.cuda.get_device_name(self.device))
@@ -75,8 +75,8 @@ class Process:
 
     def uncompiled(self):
         """
-        Return a context in which blocks are not compiled: compiling for texts of all lengths would
-        take a minute.
+        Return a context in which blocks are not compiled, because compiling for texts of all
+        lengths would take a minute.
         """
         return torch.compiler.set_stance("force_eager") if self.compile else nullcontext()
 
@@ -88,38 +88,39 @@ class Process:
         return x
 
     def sum_gradients(self, model: GPT):
-        """Add up the gradients over the processes, in one message."""
+        """Sum the gradients over the processes, in one message."""
         if self.world > 1:
             grads = [p.grad for p in model.parameters()]
             message = parameters_to_vector(grads)
             dist.all_reduce(message)
-            vector_to_parameters(message, grads)  # they are views of the message now
+            vector_to_parameters(message, grads)  # gradients are now views of the message
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the x (N, ..) of all processes, (world N, ..)."""
+        """Return all processes' x (N, ..), concatenated to (world N, ..)."""
         if self.world == 1:
             return x
-        every = torch.cat([x] * self.world)  # to be overwritten
-        # torch 2.13 warns about the old name, which is the only one in older versions
+        every = torch.cat([x] * self.world)  # will be overwritten
+        # torch 2.13 warns about the old name, but older versions have only that name
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         all_gather(every, x.contiguous())
         return every
 
     def wait(self):
-        """Wait until all processes have called this."""
+        """Wait until all processes have called this method."""
         if self.world > 1:
             dist.barrier()
 
     def shut_down(self):
         """
-        Leave together: a process that leaves while another still talks to it might be aborted.
+        Leave together, because a process that leaves while another still talks to it might be
+        aborted.
         """
         self.wait()
         if self.world > 1:
             dist.destroy_process_group()
 
     def print(self, text: str):
-        """Print, in the main process only."""
+        """Print text, but only in the main process."""
         if self.is_main:
             print(text, flush=True)
 
@@ -135,7 +136,7 @@ class Process:
 
 def pick_device(name: str | None) -> torch.device:
     """
-    Return the CPU for "cpu", this process's GPU for "cuda", and for None that GPU if there is one.
+    Return the CPU for "cpu", and this process's GPU for "cuda". None means the GPU if there is one.
     """
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,32 +147,32 @@ def pick_device(name: str | None) -> torch.device:
 
 def has_bfloat16(device: torch.device) -> bool:
     """
-    Return whether the device multiplies bfloat16 matrices in hardware; emulated, it would be slow.
+    Return whether the device multiplies bfloat16 matrices in hardware. Emulation would be slow.
     """
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     features = torch.cpu.get_capabilities()
     in_hardware = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
-    # oneDNN, which multiplies, may have been limited by ONEDNN_MAX_CPU_ISA
+    # ONEDNN_MAX_CPU_ISA may have limited oneDNN, which does the multiplications
     return in_hardware and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_compiled(args: Namespace) -> bool:
-    """Return whether a run compiles its blocks. By default it does so on a GPU."""
+    """Return whether a run compiles its blocks. By default, it does so only on a GPU."""
     return pick_device(args.device).type == "cuda" if args.compile is None else args.compile
 
 
 def start_compiler(args: Namespace):
     """
-    Load torch's compiler, which takes seconds, and fork the processes in which it compiles for a
-    GPU, so that they are ready when the first block comes. Call this before the run takes its lock,
-    sets its signal handlers and opens its connections: the forked processes would inherit these,
-    and hold them for up to a minute after this process is killed. Exits with a message if a CPU has
-    no C++ compiler, or no process can be forked.
+    Load torch's compiler, which takes seconds. For a GPU, also fork the compiler's processes, so
+    that they are ready for the first block. Call this before the run takes its lock, sets its
+    signal handlers and opens its connections. Otherwise, the forked processes would inherit these,
+    and hold them for up to a minute after this process is killed. Exits with a message if there is
+    no C++ compiler for a CPU, or if no process can be forked.
     """
-    gc.set_threshold(100_000)  # its objects live on: searching them for garbage takes time
+    gc.set_threshold(100_000)  # its objects are permanent, so searching for garbage wastes time
     os.environ.setdefault("TORCHINDUCTOR_WORKER_START", "fork")
-    with suppress(ImportError, AttributeError):  # the names are private
+    with suppress(ImportError, AttributeError):  # these names are private
         from torch._inductor.async_compile import AsyncCompile
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -179,13 +180,13 @@ def start_compiler(args: Namespace):
             try:
                 get_cpp_compiler()
             except RuntimeError as error:
-                sys.exit(f"{error}: install g++, name a C++ compiler in CXX, or omit --compile")
-            return  # it runs in threads
+                sys.exit(f"{error}: install g++, set CXX to a C++ compiler, or omit --compile")
+            return  # the compiler runs in threads
         try:
-            AsyncCompile.wakeup()  # `warm_pool` would fork at the first kernel
+            AsyncCompile.wakeup()  # `warm_pool` would fork only at the first kernel
         except OSError as error:
             for child in multiprocessing.active_children():
-                child.kill()  # Python would wait for those already forked
+                child.kill()  # otherwise, Python would wait for these
             sys.exit(
                 f"the compiler's processes cannot be forked ({error}): raise `ulimit -u`, set "
                 "TORCHINDUCTOR_COMPILE_THREADS=1, or train with --no-compile"
@@ -195,8 +196,8 @@ def start_compiler(args: Namespace):
 def count_cores() -> int:
     """
     Return the number of CPUs that this process may use. If there are more than two, CPUs that share
-    a physical core count as one, because they share its arithmetic. If OMP_NUM_THREADS is set, as
-    by torchrun, or the system does not say, return torch's own number.
+    a physical core count as one, because they share its arithmetic units. If OMP_NUM_THREADS is set
+    (torchrun sets it), or the system does not provide the number, return torch's own number.
     """
     if "OMP_NUM_THREADS" in os.environ or not hasattr(os, "sched_getaffinity"):  # macOS
         return torch.get_num_threads()
@@ -213,7 +214,7 @@ def count_cores() -> int:
 
 
 def read(path: str) -> str:
-    """Return the text of a system file, or "" if there is none."""
+    """Return the text of a system file, or "" if the file does not exist."""
     try:
         return Path(path).read_text()
     except OSError:
@@ -222,8 +223,8 @@ def read(path: str) -> str:
 
 def init_process(args: Namespace) -> Process:
     """
-    Join torchrun's other processes, and choose device and dtype by the flags. Exits with a message
-    if this process has no GPU.
+    Join torchrun's other processes, and choose the device and dtype according to the flags. Exits
+    with a message if there is no GPU for this process.
     """
     device = pick_device(args.device)
     if device.type == "cpu":
@@ -240,15 +241,15 @@ def init_process(args: Namespace) -> Process:
         torch.cuda.set_device(device)
         # the default stream cannot be captured as a graph
         torch.cuda.set_stream(torch.cuda.Stream())
-        torch.set_float32_matmul_precision("high")  # TF32 where products are in float32
+        torch.set_float32_matmul_precision("high")  # TF32 for float32 products
     if args.dtype is None:
         args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]
-        # On one machine, torchrun keeps the store when it restarts the processes. They would then
-        # wait at the addresses of processes that died, so each attempt has names of its own.
+        # On one machine, torchrun keeps the store when it restarts the processes. The new processes
+        # would then wait at the addresses of dead ones, so each attempt has its own names.
         attempt = "0"
         if int(os.environ.get("LOCAL_WORLD_SIZE", world)) == world:
             attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -260,20 +261,20 @@ def init_process(args: Namespace) -> Process:
 
 
 # --------------------------------------------------------------------------------------------------
-# Memory, and loading a model to train it further
+# Memory, and loading a model for further training
 
 
 def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> str:
     """
-    Say how much memory it takes to train a model, which need not have its weights yet. Raises
-    ValueError, with the remedy, if less is free.
+    Return a text that says how much memory it takes to train a model. The model need not have its
+    weights yet. Raises ValueError, with the remedy, if there is not enough free memory.
     """
-    # Four float32 numbers per weight: the weight, its gradient, and AdamW's means of the gradient
-    # and of its square, or Muon's momentum and update. With several processes, a fifth: gradients
-    # are copied into one message.
+    # Each weight takes four float32 numbers: the weight, its gradient, and either AdamW's means of
+    # the gradient and its square, or Muon's momentum and update. With several processes, there is a
+    # fifth number, because gradients are copied into one message.
     each = 16 if process.world == 1 else 20
     needed = each * model.num_weights
-    if process.device.type == "cpu":  # torchrun's processes on a machine share its memory
+    if process.device.type == "cpu":  # torchrun's local processes share it
         needed *= int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     free, _ = memory_of(process.device)
     text = (
@@ -281,19 +282,19 @@ def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> 
         f"{each} bytes each in every process, plus activations; "
         f"{process.device} has {free / 2**30:.2f} GiB free"
     )
-    if needed > free and not args.resume:  # to resume, a part of it is in memory already
+    if needed > free and not args.resume:  # when resuming, part is already in memory
         raise ValueError(f"{text}: {remedy}")
     return text
 
 
 def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
     """
-    Load the model of --init in float32, and print how much memory its training takes. Raises
-    ValueError, before it reads weights, if memory is too small, if the corpus has other tokens, or
-    if the model is part of a larger model, because then it could not be saved.
+    Load the --init model in float32, and print how much memory training it will take. Raises
+    ValueError, before reading weights, if there is too little memory, if the corpus has other
+    tokens, or if the model is part of a larger model, because it could not be saved then.
     """
 
-    def check(model: GPT) -> GPT:  # which has no weights yet
+    def check(model: GPT) -> GPT:  # the model has no weights yet
         if "text_config" in model.config_json:
             raise ValueError(
                 f"{args.init} has a text_config, so it is part of a larger model: save only the "
@@ -301,7 +302,7 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
             )
         vocabulary = load_tokenizer(args.init).backend.get_vocab()
         size = model.config.vocab_size
-        parts = (corpus.train, corpus.val)  # a token that is not predicted is ~id, at least -size
+        parts = (corpus.train, corpus.val)  # tokens that are not predicted are ~id, at least -size
         has_rows = all(ids.max() < size and ids.min() >= -size for ids in parts)
         if corpus.tokenizer.backend.get_vocab() != vocabulary or not has_rows:
             raise ValueError(
@@ -326,19 +327,19 @@ def load_to_train(args: Namespace, corpus: Corpus, process: Process) -> GPT:
 # Signals and the clock
 
 
-# A step may take a minute, and a user who sees no answer presses Ctrl-C again.
+# A step may take a minute, and a user who sees no reaction will press Ctrl-C again.
 STOPPING = b"\nfinishing the current step and saving; a second signal ends the run unsaved\n"
 
 
 def catch_signals() -> list[int]:
     """
-    Make Ctrl-C and SIGTERM append to the list that is returned, so that the run can end after its
-    step. The first signal also prints a line; a second one kills the process.
+    Make Ctrl-C and SIGTERM append to the returned list, so that the run can end after its current
+    step. The first signal also prints a line, and a second one kills the process.
     """
     caught = []
 
     def note(number, frame):
-        # not print, which the signal may have interrupted; OSError: the terminal is gone
+        # not `print`, as the signal may have interrupted one; OSError if the terminal is gone
         if not caught and os.environ.get("RANK", "0") == "0":
             with suppress(OSError):
                 os.write(2, STOPPING)
@@ -350,36 +351,36 @@ def catch_signals() -> list[int]:
     return caught
 
 
-# Seconds reserved for the end of a run besides scoring the held-out text and sampling: saving the
-# model and drawing its loss.
+# Seconds reserved for saving the model and drawing its loss at the end of a run. (Scoring the
+# held-out text and sampling are counted separately.)
 CLOSING_SECONDS = 5
-LEAST_STEPS = 200  # with fewer steps, not even the smallest model of a preset learns much
-LEAST_FINETUNING = 20  # the same with --init: the learning rate rises over the first 10 steps
-TIMED = 5  # after this many timed steps, estimate how many will fit
+LEAST_STEPS = 200  # with fewer steps, not even the smallest preset model learns much
+LEAST_FINETUNING = 20  # minimum with --init; the learning rate rises over the first 10 steps
+TIMED = 5  # number of timed steps after which to estimate how many steps will fit
 
 
 class Clock:
     """
-    The clock of `run`, whose --minutes began at `started`, a time.perf_counter(). A resumed run
-    gets only the minutes that it had not used.
+    The clock for `run`, whose --minutes began at `started` (from time.perf_counter). A resumed run
+    gets only the minutes that it has not used yet.
     """
 
     def __init__(self, run, started: float):
         self.run = run
         self.begun = started - 60 * run.args.minutes * run.share
         self.end = self.begun + 60 * run.args.minutes
-        self.counted = None  # time is counted up to here; None before the first step
-        self.recent = deque(maxlen=20)  # seconds of each of the last steps
+        self.counted = None  # end of the time counted so far; None before the first step
+        self.recent = deque(maxlen=20)  # how many seconds each of the last steps took
 
     def share(self, step_seconds: float) -> float:
         """
-        Return the share of the run that is done; 1 when time is up. The time since the last call
-        counts as a part of the time that was left. `step_seconds` is the time of each step since
-        then.
+        Return what share of the run is done, or 1 if time is up. The time since the last call
+        counts as part of the time that was left then. `step_seconds` is how long each step has
+        taken since then.
         """
         now = time.perf_counter()
         share = self.run.share
-        if self.counted is None:  # the first step allocates, and may compile: later ones are faster
+        if self.counted is None:  # the first step is slower: it allocates, and may compile
             self.counted = self.first_time = now
             self.first_step = self.run.step
             return share
@@ -395,15 +396,15 @@ class Clock:
 
     def warn_of_few_steps(self, steps: float):
         """
-        Print a warning if a run of this many steps teaches a model little, and say how many minutes
-        would do. With --steps there is no warning, because the user chose the number.
+        Print a warning if a model would learn little in this many steps, and say how many minutes
+        would be enough. With --steps, there is no warning, because the user chose the number.
         """
         args = self.run.args
         least = LEAST_FINETUNING if args.init else LEAST_STEPS
         if args.steps or steps >= least or not self.recent:
             return
         flags = f"--minutes {self.minutes_for(least)} --out {args.out} --overwrite"
-        if "MAKELEVEL" in os.environ:  # the user typed `make run`
+        if "MAKELEVEL" in os.environ:  # the user ran `make run`
             flags = f"`{os.path.relpath(sys.executable)} train.py {flags}`, then make run"
         else:
             flags = f"the same flags and {flags}"
@@ -413,7 +414,7 @@ class Clock:
         )
 
     def minutes_for(self, steps: int) -> int:
-        """Return the minutes for this many steps at the speed so far, with a tenth to spare."""
+        """Return how many minutes this many steps take at the speed so far, plus a tenth."""
         step = self.run.step
         # the mean includes evaluations between steps; the median shows if the machine became busy
         mean = (self.counted - self.first_time) / (step - self.first_step)
@@ -424,13 +425,13 @@ class Clock:
 
 def closing_seconds(run, step_seconds: float) -> float:
     """
-    Estimate the seconds from the last step to the end of the program, from the seconds of a
-    training step.
+    Estimate how many seconds the program needs after the last step. `step_seconds` is the time for
+    a training step.
     """
-    # A training step takes 6 operations per weight and token, and 2 of these are the forward pass.
-    # With attention and norms its share is somewhat larger.
+    # A training step takes 6 operations per weight and token, 2 of them for the forward pass. With
+    # attention and norms, the forward pass's share is somewhat larger.
     forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
-    # Without a cache, each token of a sample takes a pass over all tokens before it. Reading the
-    # weights takes as long as computing some 128 tokens.
+    # Without a cache, each sampled token takes a pass over all tokens before it. Reading the
+    # weights takes as long as computing about 128 tokens.
     sampled = SAMPLE_TOKENS * (len(sample_prompt(run)) + 128)
     return forward_seconds * (len(run.corpus.val) + sampled) + CLOSING_SECONDS

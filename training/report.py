@@ -1,9 +1,9 @@
 """
-The output of a training run: its settings, its progress, samples of its model, and at the end how
-good the model is, or why the run cannot go on. For several runs, their curves in one picture.
+The output of a training run: settings, progress, samples from the model and, at the end, how good
+the model is or why the run cannot continue. Also draws the curves of several runs in one picture.
 
     print(introduce(run))
-    print_progress(run, loss, step_seconds)         # after some steps
+    print_progress(run, loss, step_seconds)         # every few steps
     generate_text(run)
     report_result(run, nats, count)
     compare(["out/a", "out/b"])                     # -> compare.png
@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from common import MALFORMED, plural, write_atomically
 
 SAMPLE_TOKENS = 64
-TEMPERATURE = 0.6  # at 0.8 a small model stumbles over rare choices, at 0.4 it repeats itself
+TEMPERATURE = 0.6  # at 0.8, small models pick too many rare tokens; at 0.4, they repeat themselves
 
 # --------------------------------------------------------------------------------------------------
 # Before training
@@ -57,9 +57,10 @@ def introduce(run) -> str:
 
 def print_progress(run, loss: float, step_seconds: float):
     """
-    Print a line that the next one overwrites, if stderr is a terminal. MFU is the share of the
-    machine's arithmetic that is used, counted as in appendix B of PaLM: for each token, 6
-    operations per weight, and 12 L H D T for attention, as if each token saw its whole window.
+    Print a line that the next such line overwrites, if stderr is a terminal. MFU is the fraction of
+    the machine's arithmetic speed that is used. It is counted as in appendix B of PaLM: for each
+    token, 6 operations per weight, plus 12 L H D T for attention, as if each token saw its whole
+    window.
     """
     process = run.process
     if not (process.is_main and sys.stderr.isatty()):
@@ -79,9 +80,10 @@ def print_progress(run, loss: float, step_seconds: float):
 
 def sample_prompt(run) -> list[int]:
     """
-    Return the tokens that a sample continues. For dialogues, this is the first held-out question,
-    as the template writes it: the tokens that are not predicted. For texts, it is the tokenizer's
-    BOS, else its end-of-text token, else token 0 (for characters, a newline).
+    Return the tokens for a sample to continue. For dialogues, these are the first held-out question
+    as the template writes it, that is, the tokens that are not predicted. For texts, return the
+    tokenizer's BOS token, otherwise its end-of-text token, otherwise token 0 (a newline in a
+    character tokenizer).
     """
     val = run.corpus.val[: run.args.context_length]
     tokenizer = run.corpus.tokenizer
@@ -91,8 +93,8 @@ def sample_prompt(run) -> list[int]:
 
 def generate_text(run) -> str:
     """
-    Return a sample: at most SAMPLE_TOKENS, or until the model ends the text. If the prompt is a
-    question, it comes first.
+    Return a sample of at most SAMPLE_TOKENS tokens, which ends earlier if the model ends the text.
+    If the prompt is a question, the sample begins with it.
     """
     device = run.process.device
     prompt = sample_prompt(run)
@@ -119,8 +121,8 @@ def generate_text(run) -> str:
 
 def report_result(run, nats: float, count: int):
     """
-    Log and print how well the last `count` held-out tokens were predicted, `nats` in total. Print a
-    sample, and draw loss.png. Only the main process prints and writes.
+    Log and print how well the last `count` held-out tokens were predicted (`nats` is their total
+    loss). Also print a sample, and draw loss.png. Only the main process prints and writes files.
     """
     bits = run.corpus.bits_per_byte(nats, count)
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
@@ -139,7 +141,7 @@ def report_result(run, nats: float, count: int):
 
 def compare(directories: list[str]):
     """
-    Print how far each of these runs got, and draw compare.png. Exits if one has no held-out loss.
+    Print how far each of these runs got, and draw compare.png. Exits if a run has no held-out loss.
     """
     curves = {}
     for directory in directories:
@@ -157,12 +159,12 @@ def compare(directories: list[str]):
 
 
 def curve(log: list[dict], name: str) -> list[tuple]:
-    """Return (step, value) of each line that has this field."""
+    """Return (step, value) for each line that has this field."""
     return [(line["step"], line[name]) for line in log if name in line]
 
 
 def draw(curves: dict[str, list[tuple]], path: Path):
-    """Draw losses by step as a picture, each curve with its name."""
+    """Draw a picture of the losses by step, in which each curve has its name."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -187,29 +189,29 @@ def exit_if_unwritable(out: Path | str):
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         sys.exit(
-            f"{out} cannot be written ({error}): free space or choose another --out; a checkpoint "
-            "that was saved before is intact, and --resume continues it"
+            f"{out} cannot be written ({error}): free space or choose another --out. A checkpoint "
+            "that was saved earlier is intact, and --resume continues it"
         )
 
 
 @contextmanager
 def only_run_in(out: str):
     """
-    Make the directory, and hold a lock on it until the body, or the process, ends. Exits with a
-    message if another run holds it, because they would overwrite each other's checkpoints. Without
-    such locks, as on some network file systems, the run goes on. At the end the directory is
-    removed if it is empty.
+    Create the directory, and hold a lock on it until the `with` block or the process ends. Exits
+    with a message if another run holds the lock, because the two would overwrite each other's
+    checkpoints. If the file system does not support locks, as with some network file systems, the
+    run continues without one. At the end, the directory is removed if it is empty.
     """
     with exit_if_unwritable(out):
         os.makedirs(out, exist_ok=True)
     lock = os.open(out, os.O_RDONLY)
     try:
-        if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes that writes
+        if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes to write
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}: wait until it ends, or choose another --out")
     except OSError:
-        pass  # no locks here
+        pass  # locks are not supported
     try:
         yield
     finally:

@@ -1,13 +1,13 @@
 """
-A corpus of dialogues to fine-tune a chat model: in the model's own chat template, with a loss only
-on the assistant's tokens. Each line of a file is {"messages": [{"role": .., "content": ..}, ..]},
-perhaps with "tools", which the template shows like those of a request to serve.py.
+A corpus of dialogues for fine-tuning a chat model. It uses the model's own chat template, and only
+the assistant's tokens have a loss. Each line of a file is {"messages": [{"role": .., "content":
+..}, ..]}. It may also have "tools", which the template shows as in a request to serve.py.
 
     python data/chat/prepare.py data/chat/dialogues.jsonl --val data/chat/held_out.jsonl --init DIR
     python train.py --init DIR --data chat
 
-An answer is what the template puts after the prompt that serve.py would make of the messages before
-it, up to the token that ends the turn. Dialogues are packed: see training/corpus.py.
+An answer is what the template writes after the prompt that serve.py would build from the earlier
+messages, up to the token that ends the turn. Dialogues are packed (see training/corpus.py).
 """
 
 import json
@@ -28,8 +28,8 @@ from training.corpus import run_recipe
 
 def encode(chat: Chat, messages: Messages) -> list[int]:
     """
-    Return the tokens of a dialogue, ~id for those that are not the assistant's. Raises
-    TokenizerError if the template does not show which are.
+    Return the tokens of a dialogue, with ~id for tokens that are not the assistant's. Raises
+    TokenizerError if the template does not show which tokens are the assistant's.
     """
     ids = chat.encode(messages)
     tokens = [~token for token in ids]
@@ -45,7 +45,7 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
                     "the chat template cannot mark the assistant's answers, because it does not "
                     "write one right after its generation prompt and leave it there"
                 )
-            # a model never generates what follows the token that ends the turn, usually a newline
+            # a model never generates what follows the end-of-turn token, usually a newline
             while control.keys() & answer and answer[-1] not in control:
                 answer.pop()
             tokens[start : start + len(answer)] = answer
@@ -57,7 +57,8 @@ def encode(chat: Chat, messages: Messages) -> list[int]:
 
 def with_object(call: dict) -> dict:
     """
-    Return a call whose arguments are an object, as in serve.py, even if they are a text of JSON.
+    Return a call whose arguments are an object, as in serve.py, even if they are sent as a JSON
+    string.
     """
     if isinstance(call.get("arguments"), str):
         call["arguments"] = json.loads(call["arguments"])
@@ -66,8 +67,8 @@ def with_object(call: dict) -> dict:
 
 def read(path: Path, init: str | None) -> dict:
     """
-    Return the tokens of each dialogue of a file, by line, in the chat template of the checkpoint
-    `init`. Raises ValueError with the number of a line that is not a dialogue, and OSError.
+    Return the tokens of each dialogue in a file, by line, using the chat template of the checkpoint
+    `init`. Raises OSError, and ValueError with the number of any line that is not a dialogue.
     """
     if not init:
         raise ValueError("--init DIR is needed: the chat model whose template to use")

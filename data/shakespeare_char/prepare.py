@@ -1,7 +1,7 @@
 """
-Tiny Shakespeare, character by character: exactly nanoGPT's corpus, split and vocabulary. `python
-train.py --preset shakespeare_char` makes it if it is missing. That downloads 1.1 MB once, or takes
-the text from input.txt in this folder:
+Tiny Shakespeare, character by character, with exactly nanoGPT's corpus, split and vocabulary.
+`python train.py --preset shakespeare_char` creates the corpus if it is missing. It downloads 1.1 MB
+once, or uses the text from input.txt in this folder. The files are
 
     train.bin (1,003,854 tokens), val.bin (111,540), meta.json and a tokenizer of 65 characters
 """
@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 if __name__ == "__main__":
-    sys.exit("train.py makes this corpus: python train.py --preset shakespeare_char")
+    sys.exit("train.py creates this corpus: python train.py --preset shakespeare_char")
 
 from common import write_atomically
 from tokenizer import Tokenizer
@@ -24,14 +24,14 @@ ADDRESS = (
 
 def fetch(path: Path) -> str:
     """
-    Return the text, from `path` if it exists, otherwise from the network. Exits with a message that
-    says what to do.
+    Return the text, from `path` if it exists, otherwise from the network. If this fails, exits with
+    a message that says what to do.
     """
     if not path.is_file():
         try:
             with urllib.request.urlopen(ADDRESS, timeout=20) as response:
                 content = response.read()
-        except OSError as error:  # includes every failure of the network
+        except OSError as error:  # includes all network failures
             sys.exit(
                 f"cannot fetch {ADDRESS} ({error}): download it elsewhere and put it at {path}"
             )
@@ -40,7 +40,7 @@ def fetch(path: Path) -> str:
 
 
 def prepare(folder: Path, tokenizer: Tokenizer | None = None):
-    """Write the corpus to a folder, by default with a tokenizer of the text's characters."""
+    """Write the corpus to a folder, by default with a character tokenizer for the text."""
     text = fetch(folder / "input.txt")
     # nanoGPT's split: the last tenth of the text is held out
     write_corpus(folder, *hold_out([text]), tokenizer or char_tokenizer(text))

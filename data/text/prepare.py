@@ -1,11 +1,11 @@
 """
-A corpus of your own texts, in UTF-8. Each file is one document. It begins as serve.py begins a
-prompt, with a BOS or without, and ends with the end-of-text token.
+A corpus of your own texts, in UTF-8. Each file is one document. As in serve.py's prompts, it starts
+with a BOS token if the tokenizer adds one. It ends with the end-of-text token.
 
     python data/text/prepare.py book.txt                            # its last tenth is held out
     python data/text/prepare.py notes/ more.txt --out data/notes    # every tenth file is held out
-    python data/text/prepare.py notes/ --init DIR                   # in the tokens of a checkpoint
-    python train.py --data text                                     # or notes; -> out/text
+    python data/text/prepare.py notes/ --init DIR                   # in a checkpoint's tokens
+    python train.py --data text                                     # or notes; writes out/text
 
 All files in a folder and its subfolders are read, except hidden files and pipes. Without --init, a
 byte-level BPE is learnt from the training texts. Documents are packed: see training/corpus.py.
@@ -26,8 +26,8 @@ from training.corpus import run_recipe
 
 def read(source: Path, _) -> dict:
     """
-    Return the texts of a file or folder by their paths, sorted, without empty ones. Raises
-    ValueError if one is not UTF-8, and OSError.
+    Return the texts in a file or folder by path, sorted, without empty texts. Raises OSError, and
+    ValueError if a text is not UTF-8.
     """
     texts = {}
     for name in sorted(glob("**", root_dir=source, recursive=True)) or [""]:

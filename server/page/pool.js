@@ -1,21 +1,21 @@
-// ---- The pool: a cell is a block, a colour is a request ----
+// ---- The pool: each cell is a block, each colour a request ----
 
-const GUTTER = 44 // pixels, left of the cells, for the number of each row's first block
+const GUTTER = 44 // pixels left of the cells, for the number of each row's first block
 const THEME = "paper later ink quiet free cached held strong accent error good".split(" ")
-const TONES = ["fill", "pale", "strong", "cached"] // of each hue: lightness and chroma
+const TONES = ["fill", "pale", "strong", "cached"] // each a lightness and chroma, for every hue
 const dark = matchMedia("(prefers-color-scheme: dark)")
 const theme = {}
-const view = { at: -1, isNews: true, told: -Infinity } // what has been drawn
+const view = { at: -1, isNews: true, told: -Infinity } // what was last drawn
 let palette = []
-let ctx // of the canvas that is drawn on
-let grid // where the first `shown` blocks are; null: to be laid out again
-let ages // the shade in which each cached block was drawn, 0 to 5
-let pointed // the block under the pointer, or where the arrow keys have gone
+let ctx // context of the canvas being drawn on
+let grid // layout of the first `shown` blocks; null if it must be computed again
+let ages // the shade in which each cached block was last drawn, 0 to 5
+let pointed // the block under the pointer, or the one selected with the arrow keys
 
 const idOf = r => `${state.engine}/${r}`
-const shadesOf = id => palette[tape.hues.get(id)] ?? theme // which has some for the others
+const shadesOf = id => palette[tape.hues.get(id)] ?? theme // for requests without a hue
 
-function colour(element, r) { // page.css makes its shades of the hue
+function colour(element, r) { // page.css derives the shades from the hue
   element.style.setProperty("--hue", tape.hues.get(idOf(r)) ?? "")
 }
 
@@ -26,12 +26,12 @@ function mixColours() {
     [name, `oklch(${style.getPropertyValue(`--${name}-tone`)} ${20 + 150 * i})`])))
 }
 
-function forgetDrawing() { // the words of a new tape, too: by them the page is laid out
+function forgetDrawing() { // also updates the texts immediately, because the layout depends on them
   grid = null
   view.told = -Infinity
 }
 
-function fit(canvas) { // as many pixels as it has on the screen
+function fit(canvas) { // give the canvas one pixel per screen pixel
   const { clientWidth: width, clientHeight: height } = canvas
   canvas.width = width * devicePixelRatio
   canvas.height = height * devicePixelRatio
@@ -42,12 +42,12 @@ function fit(canvas) { // as many pixels as it has on the screen
   return { ctx, width, height }
 }
 
-function layOut() { // columns are a power of two, so that rows mean something; cells are wide
+function layOut() { // a power of two columns, so that rows begin at round numbers; wide cells
   mixColours()
   const { width, height } = fit($("pool"))
   const { num_blocks } = state
   const n = 1.5 * tape.shown < num_blocks ? tape.shown : num_blocks
-  const wide = Math.max(1, width - GUTTER - 14) // a phone may show another part
+  const wide = Math.max(1, width - GUTTER - 14) // width is 0 while a phone shows another section
   const high = Math.max(1, height - 10)
   const columns = 2 ** Math.floor(Math.log2((n * wide) / high) / 2)
   const whole = x => Math.max(1, Math.floor(x * devicePixelRatio)) / devicePixelRatio
@@ -63,7 +63,7 @@ function layOut() { // columns are a power of two, so that rows mean something; 
   ctx.textAlign = "left"
   state.touched = null
   paper = fit($("timeline"))
-  $("effects").replaceChildren() // which were elsewhere
+  $("effects").replaceChildren() // they belong to the previous layout
   showEffects(happened)
   setText("strip", n < num_blocks ? `${english(n)} to ${english(num_blocks - 1)}: free` : "")
 }
@@ -80,7 +80,7 @@ function blockAt({ offsetX, offsetY }) {
   if (column >= 0 && column < grid.columns && block < grid.shown) return block
 }
 
-function drawPool() { // only the cells that changed, and the cached ones whose shade has
+function drawPool() { // only cells that have changed, or cached ones whose shade has changed
   if (grid?.tape !== tape) layOut()
   ctx = grid.ctx
   const changed = state.touched ?? new Set(state.owners.keys())
@@ -116,13 +116,13 @@ function drawCell(block) {
 function drawIdle(block, box) {
   const isCached = state.idle.has(block)
   const { cached } = palette[state.last[block]?.[0].hue] ?? theme
-  ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // the older, the paler
+  ctx.globalAlpha = isCached ? 0.4 + 0.12 * ages[block] : 1 // older blocks are paler
   paint(isCached ? cached : theme.free, ...box)
   ctx.globalAlpha = 1
 }
 
 function drawHeld(block, owners, [x, y, w, h]) {
-  const seen = owners.slice(0, 4) // of more each could not be told apart
+  const seen = owners.slice(0, 4) // more stripes could not be told apart
   const high = h / seen.length
   seen.forEach(([q, logical], i) => {
     const top = y + i * high
@@ -138,26 +138,26 @@ function drawHeld(block, owners, [x, y, w, h]) {
   if (isRoom) write(theme.ink, text, x + 4, y + Math.min(10, h / 2 + 0.5))
 }
 
-function writeText(block, [x, y, w, h]) { // as much of it as there is room for, below the number
+function writeText(block, [x, y, w, h]) { // as much text as fits below the number
   const lines = textOfBlock(block).match(RegExp(`.{1,${Math.ceil(w / 6)}}`, "gsu")) ?? []
   lines.slice(0, (h - 15) / 13).forEach((line, i) =>
     write(theme.ink, line, x + 4, y + 22 + 13 * i, w - 8))
 }
 
-// ---- Over the cells: what is lit, a block table, what has just happened ----
+// ---- Over the cells: highlights, a block table, and what has just happened ----
 
 const centre = ([x, y, w, h]) => [x + w / 2, y + h / 2]
 const corners = ([x, y, w, h]) => `M${x} ${y}h${w}v${h}h${-w}z`
 const boxesOf = blocks => blocks.map(cellOf).map(corners).join("")
 
-// From edge to edge, so that it covers no number; the later, the more bent.
+// Drawn from edge to edge so that it does not cover any numbers; later arrows are bent further.
 function arrow(blocks, turn = 0) {
   const [[x, y], [u, v]] = blocks.map(cellOf).map(([x, y, w, h]) => [x + w / 2, y + h])
-  const bend = Math.min((y + v) / 2 + 24 + 64 * turn, $("pool").clientHeight) // not beyond it
+  const bend = Math.min((y + v) / 2 + 24 + 64 * turn, $("pool").clientHeight) // stays in the pool
   return `M${x} ${y}Q${(x + u) / 2} ${bend} ${u} ${v}`
 }
 
-function showEffects(events) { // page.css has how each looks, and how it ends
+function showEffects(events) { // page.css defines how each effect looks and ends
   happened = events.filter(event => event.blocks)
   if (!grid) return layOut()
   happened.forEach(({ kind, r, blocks }, turn) => {
@@ -173,7 +173,7 @@ function showEffects(events) { // page.css has how each looks, and how it ends
 
 function drawOver() {
   const all = `M${GUTTER} 0h9999v9999H${GUTTER}z`
-  const moment = isLit(happened[0]?.r) ? happened : [] // blocks that were given back, too
+  const moment = isLit(happened[0]?.r) ? happened : [] // includes blocks that were given back
   const tables = [...litRequests().map(tableOf), ...moment.map(event => event.blocks)]
   const blocks = new Set(tables.flat())
   $("dim").setAttribute("d", blocks.size ? all + boxesOf([...blocks]) : "")
@@ -181,12 +181,12 @@ function drawOver() {
   $("chain").setAttribute("points", tableOf(chosen).map(cellOf).map(centre).join(" "))
 }
 
-// ---- What is lit in all, and what is chosen ----
+// ---- The request that is highlighted everywhere, and the one that is selected ----
 
-let lit // the request of what is hovered
-let chosen // the request that the drawer tells of
-let happened = [] // at the place that is shown
-let staged = [] // the requests for which a demo or the tour has stopped
+let lit // the request under the pointer
+let chosen // the request shown in the drawer
+let happened = [] // events at the current place
+let staged = [] // the requests that a demo or the tour has stopped to show
 
 function light(r) {
   if (r === lit) return
@@ -198,7 +198,7 @@ const litRequests = () => (lit >= 0 ? [lit] : staged)
 const tableOf = r => state.requests.get(r)?.table ?? []
 const isLit = r => litRequests().includes(r)
 
-// What takes part in a moment is lit as long as nothing is hovered; it is said beside the cells.
+// Show a text next to the cells. Highlight these requests while the pointer is not over anything.
 function stage(text, requests = []) {
   staged = requests
   setText("moment", text)
@@ -212,7 +212,7 @@ function leaveStage() {
 }
 
 function choose(r) {
-  if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is gone
+  if ($("drawer").contains(document.activeElement)) $("pool").focus() // before it is hidden
   chosen = r
   $("drawer").hidden = r === undefined
   view.isNews = true
@@ -227,14 +227,14 @@ function point(block, x, y) {
   tip(block === undefined ? [] : wordsOfBlock(block), x, y)
 }
 
-function mark(block) { // and the tokens in it
+function mark(block) { // mark a block, and the tokens in it
   if (pointed === block) return
   pointed = block
   view.isNews = true
   markTokens(block)
 }
 
-// [[request, logical block]], of a cached one the last, of a free one none.
+// [[request, logical block], ..]: the last owner of a cached block, none of a free block.
 const usersOf = block =>
   state.idle.has(block) ? [state.last[block]].filter(Boolean) : state.owners[block] ?? []
 
@@ -259,13 +259,14 @@ function wordsOfBlock(block) {
   return [`Block ${block}: ${what}`, ...who, visible(textOfBlock(block))].filter(Boolean)
 }
 
-// The text in a block's slots, of this page's requests whose prompt's tokens have names.
+// The text in a block's slots, if one of this page's requests uses it and the names of its prompt
+// tokens are known.
 function textOfBlock(block) {
   const [q, i] = usersOf(block).find(([user]) => ownOf(user)?.prompt.names) ?? []
   if (!q) return ""
   const { prompt, names } = ownOf(q)
   const from = i * state.block_size
-  const end = state.idle.has(block) ? Infinity : q.filled // a cached one is full
+  const end = state.idle.has(block) ? Infinity : q.filled // a cached block is full
   return [...prompt.names, ...names].slice(from, Math.min(end, from + state.block_size)).join("")
 }
 
@@ -291,7 +292,7 @@ function fillDrawer() {
   if (q) fillParts(q)
 }
 
-function fillParts(q) { // its bar: of how many tokens what is true; and its block table
+function fillParts(q) { // how many tokens are committed, computed and so on; and the block table
   const { block_size: size, underWay: line, committed } = state
   const isDecode = line && state.decodes.includes(q.r)
   const chunk = line?.chunks?.find(([r]) => r === q.r)?.[2] ?? 0
@@ -314,15 +315,15 @@ function fillParts(q) { // its bar: of how many tokens what is true; and its blo
   colour($("about"), q.r)
 }
 
-// ---- Figures and words ----
+// ---- Figures and texts ----
 
 function draw(now) {
-  const isReady = state.num_blocks || now > 1000 // no server has answered so far
+  const isReady = state.num_blocks || now > 1000 // give the server a second to answer
   const isAsleep = player.isLive && isReady && !chart.rows.size && !state.idle.size
   $("pool-empty").hidden = !isAsleep
   if (isAsleep) dream(now)
   else if (state.num_blocks) drawNews(now)
-  if (now - view.told < 150) return // words need not change sixty times a second
+  if (now - view.told < 150) return // texts need not change sixty times a second
   view.told = now
   tellState()
   tellFigures(now)
@@ -346,14 +347,14 @@ function drawNews(now) {
   markAnswers()
 }
 
-// Before anything has run the tour's record plays faintly in the pool, and the tour is offered.
+// Until something has run, the tour's record plays faintly in the pool, and the tour is offered.
 let sleeper
 
 function dream(now) {
   const awake = present()
   if (sleeper) restore(sleeper)
   else begin(tourLines().slice(1), false)
-  const place = Math.floor(now / 100) % (tape.lines.length + 15) // rests at its end
+  const place = Math.floor(now / 100) % (tape.lines.length + 15) // pauses at the end
   moveTo(matchMedia("(prefers-reduced-motion: reduce)").matches ? 40 : place)
   drawPool()
   drawOver()
@@ -369,7 +370,7 @@ function stateOf() {
   return isSlow() ? "Playing" : "Behind"
 }
 
-function setText(id, text) { // what is read aloud is touched only when it changes
+function setText(id, text) { // unchanged text is left alone, so a screen reader does not repeat it
   if ($(id).textContent !== `${text}`) $(id).textContent = text
 }
 
@@ -420,7 +421,7 @@ function tellPlace() {
   setText("said", wordsOfColumn(columnShown()).join(" · "))
   drawMap()
   fillDrawer()
-  // the link is to the step that is shown, unless it is the newest, or a reload shows other steps
+  // link to the current step, unless the page follows the engine or a reload shows other steps
   const isLinked = player.isLive ? player.isPaused : tape.name === INSIDE
   const link = isLinked ? `#step=${state.step}` : location.pathname + location.search
   if (location.hash || isLinked) history.replaceState(null, "", link)
@@ -432,13 +433,13 @@ function startPool() {
   pool.onpointerleave = pool.onblur = () => point()
   pool.onclick = event => choose(ownerOf(blockAt(event)))
   pool.onkeydown = event => {
-    if (!grid) return // it is being laid out
+    if (!grid) return // not yet laid out
     const { columns } = grid
     const { key } = event
     const move = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[key]
     if (key === "Enter") choose(ownerOf(pointed))
     if (!move) return
-    event.preventDefault() // and no step is made
+    event.preventDefault() // so that the player does not step
     const block = clamp((pointed ?? -move) + move, 0, grid.shown - 1)
     const [x, y] = cellOf(block)
     const { left, top } = pool.getBoundingClientRect()

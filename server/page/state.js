@@ -1,19 +1,19 @@
 "use strict"
-// What the lines have said so far (the state), all lines and the place on them (the tape), who
-// plays them, and the server that they come from. Draws nothing.
+// The state that the lines so far describe, the tape (all lines and the current place among them),
+// the player, and the connection to the server. Nothing is drawn here.
 
 const $ = id => document.getElementById(id)
 const clamp = (x, low, high) => Math.max(low, Math.min(x, high))
 const count = (n, noun) => `${n} ${noun}${n === 1 ? "" : "s"}`
 
 function make(tag, properties, ...children) {
-  // texts from a server stay texts, never HTML
+  // text from the server is inserted as text, never as HTML
   const element = Object.assign(document.createElement(tag), properties)
   element.append(...children)
   return element
 }
 
-// ---- The state: three tallies (tables, owners of each block, committed blocks), and the rest ----
+// ---- The state: block tables, the owners of each block, committed blocks, and the rest ----
 
 const NUM_HUES = 12
 let state
@@ -22,24 +22,24 @@ let tape
 const hasNumber = line => line.event === "step" && line.step !== undefined
 const isSnapshot = line => line.event === "snapshot"
 
-function load(line) { // all that is, as a snapshot says
-  if (line.num_blocks > 4e6) throw new Error("its pool is too large to be drawn within seconds")
+function load(line) { // replace the whole state by a snapshot
+  if (line.num_blocks > 4e6) throw new Error("its pool is too large to draw")
   if (line.engine !== state.engine) {
     state.last = []
     tape.shown = 32
     grid = null
   }
-  line.last ??= state.last // what cached blocks have kept, for whoever comes back here
+  line.last ??= state.last // the last owners of cached blocks, in case the player returns here
   Object.assign(state, line, {
-    step: Math.max(0, line.step - 1), // the line's is that of the next step
+    step: Math.max(0, line.step - 1), // a snapshot has the number of the next step
     totals: { ...line.totals },
     requests: new Map(),
     committed: new Set(line.committed),
-    idle: new Set(line.idle), // in the order in which they are evicted
+    idle: new Set(line.idle), // in order of eviction
     last: line.last.slice(), // each block's last owner: [request, logical block]
-    // who holds a block: [request, logical block]; the last is no block, see isGivenBack
+    // each block's holders: [request, logical block]; the last entry is no block, see isGivenBack
     owners: Array.from({ length: line.num_blocks + 1 }, () => []),
-    touched: null, // blocks that have changed since they were drawn; null: all
+    touched: null, // blocks that have changed since they were last drawn; null means all
   })
   state.idle.forEach(show)
   line.requests.forEach(addRequest)
@@ -52,7 +52,8 @@ function addRequest(told) {
   setTable(q, 0, told.table)
 }
 
-// At its first block a request has the next hue that no other has, in turn, so that hues rest.
+// When it gets its first block, a request gets the next hue that no other request has. The hues are
+// used in rotation, so one that has become free is not reused immediately.
 function giveHue(q) {
   const used = new Set([...state.requests.values()].map(({ hue }) => hue))
   let turn = tape.hues.size
@@ -77,11 +78,12 @@ function setTable(q, from = 0, blocks = []) {
   touch([...left, ...blocks])
 }
 
-// A window has left this block: the first one stands in its place, in older records num_blocks.
+// True if this block has moved out of the window and was freed. The first block takes its place in
+// the table (in older records num_blocks does).
 const isGivenBack = ({ table }, i) =>
   table[i] === state.num_blocks || (i > 0 && table[i] === table[0])
 
-// The pool is shown up to the highest block that was ever held or cached, or a little beyond.
+// The pool is shown up to the highest block that has ever been held or cached, or a little further.
 function show(block) {
   while (tape.shown <= Math.min(block, state.num_blocks)) {
     tape.shown *= 2
@@ -100,7 +102,7 @@ function fill(q, end) {
   if (end >= q.target) q.generated = Math.max(q.generated, end - q.prompt + 1)
 }
 
-// Returns what is worth showing: [{kind, r, text, blocks}].
+// Returns the events worth showing: [{kind, r, text, blocks}].
 function applyStep(line) {
   const events = []
   const { requests, totals, idle, block_size: size } = state
@@ -113,7 +115,7 @@ function applyStep(line) {
   if (hasNumber(line)) {
     state.decodes = line.decodes ?? state.decodes
     state.step = line.step
-    state.underWay = line.resolved === line.step ? null : line // its K, V are to come
+    state.underWay = line.resolved === line.step ? null : line // its K, V are not computed yet
     for (const q of state.decodes.map(r => requests.get(r))) fill(q, q.filled + 1)
   }
   for (const r of preempted) {
@@ -132,7 +134,7 @@ function applyStep(line) {
     state.committed.delete(block)
     idle.delete(block)
   }
-  if (lack) tell("waits", lack[0], `needs ${count(lack[1], "block")}, ${lack[2]} to spare`)
+  if (lack) tell("waits", lack[0], `needs ${count(lack[1], "block")}, ${lack[2]} available`)
   each("tables", setTable)
   each("admitted", (q, hits, target) => {
     q.target = target
@@ -152,7 +154,7 @@ function applyStep(line) {
     setTable(q)
     requests.delete(q.r)
   })
-  for (const block of idled) { // behind all others, if it was idle before this line too
+  for (const block of idled) { // moves to the end, even if it was already idle before this line
     idle.delete(block)
     idle.add(block)
   }
@@ -160,9 +162,9 @@ function applyStep(line) {
   return events
 }
 
-// ---- The tape: all lines, and the place on it. Backwards goes from the snapshot before. ----
+// ---- The tape: all lines, and the current place. Going back starts at an earlier snapshot. ----
 
-const MOST = 50000 // lines that are kept
+const MOST = 50000 // how many lines are kept
 
 function begin(lines, isLive) {
   state = { requests: new Map(), num_blocks: 0, decodes: [], owners: [], idle: new Set(),
@@ -213,30 +215,31 @@ const stepsAfter = place => tape.lines.slice(place + 1).filter(hasNumber).length
 
 // ---- The player ----
 
-// While player.until is set, by a demo, the tape plays at 10 steps a second and stops behind the
-// line for which until(line, its events) is true. To seek is to leave it.
-// Since the place player.from only this page's requests have run; Infinity: others have, too. At
-// player.speed Infinity one's own prompt plays slowly enough to be seen, all else as it happens.
-const player = { owed: 0, before: 0 } // and what begin adds
+// A demo sets player.until. Then the tape plays at 10 steps a second, and stops after the line for
+// which until(line, its events) is true. Seeking cancels the demo.
+// Since the place player.from, only this page's requests have run; Infinity means that others have
+// also run. At player.speed Infinity, the user's own prompts play slowly enough to be watched, and
+// everything else plays as it happens.
+const player = { owed: 0, before: 0 } // begin adds further fields
 
 const isSlow = () => player.until || (player.speed === Infinity && player.from < Infinity)
 
-function pace() { // steps a second: an answer of 64 tokens takes 2 seconds, a longer one 3
+function pace() { // steps per second: an answer of 64 tokens takes 2 seconds, a longer one 3
   if (player.until) return 10
   return isSlow() ? Math.max(30, stepsAfter(player.from) / 3) : player.speed
 }
 
 function frame(now) {
-  requestAnimationFrame(frame) // whatever goes wrong below
+  requestAnimationFrame(frame) // first, so that an error below does not stop the frames
   const seconds = Math.min(0.1, (now - player.before) / 1000)
   const behind = newest() - tape.at
   const speed = pace()
   player.before = now
-  // lines come in batches: at most a sixth of what is missing, so that they flow
+  // lines arrive in batches; play at most a sixth of the backlog per frame, for smooth motion
   player.owed = Math.min((player.owed % 1) + (speed * seconds || 0), Math.ceil(behind / 6))
   for (let i = 1; i <= player.owed && !player.isPaused; i++) playOn()
   if (!player.isLive && !behind) player.isPaused = true
-  // lines come in batches: to be up to half a second late is to be live
+  // because lines arrive in batches, being up to half a second late still counts as live
   player.isBehind = behind > (player.isBehind ? 0 : Math.min(speed, 100) / 2)
   if (!behind && !state.requests.size) player.from = tape.at
   draw(now)
@@ -248,7 +251,7 @@ function playOn() {
   if (!player.until?.(tape.lines[tape.at], events)) return
   player.until = null
   player.isPaused = true
-  view.told = -Infinity // paused at once, so that its arrow stays in sight
+  view.told = -Infinity // show the pause in this frame, so that the demo's arrow stays visible
 }
 
 function seek(place, isPaused = true) {
@@ -269,7 +272,7 @@ function seekStep(direction) {
   seek(place)
 }
 
-function togglePause() { // at its end a record starts over
+function togglePause() { // at the end of a record, start over
   const isOver = !player.isLive && tape.at === newest()
   seek(isOver ? 0 : tape.at, !player.isPaused)
 }
@@ -284,30 +287,30 @@ const INSIDE = "the record in this page"
 
 async function replay(text, name) {
   let before
-  try { // text: of a file, or a promise of it
+  try { // text is the content of a file, or a promise of it
     const lines = readLines(await text)
     const title = lines[0]?.event === "title" ? lines.shift() : {}
-    if (lines[0]?.version !== 2) throw new Error("it begins with no snapshot of version 2")
+    if (lines[0]?.version !== 2) throw new Error("it does not begin with a version 2 snapshot")
     leaveTour()
     before = present()
     begin(lines, false)
     tape.name = name
     tape.title = title
-    moveTo(5000) // what the timeline shows; more of it comes when it is played
+    moveTo(5000) // what the timeline shows at first; the rest is added as it is played
     seek(telling(lines))
     listening.abort()
     setText("notice", "")
     $("tab-pool").checked = true
   } catch ({ message }) {
     if (before) restore(before)
-    setText("notice", `${name} is no record of serve.py: ${message}`)
+    setText("notice", `${name} is not a valid serve.py record: ${message}`)
   }
 }
 
-// Without what follows the last line break: nothing, or what was cut off when the server was killed
+// Skips what follows the last line break: it is empty, or was cut off when the server was killed.
 const readLines = text => text.split("\n").slice(0, -1).map(line => JSON.parse(line))
 
-function telling(lines) { // the place that says most about paging
+function telling(lines) { // the place that shows most about paging
   const places = [
     line => line.preempted,
     line => line.copies,
@@ -316,7 +319,7 @@ function telling(lines) { // the place that says most about paging
   return places.find(place => place > 0) ?? lines.length >> 1
 }
 
-function followLink(link = location.hash) { // to the step of #step=46, if it is there
+function followLink(link = location.hash) { // #step=46 leads to step 46, if the tape has it
   const place = stepPlace(Number(link.split("#step=")[1]))
   if (place >= 0) seek(place)
   return place >= 0
@@ -324,7 +327,7 @@ function followLink(link = location.hash) { // to the step of #step=46, if it is
 
 // ---- The server ----
 
-// is: Loading, Key wanted, Live, Restarting, Refused or Offline
+// `is` is Loading, Key wanted, Live, Restarting, Refused or Offline
 const server = { hasChat: true, is: "Loading" }
 let key = ""
 let listening = new AbortController()
@@ -342,8 +345,8 @@ function takeKey() {
   listenInSight()
 }
 
-// The path is relative: a proxy may add to it. Throws the server's error {message, code, ..}, and
-// one without a code if the server does not answer.
+// The path is relative, because a proxy may add a prefix. Throws the server's error {message,
+// code, ..}, or an error without a code if the server does not respond.
 async function call(path, { body, name, signal } = {}) {
   const headers = { "Content-Type": "application/json" }
   if (key) headers.Authorization = `Bearer ${key}`
@@ -358,7 +361,7 @@ async function call(path, { body, name, signal } = {}) {
 
 const json = async (path, body) => (await call(path, { body })).json()
 
-async function* eventsOf(response) { // the data of server-sent events, as texts
+async function* eventsOf(response) { // the data of server-sent events, as strings
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader()
   for (let rest = "", part; !(part = await reader.read()).done;) {
     const events = (rest + part.value).split("\n\n")
@@ -381,29 +384,30 @@ async function listen() {
   }
 }
 
-// A browser has six connections to a host, for all its tabs: one that is not seen needs none.
+// A browser opens at most six connections to a host, for all tabs together, so a hidden tab closes
+// its own.
 function listenInSight() {
   listening.abort()
   if (player.isLive && !document.hidden) listen()
 }
 
-async function hear(signal) { // until the server ends
+async function hear(signal) { // returns when the server ends the stream
   const { data: [{ id, chat = true }] } = await json("v1/models")
   const response = await call("events", { signal })
   setText("notice", "")
   Object.assign(server, { model: id, hasChat: chat, is: "Live" })
   tellForm()
-  let link = tape.at < 0 ? location.hash : "" // once: later the place is what it was
+  let link = tape.at < 0 ? location.hash : "" // only once: a reconnect keeps the current place
   for await (const data of eventsOf(response)) {
     const lines = JSON.parse(data)
     takeIn(lines)
-    if (followLink(link) || lines.length < 100) link = "" // the history is over
+    if (followLink(link) || lines.length < 100) link = "" // a short part ends the history
   }
 }
 
-// What comes first is a history, of which the tape may have a part.
+// The stream begins with a history, parts of which may already be on the tape.
 function takeIn(lines) {
-  const { seen } = tape // engine -> time of its last line; Infinity: it has ended
+  const { seen } = tape // engine -> time of its last line, or Infinity once it has ended
   const news = lines.filter(({ engine = seen.last, time = Infinity }) => {
     const isNew = time > (seen.get(engine) ?? -1)
     if (isNew) seen.set(engine, time)
@@ -412,18 +416,18 @@ function takeIn(lines) {
   })
   tape.lines.push(...news)
   if (news.length) server.is = news.at(-1).event === "engine" ? "Restarting" : "Live"
-  // a call's requests are in the order of its answers
+  // the requests of a call are numbered in the order of its answers
   for (const { name, r } of news.flatMap(line => line.new ?? []).sort((a, b) => a.r - b.r)) {
     const answer = calls.get(name)?.find(one => one.r === undefined)
     if (answer) answer.r = r
     else player.from = Infinity
   }
   if (tape.lines.length > MOST) {
-    if (player.isPaused) listening.abort() // until it goes on
+    if (player.isPaused) listening.abort() // until it plays again
     else {
       begin(tape.lines.slice(tape.lines.findLastIndex(isSnapshot)), true)
       tape.seen = seen
     }
   }
-  if (tape.at < 0) moveTo(Infinity) // history
+  if (tape.at < 0) moveTo(Infinity) // skip the history
 }

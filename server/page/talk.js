@@ -1,17 +1,17 @@
-// Talking to the model: the transcript and its form, demos that stop at the moment that they are
-// about, and the guided tour. What is drawn of the pool is state.js's and pool.js's. At its end, as
-// it is the last of the scripts, what buttons, keys and files do, and the start of it all.
+// Talking to the model: the transcript and its form, demos that stop at the moment they are about,
+// and the guided tour. The pool itself is in state.js and pool.js. This is the last of the scripts,
+// so at its end it defines what buttons, keys and files do, and starts everything.
 
 // ---- This page's own requests ----
 
-const calls = new Map() // name of a call -> its answers
-const stops = new Set() // AbortControllers of the calls under way
+const calls = new Map() // call name -> its answers
+const stops = new Set() // AbortControllers of running calls
 const pageName = `page-${Math.random().toString(36).slice(2, 8)}`
 
-// {element, number, ..} of the answer of a request, if it is this page's.
+// {element, number, ..}: the answer to a request, if this page sent it.
 const ownOf = ({ name, r }) => calls.get(name)?.find(answer => answer.r === r)
 
-// While its request runs, an answer has its colour; later that is another's.
+// An answer has its request's colour while the request runs; later requests reuse that colour.
 function markAnswers() {
   for (const answer of [...calls.values()].flat()) {
     const { r, element: { classList } } = answer
@@ -24,11 +24,11 @@ function markAnswers() {
   }
 }
 
-// Whether a block has the K, V of this token of an answer.
+// True if a block has the K, V of this token of an answer.
 const isIn = ({ answer, i }, block) => usersOf(block).some(([q, logical]) =>
   ownOf(q) === answer && logical === Math.floor((q.prompt + i) / state.block_size))
 
-function markTokens(block) { // that are in it
+function markTokens(block) { // mark the tokens in a block
   for (const token of document.querySelectorAll(".token")) {
     token.classList.toggle("here", isIn(token, block))
   }
@@ -38,7 +38,7 @@ function markTokens(block) { // that are in it
 
 const END_TOKEN = /^<(\|.*\||\/?s|eos|pad|\w+_of_\w+)>$/
 
-// A choice's new tokens, as a chat has them: [{token, logprob, top_logprobs: [{token, logprob}]}].
+// A choice's new tokens, in a chat's format: [{token, logprob, top_logprobs: [{token, logprob}]}].
 function scoredTokens({ logprobs }) {
   const { content, tokens = [], token_logprobs: scores, top_logprobs: tops } = logprobs ?? {}
   return content ?? tokens.map((token, i) => ({
@@ -48,14 +48,15 @@ function scoredTokens({ logprobs }) {
   }))
 }
 
-// Parts of a character are named "bytes:\xe2\x98": its text comes with the last of them.
+// A token that is only part of a character has a name such as "bytes:\xe2\x98". The character is
+// returned with its last part.
 function textOf(name, decoder) {
   if (!name.startsWith("bytes:\\x")) return name
   const bytes = Uint8Array.fromHex(name.slice(6).replaceAll("\\x", ""))
   return decoder.decode(bytes, { stream: true })
 }
 
-// A token's text with its blanks in sight: "\n    if" is ↵␣×4if.
+// A token's text with visible whitespace: "\n    if" becomes ↵␣×4if.
 function visible(text) {
   return text.replaceAll("\n", "↵").replaceAll("\t", "⇥")
     .replace(/ +/g, ({ length }) => (length > 1 ? `␣×${length}` : "␣"))
@@ -78,14 +79,14 @@ function addToken(answer, scores) {
   }
 }
 
-// With probabilities Tab goes from token to token, and each says what else was likely.
+// If probabilities are shown, Tab moves from token to token, and each token shows its alternatives.
 const tabIndexOfTokens = () => $("probabilities").checked - 1 // 0 or -1
 
 function tellProbabilities() {
   for (const token of document.querySelectorAll(".token")) token.tabIndex = tabIndexOfTokens()
 }
 
-// At temperature 0 the likeliest token is chosen of those that the schema does not refuse.
+// At temperature 0, the chosen token is the likeliest one that the schema allows.
 function wordsOfToken({ scores, answer }) {
   const others = scores.top_logprobs.filter(({ token }) => token !== scores.token)
   return [scores, ...others].sort((a, b) => b.logprob - a.logprob).map(one => {
@@ -113,14 +114,14 @@ function newAnswer(prompt) {
   return answer
 }
 
-// Append a call's prompts and answers, folded if they are many. Returns the answers.
+// Append a call's prompts and answers, folded if there are many. Returns the answers.
 function addArticle(prompts, n) {
   const total = prompts.length * n
   const isFew = total <= 4
   const summary = make("summary", { hidden: isFew }, count(total, "answer"))
   const article = make("details", { open: isFew }, summary)
   $("articles").append(article)
-  $("answers").scrollTop = 0 // its end, as it is laid out from there: it stays in view
+  $("answers").scrollTop = 0 // the end, which stays in view, because it is laid out from there
   return prompts.flatMap(prompt => {
     const answers = Array.from({ length: n }, () => newAnswer(prompt))
     article.append(make("p", { className: "asked" }, prompt.text))
@@ -140,20 +141,21 @@ function tellProgress({ names: { length }, progress, reason }, most) {
 
 const tokenize = input => json("tokenize", { ...input, return_token_strs: true })
 
-// Name a prompt's tokens, for their blocks. Returns how many more the context has room for.
+// Get the names of a prompt's tokens, to show in their blocks. Returns how many more tokens fit in
+// the context.
 async function nameTokens(prompt) {
   if (prompt.names) return
   const { messages, tools, text } = prompt
   const input = messages ? { messages, tools } : { prompt: text }
   const { token_strs, count, max_model_len } = await tokenize(input).catch(() => ({}))
   prompt.names = token_strs
-  state.touched = null // all is drawn again, with texts
+  state.touched = null // draw all blocks again, with their text
   return max_model_len - count
 }
 
-let conversation = [] // messages of the chat so far
+let conversation = [] // the chat's messages so far
 
-function knobs() { // stop texts, schema, tools in JSON: the server says what is wrong
+function knobs() { // stop, schema and tools are JSON; the server reports errors in them
   const inputs = [...document.querySelectorAll(".knobs [name]")].filter(({ value }) => value)
   const read = ({ type, value }) => (type === "number" ? Number(value) : parsed(value))
   const { json, ...fields } = Object.fromEntries(inputs.map(one => [one.name, read(one)]))
@@ -174,13 +176,13 @@ function curlOf(path, body) {
     (key && ' -H "Authorization: Bearer $KEY"')
 }
 
-// An error without a code is the browser's: the server is gone, in the middle of an answer too.
+// An error without a code comes from the browser: the server is gone, perhaps in mid-answer.
 const wordsOf = ({ code, message }) =>
-  code === undefined ? "The server does not answer." : message
+  code === undefined ? "The server is not responding." : message
 
-// One call, as a browser has few connections, of prompts [{text, ids}], or of the one {text,
-// messages} of a chat; with several of them n is 1. Its answers appear token by token. Returns
-// whether it went well, or null: it was stopped.
+// Send prompts [{text, ids}, ..], or a chat's only one, {text, messages}, in a single call, because
+// a browser has few connections. With several prompts, n is 1. The answers appear token by token.
+// Returns whether the call succeeded, or null if it was stopped.
 async function ask(prompts, fields) {
   const name = `${pageName}-${calls.size + 1}`
   const before = conversation
@@ -203,7 +205,7 @@ async function ask(prompts, fields) {
   tellForm()
   let isWell = true
   try {
-    // NaN, where it is not known, is sent as null: as many as there is room for
+    // an unknown number is NaN, which is sent as null and means as many tokens as fit
     if (messages) body.max_tokens = clamp(body.max_tokens, 1, await nameTokens(prompts[0]))
     const answered = call(path, { body, name, signal })
     prompts.forEach(nameTokens)
@@ -219,7 +221,7 @@ async function ask(prompts, fields) {
     answer.reason ??= "abort"
     tellProgress(answer)
   }
-  if (messages && answers[0].said && conversation === before) { // no new chat has begun
+  if (messages && answers[0].said && conversation === before) { // still the same chat
     conversation = [...messages, { role: "assistant", content: answers[0].said }]
   }
   stops.delete(stop)
@@ -240,7 +242,7 @@ function read({ choices, error }, answers, most) {
 
 // ---- The form ----
 
-function onFormKey(event) { // in a chat Enter sends, and Shift+Enter breaks the line
+function onFormKey(event) { // in a chat, Enter sends and Shift+Enter inserts a line break
   const isChat = event.target.matches('#ask:has([value="chat"]:checked) [name="prompt"]')
   const isAlone = isChat && !event.shiftKey && !event.isComposing
   if (event.key !== "Enter" || !(isAlone || event.ctrlKey || event.metaKey)) return
@@ -252,7 +254,7 @@ function tellForm() {
   const { kind: [text, chat], prompt, max_tokens } = $("ask").elements
   chat.disabled = !server.hasChat
   if (chat.disabled) text.checked = true
-  prompt.defaultValue = chat.checked ? "" : "def" // while it is untouched
+  prompt.defaultValue = chat.checked ? "" : "def" // shown until the user edits it
   max_tokens.defaultValue = chat.checked ? 512 : 64
   $("stop").disabled = !stops.size
   $("send").disabled = chat.checked && stops.size
@@ -266,7 +268,7 @@ async function send() {
   const messages = kind.value === "chat" && [...conversation, { role: "user", content: text }]
   const fields = knobs()
   const isWell = await ask([{ text, messages, tools: fields.tools }], fields)
-  if (isWell === false) prompt.value ||= text // what was refused can be mended
+  if (isWell === false) prompt.value ||= text // so that a refused prompt can be corrected
 }
 
 function stopAll() {
@@ -282,9 +284,9 @@ function newChat() {
 
 // ---- Demos ----
 
-// Send by `begin`, of the opening's tokens [[id, text], ..], and play slowly until the event has
-// happened so many times to this page's requests; `say` puts the first into words. `many` requests
-// are to end.
+// Send prompts with `begin`, which gets the opening's tokens [[id, text], ..]. Then play slowly
+// until this page's requests have had `times` events of this kind; `say` describes the first one.
+// The demo has failed once all `many` requests have ended.
 async function demonstrate(many, kind, times, say, begin) {
   const mine = new Set()
   const seen = []
@@ -294,7 +296,7 @@ async function demonstrate(many, kind, times, say, begin) {
     seen.push(...ours.filter(event => event.kind === kind))
     many -= ours.filter(event => event.kind === "ended").length
     if (seen.length < times) {
-      if (many <= 0) finish("All have ended without it: try it on an idle server.")
+      if (many <= 0) finish("All requests ended before it happened. Try again on an idle server.")
       return false
     }
     stage(`${say(seen[0])} Paused: press ▶ to go on.`, seen.map(({ r }) => r))
@@ -305,11 +307,11 @@ async function demonstrate(many, kind, times, say, begin) {
     player.until = null
     stage(text)
   }
-  if (!state.num_blocks) return setText("notice", "There is nothing to watch: no step has come.")
+  if (!state.num_blocks) return setText("notice", "There is nothing to watch: no steps have come.")
   $("tab-pool").checked = true
   seek(Infinity, false)
   player.until = until
-  stage("At ten steps a second, until it happens ..")
+  stage("Playing at ten steps a second until it happens ..")
   try {
     const { tokens, token_strs } = await tokenize({ prompt: OPENING })
     if (!(await begin(tokens.map((id, i) => [id, token_strs[i]])))) finish("")
@@ -340,11 +342,11 @@ function promptOf(tokens) {
 }
 
 const demos = {
-  // The first computes the opening, three blocks and a half, and the others find the three.
+  // The first prompt computes the opening, three and a half blocks; the others find three of them.
   alike() {
     const S = state.block_size
     const say = ({ blocks: { length } }) =>
-      `Seven have found ${length * S} tokens cached, in ${length} blocks.`
+      `Seven requests have each found ${length * S} tokens in the cache, in ${length} blocks.`
     demonstrate(8, "hit", 7, say, async opening => {
       const { text } = promptOf(opening.slice(0, 3.5 * S))
       const [first, ...others] = "add sub mul div mod pow abs neg".split(" ").map(name =>
@@ -353,8 +355,8 @@ const demos = {
     })
   },
 
-  // The prompt's last block is half empty: what four answers write there cannot be shared. Behind
-  // the first block of `alike`, whose first prompt would else find its blocks.
+  // The prompt's last block is half empty, and what the four answers write there cannot be shared.
+  // The prompt skips the opening's first block, so that `alike` does not find this demo's blocks.
   fork() {
     const say = ({ r, blocks: [source, block] }) =>
       `Request ${r} must write into block ${source}, which it shares: it gets a copy, ${block}.`
@@ -365,16 +367,16 @@ const demos = {
     })
   },
 
-  // Prompts that just fit into the pool, and answers that do not.
+  // The prompts just fit into the pool, and the answers do not.
   flood() {
     const { num_blocks: N, block_size: S, max_model_len: L, max_num_seqs } = state
     const many = clamp(Math.ceil((1.25 * N * S) / L), 4, max_num_seqs)
     const length = Math.min(L - S, Math.floor((0.97 * N) / many) * S) - 2
     const max_tokens = Math.min(L - length, 8 * S + 2)
     const say = ({ r, blocks: { length } }) =>
-      `The pool was full, so request ${r} gave its ${length} blocks back for others, and waits.`
+      `The pool was full, so request ${r} gave its ${length} blocks back, and now waits.`
     demonstrate(many, "preempted", 1, say, all => {
-      const any = () => all[Math.floor(Math.random() * all.length)] // so they share no block
+      const any = () => all[Math.floor(Math.random() * all.length)] // shares no blocks
       const prompt = () => promptOf(Array.from({ length }, any))
       return ask(Array.from({ length: many }, prompt), {
         max_tokens, temperature: 1, logprobs: 0, ignore_eos: true,
@@ -383,10 +385,10 @@ const demos = {
   },
 }
 
-// ---- The guided tour: captions [[step, request, text], ..] on a record of its own ----
+// ---- The guided tour: captions [[step, request, text], ..] for a record of its own ----
 
 const tourLines = () => readLines($("tour-lines").textContent)
-let tour // {captions, at: which is shown, home: what is there but for the tour}
+let tour // {captions, at: index of the caption shown, home: what to return to}
 
 function startTour() {
   const [{ tour: captions }, ...lines] = tourLines()
@@ -410,7 +412,7 @@ function showCaption(at) {
   setText("caption-number", `${tour.at + 1} of ${tour.captions.length}`)
 }
 
-function leaveTour() { // all is as it was; the server sends what came since
+function leaveTour() { // restore everything; the server sends what has happened since
   if ($("tour").hidden) return
   $("tour").hidden = true
   leaveStage()
@@ -438,7 +440,7 @@ const clicks = {
   close: () => choose(),
   fit: fitAll,
 }
-// A button in sight has its keys, those of the tour before the player's.
+// The visible button for a key. The tour's buttons take precedence over the player's.
 function buttonOf(key) {
   const name = CSS.escape(key === " " ? "Space" : key)
   const buttons = [...document.querySelectorAll(`[aria-keyshortcuts~="${name}" i]`)]
@@ -454,7 +456,7 @@ function onKey(event) {
   button.click()
 }
 
-function isUsed(key, target) { // by the browser
+function isUsed(key, target) { // True if the browser itself uses this key here
   return target.closest(`textarea, select, input:not([type=range], [type=checkbox])
     ${key === " " ? ", button, summary, [type=checkbox]" : ""}`)
 }
@@ -467,7 +469,7 @@ function start() {
   $("probabilities").onchange = tellProbabilities
   $("key").onsubmit = takeKey
   $("ask").onsubmit = send
-  // there the browser says what is wrong
+  // the browser shows its error message at the field, so unfold the settings
   $("settings").addEventListener("invalid", () => ($("settings").open = true), true)
   $("ask").onchange = tellForm
   $("ask").onkeydown = onFormKey
@@ -477,7 +479,7 @@ function start() {
   $("file").onchange = () => {
     const [file] = $("file").files
     replay(file.text(), file.name)
-    $("file").value = "" // so that the same one can be opened again
+    $("file").value = "" // so that the same file can be opened again
   }
   startPool()
   startTimeline()

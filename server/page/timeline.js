@@ -1,9 +1,9 @@
-// ---- The timeline: a row is a request, a column a step ----
+// ---- The timeline: each row is a request, each column a step ----
 
-const LEFT = 60 // pixels, for the labels of rows
+const LEFT = 60 // pixels for the row labels
 const RULER = 22
-const MOST_ROWS = 60 // beyond them: how many run and wait, instead of each
-const DENSE = { decodes: "held", chunks: "strong", waiting: "cached" } // colours, from below
+const MOST_ROWS = 60 // with more rows, show how many requests run and wait, not each of them
+const DENSE = { decodes: "held", chunks: "strong", waiting: "cached" } // colours, bottom to top
 const FLAGS = { hit: "good", copied: "ink", preempted: "error", resumed: "accent" }
 let chart
 let paper // {ctx, width, height} of the timeline
@@ -12,24 +12,24 @@ function beginChart() {
   chart = {
     columns: [],
     rows: new Map(),
-    shown: [], // rows
-    end: 0, // units of all columns together
-    left: 0, // the unit at the left
-    scale: 1, // pixels a unit
+    shown: [], // the rows that are drawn
+    end: 0, // total width of all columns, in units
+    left: 0, // the unit at the left edge
+    scale: 1, // pixels per unit
     follows: true,
-    range: [], // the column under the pointer, or the first and last that are summed
-    loads: "", // how many run at each place, as a path
+    range: [], // the column under the pointer, or the first and last column of the range to sum
+    loads: "", // SVG path of how many requests run at each place
   }
 }
 
-function rowOf(r) { // made when it is first asked for
+function rowOf(r) { // a row is created at the first call
   const { rows, columns } = chart
   const id = idOf(r)
   if (!rows.has(id)) rows.set(id, { id, r, first: columns.length, flags: [] })
   return rows.get(id)
 }
 
-function note(line, events) { // what the timeline draws of a line, when it is applied first
+function note(line, events) { // record what the timeline draws, when a line is first applied
   const { columns } = chart
   for (const { r } of [...(line.new ?? []), ...state.requests.values()]) {
     rowOf(r).last = columns.length
@@ -53,14 +53,14 @@ function newColumn({ step, time, chunks: told = [], sampled = 0 }) {
   const before = chart.columns.at(-1)
   const isRestart = before && before.engine !== engine
   const isStep = step >= 0
-  const scale = Math.min(3, 160 / token_budget) // units a token
-  let prompts = 0 // chunks of a step stand side by side, as on its flat token axis
+  const scale = Math.min(3, 160 / token_budget) // units per token
+  let prompts = 0 // a step's chunks are drawn side by side, as on its flat token axis
   const chunks = told.map(([r, , n]) => {
     const from = 5 + prompts * scale
     prompts += n
     return { row: rowOf(r), from, w: Math.max(3, n * scale) }
   })
-  // after a pause nobody knows when a step began
+  // after a pause, it is not known when a step began
   const isTimed = isStep && before?.step >= 0 && !isRestart
   const ms = isTimed ? (time - before.time) * 1000 : 0
   const w = {
@@ -94,7 +94,8 @@ const columnAt = x =>
   Math.max(0, chart.columns.findLastIndex(({ start }) => start <= unitAt(x)))
 const columnShown = () => chart.columns.findLastIndex(({ place }) => place <= tape.at)
 
-// Tokens a second, in the last one before the place that is shown, or in its step, if longer.
+// Tokens per second, over the last second before the current place, or over its step if that took
+// longer.
 function rate(now) {
   const isNow = player.isLive && tape.at === newest()
   const time = state.time + (isNow ? (now - view.since) / 1000 : 0)
@@ -135,7 +136,7 @@ function wordsOfColumn(i) {
 
 // ---- Drawing ----
 
-function followPlace() { // the place that is shown stays in sight, unless somebody has dragged
+function followPlace() { // keep the current place in view, unless the user has panned
   const column = chart.columns[columnShown()]
   if (!chart.follows || !column) return
   const wide = (paper.width - LEFT - 30) / chart.scale
@@ -152,10 +153,10 @@ function drawTimeline() {
   const first = columnAt(LEFT)
   const last = columnAt(width)
   const seen = columns.slice(first, last + 1)
-  if (!seen.length) return // a phone may show another part
+  if (!seen.length) return // a phone may show another section
   const from = seen[0].place - 1
   $("sight").setAttribute("d", `M${from} 0H${seen.at(-1).place}V-9999H${from}z`)
-  const bottom = height - 8 // of the rows
+  const bottom = height - 8 // bottom of the rows
   const all = [...rows.values()].filter(row => row.first <= last && row.last >= first)
   const isDense = all.length > MOST_ROWS
   chart.shown = isDense ? all.filter(({ r }) => isLit(r)) : all
@@ -164,7 +165,7 @@ function drawTimeline() {
     row.y = RULER + i * chart.rowHeight
     row.alpha = isLit(row.r) || !litRequests().length ? 1 : 0.22
   })
-  const high = (bottom - RULER - 24) / all.length // of one of many
+  const high = (bottom - RULER - 24) / all.length // height per request if they are only counted
   $("steps").classList.toggle("dense", isDense)
   for (const column of seen) {
     if (isDense) drawCounts(column, bottom, high)
@@ -187,7 +188,7 @@ function drawLabel({ id, r, y }) {
   write(theme.ink, r, 20, y + (2 * high) / 3)
 }
 
-function drawCounts(column, bottom, high) { // instead of rows
+function drawCounts(column, bottom, high) { // drawn instead of rows
   for (const [name, colour] of Object.entries(DENSE)) {
     const tall = column[name].length * high
     bottom -= tall
@@ -195,7 +196,7 @@ function drawCounts(column, bottom, high) { // instead of rows
   }
 }
 
-function drawMap() { // how many run at each place
+function drawMap() { // how many requests run at each place
   const { max_num_seqs: high = 1 } = state
   const wide = Math.max(0, newest())
   $("map").setAttribute("viewBox", `0 -${high} ${wide} ${high}`)
@@ -206,20 +207,20 @@ function drawColumn(column) {
   const x = xOf(column)
   const wide = widthOf(column)
   const unit = wide / column.w.tokens
-  const high = Math.min(12, 0.6 * chart.rowHeight) // what is above is for flags
+  const high = Math.min(12, 0.6 * chart.rowHeight) // leaves room above for flags
   const put = ({ id, y, alpha }, from, w, colour = shadesOf(id).strong) => {
     ctx.globalAlpha = alpha
     paint(colour, x + from * unit, y + chart.rowHeight - high - 2, w, high)
   }
   for (const row of column.decodes) put(row, 0, 4 * unit)
   for (const { row, from, w } of column.chunks) put(row, from, w * unit)
-  for (const row of column.waiting) { // hollow
+  for (const row of column.waiting) { // drawn hollow
     put(row, 0, wide + 0.5, theme.quiet)
     ctx.clearRect(x, row.y + chart.rowHeight - high - 1, wide + 0.5, high - 2)
   }
 }
 
-function drawFlags(row) { // above the ticks; the legend has their shapes
+function drawFlags(row) { // above the boxes, in the shapes of the legend
   for (const { column, kind } of row.flags) {
     const x = xOf(column)
     ctx.globalAlpha = row.alpha
@@ -231,7 +232,7 @@ function drawFlags(row) { // above the ticks; the legend has their shapes
 }
 
 function drawRuler(seen) { // step numbers and times
-  let limit = LEFT - 1 // to the right of it is room for words
+  let limit = LEFT - 1 // there is room for text to the right of this
   for (const column of seen) {
     const x = xOf(column)
     if (column.step === undefined || x < limit) continue
@@ -245,7 +246,7 @@ function drawRuler(seen) { // step numbers and times
   }
 }
 
-function drawPlace(bottom) { // that is shown, and where engines restarted
+function drawPlace(bottom) { // mark the current place, and where an engine restarted
   const { columns } = chart
   for (const x of columns.filter(({ isRestart }) => isRestart).map(xOf)) {
     paint(theme.error, x - 1, RULER, 1.5, bottom - RULER)
@@ -256,7 +257,7 @@ function drawPlace(bottom) { // that is shown, and where engines restarted
   if (x < LEFT) return
   paint(theme.later, x, RULER, endOf(columns.at(-1)) - x, paper.height)
   paint(theme.accent, x - 0.75, 15, 1.5, paper.height)
-  paint(theme.accent, x - 5, 15, 10, 7) // below the words
+  paint(theme.accent, x - 5, 15, 10, 7) // below the text
 }
 
 // ---- Pointer, wheel and keys ----
@@ -267,7 +268,7 @@ function pan(left) {
   view.isNews = true
 }
 
-function hold(unit, x, scale) { // this unit stays at x
+function hold(unit, x, scale) { // zoom so that this unit stays at x
   chart.scale = clamp(scale, 0.01, 40)
   pan(unit + (LEFT - x) / chart.scale)
 }
@@ -287,15 +288,15 @@ const rowAt = y => chart.shown[Math.floor((y - RULER) / chart.rowHeight)]
 
 function startTimeline() {
   const timeline = $("timeline")
-  const fingers = new Map() // that are down: x, and the unit that stays under it
+  const fingers = new Map() // fingers that are down: x, and the unit that stays under it
   let from // the column where a range begins
-  let pressed // where
+  let pressed // x where the pointer went down
   const select = (range, x, y) => {
     chart.range = range.sort((a, b) => a - b)
     tip(wordsOfRange(...range), x, y)
     view.isNews = true
   }
-  const extend = move => { // by the place that is shown, which moves
+  const extend = move => { // move the current place, and extend the range to it
     const at = columnShown()
     const column = chart.columns[at + move]
     if (!column) return
@@ -334,7 +335,7 @@ function startTimeline() {
     select([])
     point()
   }
-  timeline.onwheel = event => { // what is under the pointer stays there
+  timeline.onwheel = event => { // zoom around the pointer
     event.preventDefault()
     const { offsetX, deltaX, deltaY } = event
     hold(unitAt(offsetX), offsetX - deltaX, chart.scale * Math.exp(-deltaY / 500))

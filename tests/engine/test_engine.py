@@ -112,7 +112,7 @@ def test_the_pool_has_room_for_three_quarters_of_the_rows_at_full_length():
         ({"max_model_len": 65}, "max_model_len is 65, wanted 1 to 64"),
         ({"max_model_len": 41, "num_blocks": 10}, "wanted 1 to 40 (context length 64, KV pool "
             "of 10 blocks of 4): lower --max-model-len or raise --kv-blocks"),
-        ({"num_blocks": 21}, "21 blocks of 4 tokens takes 0.0 GiB, cpu has 0.0: lower --kv-blocks"),
+        ({"num_blocks": 21}, "21 blocks of 4 tokens takes 0.0 GiB, but cpu has 0.0: lower"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
@@ -194,7 +194,7 @@ def test_the_statement_says_how_many_texts_fit():
 
 
 REFUSED = """
-{"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it with this model's tokenizer
+{"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it to a list with this model's
 {"prompt_tokens": [-1]} -> token -1, outside 0..11
 {"prompt_tokens": [true]} -> token True, outside
 {"prompt_tokens": []} -> the prompt is empty

@@ -548,11 +548,11 @@ BAD = [
     ("[" * 10**6, "not a record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
     (f"{TITLE}\n{STEP}", "not a record: line 2 is"),
-    ('{"event": "snapshot", "version": 1}', "this reads version 2, not 1"),
+    ('{"event": "snapshot", "version": 1}', "this program reads version 2, not 1"),
     ('{"event": "snapshot"}', "not a record: line 1 is"),
     (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "not a record: line 2 is"),
     (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "not a record: line 2 is"),
-    (None, "file: No such file or directory; name a file of"),
+    (None, "file: No such file or directory; choose a file"),
 ]
 
 

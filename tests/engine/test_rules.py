@@ -7,15 +7,15 @@ pytest.importorskip("llguidance")
 __all__ = ["library"]  # a fixture
 
 REFUSED = r"""
-start: "a" start -> no text of start is finite: add an alternative without that rule
-start: x; x: "a" x | "b" y; y: "c" y -> no text of start, x, y is finite
-start: "c" x?; x: "b" x -> no text of x is finite
-start: "c" [x]; x: ("b" | "c") x{1,2} -> no text of x
-start: "c" | x; x: "b"+ x+ -> no text of x
-start: "a" start~1..2 -> no text of start
-start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> no text of x, y is
-root ::= "a" root -> no text of start is finite
-root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> no text of x_y is finite
+start: "a" start -> start cannot end: add an alternative without that rule
+start: x; x: "a" x | "b" y; y: "c" y -> start, x, y cannot end
+start: "c" x?; x: "b" x -> x cannot end
+start: "c" [x]; x: ("b" | "c") x{1,2} -> x cannot end
+start: "c" | x; x: "b"+ x+ -> x cannot end
+start: "a" start~1..2 -> start cannot end
+start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> x, y cannot end
+root ::= "a" root -> start cannot end
+root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> x_y cannot end
 start: "a" <[256]> -> <[256]> would end the answer
 start: ("a" | <[3,200-256]>) "b" -> <[3,200-256]> would end
 start: "a" <[^97]> "b" -> <[^97]> would end

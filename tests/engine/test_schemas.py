@@ -46,20 +46,20 @@ REFUSED = r"""
 {"type": "number", "multipleOf": -0.5} -> multipleOf is -0.5
 {"type": "integer", "multipleOf": 99991} -> multipleOf is 99991, wanted above 0, and at most 20,000
 {"type": "number", "multipleOf": 99.991} -> multipleOf is 99.991
-{"minProperties": 2} -> minProperties is 2, at most 1 is served
-{"minProperties": 2, "additionalProperties": {}} -> minProperties is 2, at most 1
-{"minProperties": 3, "required": ["a", "a"], "additionalProperties": {"type": "null"}} -> minProperties is 3, at most 2
+{"minProperties": 2} -> minProperties is 2, wanted at most 1, because
+{"minProperties": 2, "additionalProperties": {}} -> minProperties is 2, wanted at most 1
+{"minProperties": 3, "required": ["a", "a"], "additionalProperties": {"type": "null"}} -> minProperties is 3, wanted at most 2
 {"minProperties": 2, "patternProperties": {"^x": {}}, "additionalProperties": false} -> minProperties is 2
 {"properties": {"a": {"type": "integer", "required": true}}} -> required is true, wanted a list of names
 {"$defs": {"a": {"required": "b"}}} -> required is "b"
-{"type": "integer", "divisibleBy": 5} -> divisibleBy is of draft 3
+{"type": "integer", "divisibleBy": 5} -> divisibleBy is from draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
-{"$ref": "#/$defs/a"} -> no schema in it is at #/$defs/a: a $ref must be
-{"$ref": "#a"} -> no schema in it is at #a
-{"$ref": "#None"} -> no schema in it is at #None
-{"$ref": "http://a.example/b"} -> no schema in it is at http://a.example/b
+{"$ref": "#/$defs/a"} -> it has no schema at #/$defs/a: a $ref must be
+{"$ref": "#a"} -> it has no schema at #a
+{"$ref": "#None"} -> it has no schema at #None
+{"$ref": "http://a.example/b"} -> it has no schema at http://a.example/b
 {"$ref": "#/$defs/a", "$defs": {"a": {"$id": "http://a.example/b", "items": {"$ref": "#/$defs/c"}}}} -> an $id around a $ref
 true -> the schema is true, wanted an object: {} for any JSON
 3 -> the schema is 3
@@ -72,8 +72,8 @@ regex (?=a)b -> invalid regex: look-around
 {"type": "array", "uniqueItems": true} -> Unimplemented keys: ["uniqueItems"]
 {"type": "string", "format": "foo"} -> Unknown format: foo
 {"allOf": [{"type": "string", "format": "email"}, {"type": "string", "format": "uri"}]} -> Regex is empty
-{"$ref": "#"} -> no value of # is finite
-{"oneOf": [{}, {}]} -> oneOf is not served where its schemas may overlap: use anyOf
+{"$ref": "#"} -> values of # never end
+{"oneOf": [{}, {}]} -> oneOf is not supported if its schemas may overlap: use anyOf
 {"type": "foo"} -> Invalid type: foo
 {"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}} -> ["not"]
 {"allOf": [{"x-guidance": {"lenient": true, "whitespace_pattern": "[ \\n]*"}, "not": {}}]} -> ["not"]
@@ -87,19 +87,19 @@ grammar start: %json {"\u0078-guidance": {"lenient": true}, "uniqueItems": true}
 {"required": ["a"], "patternProperties": {"^a$": {}}, "additionalProperties": false} -> its patternProperties match only properties that are also declared: leave them out
 {"properties": {"a": {}}, "allOf": [{"patternProperties": {"^a$": {}}, "additionalProperties": false}]} -> its patternProperties match only properties that are also declared: leave them out
 {"type": "array", "items": {"properties": {"é": {}}, "patternProperties": {"^é$": {"$ref": "#/items"}}, "additionalProperties": false}} -> its patternProperties match only properties that are also declared: leave them out
-{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> no value of # is finite: allow null there, or require less
-{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> no value of # is finite
-{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> no value of # is finite
-{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> no value of # is finite
-{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
-{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> no value of # is finite
-{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> no value of #, #/$defs/a~1b, #/$defs/d is finite
-{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> no value of #/properties/a is finite
-{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> no value of #/anyOf/1 is finite
-{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> no value of #/items is finite
-{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> no value of #, #a is finite
-{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> no value of #, #/$defs/a%20b is finite
-{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> no value of #, http://a.example/b is finite
+{"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}} -> values of # never end: allow null there, or require less
+{"type": "array", "minItems": 1, "items": {"$ref": "#"}} -> values of # never end
+{"type": "array", "minItems": 1, "prefixItems": [{"$ref": "#", "description": "d"}]} -> values of # never end
+{"type": "object", "minProperties": 1, "additionalProperties": {"$ref": "#"}} -> values of # never end
+{"type": "object", "allOf": [{"required": ["a"]}, {"properties": {"a": {"$ref": "#"}}}]} -> values of # never end
+{"anyOf": [{"type": "array", "minItems": 1, "items": {"$ref": "#"}}, {"type": "object", "required": ["a"], "properties": {"a": {"$ref": "#"}}}]} -> values of # never end
+{"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object", "required": ["c"], "properties": {"c": {"$ref": "#/$defs/d"}}}, "d": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a~1b"}}}} -> values of #, #/$defs/a~1b, #/$defs/d never end
+{"properties": {"a": {"type": "object", "required": ["b"], "properties": {"b": {"$ref": "#/properties/a"}}}}} -> values of #/properties/a never end
+{"anyOf": [{"type": "integer"}, {"type": "array", "minItems": 1, "items": {"$ref": "#/anyOf/1"}}]} -> values of #/anyOf/1 never end
+{"items": {"type": "object", "required": ["x"], "properties": {"x": {"$ref": "#/items"}}}} -> values of #/items never end
+{"$ref": "#a", "$defs": {"b": {"$anchor": "a", "type": "array", "minItems": 1, "items": {"$ref": "#a"}}}} -> values of #, #a never end
+{"$ref": "#/$defs/a%20b", "$defs": {"a b": {"type": "array", "minItems": 1, "items": {"$ref": "#/$defs/a%20b"}}}} -> values of #, #/$defs/a%20b never end
+{"$id": "http://a.example/b", "type": "array", "minItems": 1, "items": {"$ref": "http://a.example/b"}} -> values of #, http://a.example/b never end
 """  # noqa: E501
 # a schema -> a text that fits -> a text that does not
 SERVED = r"""

@@ -330,9 +330,9 @@ def attend_beyond_2_to_the_31(backend: str):
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("kv", lambda kv: kv.transpose(2, 3), "the pool of a layer must be contiguous"),
-        ("q", lambda q: q.transpose(0, 1), "wanted the heads of a token together"),
-        ("q", lambda q: q[..., :8], "heads of 8 for a pool of heads of 16"),
+        ("kv", lambda kv: kv.transpose(2, 3), "a layer's pool must be contiguous"),
+        ("q", lambda q: q.transpose(0, 1), "a token's heads must be contiguous"),
+        ("q", lambda q: q[..., :8], "heads of size 8, but the pool's have size 16"),
         ("kv", Tensor.double, "the kernels compute in float32"),
         ("q", Tensor.long, "wanted floating point"),
     ],

@@ -1,7 +1,7 @@
 """
-The live page in a real browser (browser.py), all but its talking half (test_page_talk.py). Records
-come from the real engine without a model (simulated_device.py), live streams from a real server
-with a random model, or line by line from the test.
+Test the live page in a real browser (browser.py), except for its talking half (test_page_talk.py).
+Records come from the real engine without a model (simulated_device.py). Live streams come from a
+real server with a random model, or line by line from the test.
 """
 
 # ruff: noqa: F811  fixtures of browser.py
@@ -51,7 +51,7 @@ KEY = "a key of 16 letters"
 
 
 def test_it_is_small():
-    """All of it, the tour's record included, is less than a picture: so much is sent."""
+    """The whole page, including the tour's record, is smaller than a picture when compressed."""
     assert len(gzip.compress(page_html().encode())) <= 36 * 1024
     for path in FOLDER.iterdir():
         lines = path.read_text().splitlines()
@@ -60,8 +60,8 @@ def test_it_is_small():
 
 def test_it_is_one_document_that_asks_nobody_else():
     """
-    One script and one style, which its policy allows by their hashes, and nothing that the policy
-    would block; no text becomes HTML, nothing is kept in the browser.
+    The page has one script and one style, which its policy allows by hash, and nothing that the
+    policy would block. Text is never inserted as HTML, and nothing is stored in the browser.
     """
     html = page_html()
     assert html.count("<script>") == html.count("<style>") == 1
@@ -70,12 +70,12 @@ def test_it_is_one_document_that_asks_nobody_else():
     assert not re.findall(r"<link (?!rel=\"icon\" href=\"data:)|\ssrc=", head)
     assert not re.findall(r"\s(style|on\w+)=\"", head)
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(", script)
-    assert not re.findall(r"(call|json)\(\"/", script)  # behind a proxy its path may be another
+    assert not re.findall(r"(call|json)\(\"/", script)  # a proxy may add a prefix
     assert not re.findall(r"localStorage|sessionStorage|cookie", script)
 
 
 def test_only_the_pages_own_script_runs_and_nothing_frames_it():
-    """The hashes are those of its one script and its one style; what is added to it is not run."""
+    """The policy has the hashes of the page's script and style; anything added to it is not run."""
     html = "<p><style>a{}</style><script>go()</script><script type='x'>data</script>"
     go = "'sha256-5KYv+PUboo5h+0+YAtGRPbwv5d/QxzHslP4YGnUaxRw='"
     style = "'sha256-X1RutGBrXCt9KkSaXMK7tHftWiRscFHOhxsS8tv8hBk='"
@@ -90,7 +90,7 @@ def test_only_the_pages_own_script_runs_and_nothing_frames_it():
 
 
 def test_no_script_takes_a_name_of_another():
-    """They become one script: the later of two functions would silently stand for both."""
+    """The scripts are joined into one, where the later of two functions would silently win."""
     script = "\n".join(path.read_text() for path in FOLDER.glob("*.js"))
     names = re.findall(r"^(?:async )?(?:function\*?|const|let) (\w+)", script, re.M)
     assert sorted(set(names)) == sorted(names) != []
@@ -102,9 +102,9 @@ def test_no_script_takes_a_name_of_another():
 
 def record(engine, arrivals: list[tuple], aborts: dict[int, int]) -> list[tuple]:
     """
-    [(line, snapshot after it), ..] of a run, 10 ms apart: arrivals are (step, prompt, tokens, n),
-    and come earlier where nothing runs, aborts are {step: which of them}. The first line is a
-    snapshot.
+    Return [(line, snapshot after it), ..] for a run, with lines 10 ms apart. Each of `arrivals` is
+    (step, prompt, tokens, n), and arrives earlier if nothing is running. `aborts` is {step: index
+    of the arrival}. The first line is a snapshot.
     """
     recorder = engine.stages["record"]
 
@@ -112,7 +112,7 @@ def record(engine, arrivals: list[tuple], aborts: dict[int, int]) -> list[tuple]
         return json.loads(recorder.snapshot())
 
     told = []
-    # a step with drafts may have two lines
+    # a step with drafts may write two lines
     recorder.listen(lambda line: told.append((json.loads(line), take_snapshot())))
     told.append((take_snapshot(), take_snapshot()))
     coming = [*enumerate(sorted(arrivals))]
@@ -130,8 +130,8 @@ def record(engine, arrivals: list[tuple], aborts: dict[int, int]) -> list[tuple]
 
 def small_record() -> list[tuple]:
     """
-    A prefix hit of 16 tokens, a fork with a copy-on-write, a preemption, one that waits for blocks,
-    an abort, with 12 blocks of 4.
+    Record a prefix hit of 16 tokens, a fork with a copy-on-write, a preemption, a request that
+    waits for blocks, and an abort, with 12 blocks of 4 tokens.
     """
     engine = simulated_engine(
         num_blocks=12, block_size=4, token_budget=24, overlap=False, watermark=0, check=True
@@ -161,7 +161,7 @@ def frequent_snapshots(*args, **settings) -> list[tuple]:
 
 
 def record_of_drafts() -> list[tuple]:
-    """Texts that repeat themselves, some ended early."""
+    """Record requests for repetitive texts, some of which end early."""
     settings = {"num_blocks": 24, "max_num_seqs": 4, "token_budget": 24, "overlap": True}
     engine = new_engine(trained_model(), speculate=True, **settings)
     arrivals = [(4 * i, [i, 7, 8, 9] * 3, 5 + 3 * i, 1 + i % 2) for i in range(9)]
@@ -183,7 +183,7 @@ RECORDS = {
 
 @pytest.fixture
 def open_record(open_page):
-    """A page that replays a record, the small one by default, paused at its first line."""
+    """Return a function that opens a page with a record, SMALL by default, paused at line one."""
 
     def open_record(told=SMALL, **options):
         page = open_page(told=told, **options)
@@ -198,14 +198,14 @@ def say(page, lines: list[dict]):
 
 
 def press(page, read: str, *moves: tuple):
-    """Each a key, and what is read then."""
+    """Make moves: each is a key to press, and what `read` must then return."""
     for key, wanted in moves:
         page.keyboard.press(key)
         assert page(read) == wanted, key
 
 
 def show(page, place: int):
-    """This place, drawn and told."""
+    """Go to this place, and wait until the page has drawn and described it."""
     page(f"seek({place}); view.told = 0")
     wait_for(page, f"grid && view.at === {place} && state.touched?.size === 0 && view.told")
 
@@ -213,11 +213,11 @@ def show(page, place: int):
 # --------------------------------------------------------------------------------------------------
 # The state
 
-# The tallies, as JSON: what a snapshot says of them too.
+# The state as JSON, in a form that can be compared with a snapshot.
 STATE = """(() => {
     const requests = [...state.requests.values()].map((q) => ({ ...q, table: [...q.table] }));
     const committed = [...state.committed].sort((one, other) => one - other);
-    // what a block shows: the hues of those that hold it, or of who did last
+    // what a block shows: the hues of its holders, or of its last holder
     const huesOf = (owners, block) =>
         owners.length ? owners.map(([q]) => q.hue).sort() : state.last[block]?.[0].hue;
     const holders = state.owners.slice(0, -1).map((owners) => owners.length);
@@ -229,8 +229,8 @@ STATE = """(() => {
 @pytest.mark.parametrize("name", RECORDS)
 def test_the_state_is_what_the_lines_say(open_record, name):
     """
-    After each line, as a snapshot taken then says it; and backwards as it was. No two requests have
-    one hue, all hues are used, and none changes at a snapshot.
+    After each line, the state matches a snapshot taken then. Going back restores earlier states. No
+    two requests share a hue, all hues are used, and no hue changes at a snapshot.
     """
     told = RECORDS[name]()
     page = open_record(told)
@@ -243,7 +243,7 @@ def test_the_state_is_what_the_lines_say(open_record, name):
     kinds = [line["event"] for line, _ in told[1:]] + ["step"]
     used = set()
     for (line, snapshot), kind, state in zip(told, kinds, states, strict=True):
-        if kind == "step":  # otherwise the snapshot is of after the next line
+        if kind == "step":  # otherwise the snapshot was taken after the next line
             check(state, snapshot, line)
         hues = [q["hue"] for q in state["requests"] if q["table"]]
         assert len(set(hues)) == len(hues)
@@ -257,7 +257,7 @@ def test_the_state_is_what_the_lines_say(open_record, name):
 
 
 def check(state: dict, snapshot: dict, line: dict):
-    # with windows, a table has its first block again in place of those that were given back
+    # with windows, a table repeats its first block in place of the blocks that were given back
     entries = Counter(block for q in snapshot["requests"] for block in set(q["table"]))
     wanted = {
         "committed": sorted(snapshot["committed"]),
@@ -272,9 +272,9 @@ def check(state: dict, snapshot: dict, line: dict):
     assert shown.keys() == {q["r"] for q in snapshot["requests"]}, line
     for q in snapshot["requests"]:
         names = ["filled", "table", "generated"]
-        if not q["choice"]:  # a fork begins with its parent's counts, which no line tells
+        if not q["choice"]:  # a fork starts with its parent's counts, which no line reports
             names += ["hits", "preemptions"]
-        if q["status"] != "finishing":  # which lines do not tell
+        if q["status"] != "finishing":  # lines do not report "finishing"
             names.append("status")
         for name in names:
             assert shown[q["r"]][name] == q[name], (name, line)
@@ -291,7 +291,7 @@ def test_a_block_that_was_hit_and_given_up_in_one_step_is_evicted_last(open_page
 
 
 def test_buttons_and_keys_move_through_a_record(open_record):
-    """Keys of a field are the field's, and Space on a button presses it once."""
+    """Keys used by a field are left to the field, and Space on a button presses it once."""
     page = open_record()
     last = len(SMALL) - 1
     page.click("#forth")
@@ -304,17 +304,17 @@ def test_buttons_and_keys_move_through_a_record(open_record):
     wait_for(page, f"tape.at === {last} && player.isPaused")
     page("player.speed = 0")
     page("document.activeElement.blur()")
-    press(page, "tape.at", (" ", 0))  # at its end a record starts over
+    press(page, "tape.at", (" ", 0))  # at the end, a record starts over
     page.fill("#place", "5")
     page.focus("#speed")
     press(page, "tape.at", ("ArrowRight", 5))
     page.focus("#place")
     press(page, "tape.at", ("Home", 0), ("ArrowRight", 1))
-    press(page, "player.isPaused", (" ", False))  # was dead, after a box was ticked all keys were
+    press(page, "player.isPaused", (" ", False))  # all keys were once dead after a box was ticked
 
 
 def test_pause_pauses_where_it_is_and_live_follows(open_page):
-    """It jumped to the first step whenever the page was up to date."""
+    """Pause once jumped to the first step whenever the page was up to date."""
     place = "[tape.at, player.isPaused]"
     page = live_page(open_page)
     say(page, LINES[:20])
@@ -335,8 +335,8 @@ def test_pause_pauses_where_it_is_and_live_follows(open_page):
     wait_for(page, "tape.at === 31 && $('pill').textContent === 'Live'")
 
 
-# From now on the test makes the frames, 60 a second: `play` returns what the pill says in each.
-# `ask` is a request of so many steps, which the engine has done at once.
+# Lets the test make the frames, 60 a second. `play` returns the text of the pill in each frame.
+# `ask` adds a request of `steps` steps, all of which the engine has already finished.
 DRIVEN = """(snapshot) => {
     let [now, r] = [1e9, 0];
     requestAnimationFrame = () => 0;
@@ -359,8 +359,9 @@ DRIVEN = """(snapshot) => {
 
 def test_ones_own_prompt_can_be_watched(open_page):
     """
-    For a quarter of a second its blocks were seen, and the pill said "Live" 36 steps behind. What
-    others do is shown as it happens, and one's own at a click.
+    The user's own prompt plays slowly: its blocks were once visible for only a quarter of a second,
+    and the pill said "Live" 36 steps behind. Other users' requests are shown as they happen. A
+    click on "As it happens" shows the user's own that way, too.
     """
     page = live_page(open_page)
     page(DRIVEN, LINES[0])
@@ -381,7 +382,7 @@ def test_ones_own_prompt_can_be_watched(open_page):
 
 
 def test_a_replay_begins_paused_at_its_most_telling_step(open_page):
-    """At a preemption, else a copy, else a hit, else in the middle."""
+    """It begins at a preemption, or else at a copy, or else at a hit, or else in the middle."""
     page = open_page(told=SMALL)
     assert page("[tape.lines[tape.at].preempted, player.isPaused, player.speed]") == [[5], True, 10]
     lines = [{}, {}, {}, {"admitted": [[1, 0, 9], [2, 4, 9]]}, {"copies": [[1, 2, 3]]}]
@@ -406,7 +407,7 @@ def test_a_link_leads_to_a_step_and_follows_the_place(open_page):
 
 
 def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monkeypatch):
-    """The file of `draw.py page` is opened from the disk."""
+    """A record can be in the page (a file of `draw.py page`, opened from disk), or be opened."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.jsonl").write_text(jsonl(LINES))
     page = open_page(draw_page("run.jsonl")["file"].absolute().as_uri())
@@ -422,18 +423,19 @@ def test_a_record_can_be_inside_be_opened_and_be_wrong(open_page, tmp_path, monk
     open_file("other.jsonl", other)
     wait_for(page, "$('model').textContent === 'other.jsonl · a model · today'")
     show(page, 1)
-    # a link to a step is of the record that a reload shows, and the same file can be opened again
+    # there is no link, because a reload would show the record inside; the file can be opened again
     assert page("[location.hash, $('file').value]") == ["", ""]
     open_file("again", other)
     wait_for(page, "tape.name === 'again' && tape.at === telling(tape.lines)")
     for name, lines in ("a step", LINES[1:]), ("old", [LINES[0] | {"version": 1}]), ("none", []):
         open_file(name, jsonl(lines))
-        wait_for(page, f"$('notice').textContent.startsWith('{name} is no record of serve.py: ')")
-    assert page("tape.lines.length") == 30  # what was there stays
+        says = f"{name} is not a valid serve.py record: "
+        wait_for(page, f"$('notice').textContent.startsWith('{says}')")
+    assert page("tape.lines.length") == 30  # the former record stays
 
 
 def test_what_comes_is_text(open_record):
-    """A hostile record: none of it becomes an element."""
+    """No part of a hostile record is turned into an element."""
     hostile = "<img src=x onerror=alert(1)>"
     page = open_record(json.loads(json.dumps(SMALL).replace('"length"', json.dumps(hostile))))
     page("seek(3)")
@@ -445,18 +447,18 @@ def test_what_comes_is_text(open_record):
     "base, fields, shown",
     [
         (1, {"tables": 5}, [20, 9, True, True]),
-        (0, {"num_blocks": 1e9}, [20, 9, True, True]),  # this and the next hung the tab
+        (0, {"num_blocks": 1e9}, [20, 9, True, True]),  # this one and the next once hung the tab
         (0, {"idle": [1e999]}, [4, 2, False, False]),
     ],
 )
 def test_a_record_that_contradicts_itself_is_stopped(open_page, base, fields, shown):
-    """It killed the frames, so that no good record could be played after it, and the live tape."""
+    """It once stopped the frames, so no other record could be played, and lost the live tape."""
     page = live_page(open_page)
     say(page, LINES[:20])
     page("seek(9)")
     wrong = jsonl([*LINES[:3], LINES[base] | fields]).replace("Infinity", "1e999")
     page("text => replay(text, 'wrong')", wrong)
-    is_refused = "$('notice').textContent.includes('is no record')"
+    is_refused = "$('notice').textContent.includes('is not a valid')"
     assert page(f"[tape.lines.length, tape.at, player.isLive, {is_refused}]") == shown
     page("text => replay(text, 'another')", jsonl(LINES))
     page("(player.speed = 120, player.isPaused = false)")
@@ -466,7 +468,7 @@ def test_a_record_that_contradicts_itself_is_stopped(open_page, base, fields, sh
 # --------------------------------------------------------------------------------------------------
 # The pool
 
-# The colours of all cells of the pool, where no number is.
+# The colour of each cell of the pool, read where it has no number.
 PIXELS = """state.owners.slice(0, -1).map((_, block) => {
     const [x, y, w, h] = cellOf(block);
     const at = [x + 4, y + 0.75 * h].map((n) => n * devicePixelRatio);
@@ -476,11 +478,12 @@ PIXELS = """state.owners.slice(0, -1).map((_, block) => {
 
 def test_cells_have_the_colours_of_what_they_are(open_record):
     """
-    Filled, empty, cached and free, of each hue; the older, the paler. At each place, also back.
+    Filled, empty, cached and free cells have different colours in every hue, and older cached
+    blocks are paler. This holds at each place, also after going back.
     """
     told = random_record(1)
     page = open_record(told)
-    page.expected = "Canvas2D: Multiple readback"  # which is slow, says Chromium
+    page.expected = "Canvas2D: Multiple readback"  # Chromium warns that it is slow
     colours = defaultdict(set)
     for place in [*sorted(random.Random(0).sample(range(len(told)), 12)), 40, 20]:
         show(page, place)
@@ -504,8 +507,8 @@ def test_cells_have_the_colours_of_what_they_are(open_record):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_numbers_in_cells_can_be_read(open_record, scheme):
     """
-    On each of the twelve hues, as axe judges texts; at the rows' heads; and on a disabled button,
-    which it passes over: Send had a contrast of 1.0.
+    Axe finds enough contrast for numbers on each of the twelve hues and at the rows' heads. It
+    ignores disabled buttons, so their colours are tested here, too: Send had a contrast of 1.0.
     """
     page = open_record(color_scheme=scheme)
     show(page, 0)
@@ -534,13 +537,13 @@ IS_LAID_OUT = """grid?.ctx.canvas.width === $("pool").clientWidth
 
 
 def box_of(page, block) -> dict:
-    """Where to point in the pool."""
+    """Return the centre of a block's cell, as a position to point at."""
     x, y, w, h = page(f"cellOf({block})")
     return {"x": x + w / 2, "y": y + h / 2}
 
 
 def is_over(page, shape: str, block: int) -> bool:
-    """Whether what a shape over the cells paints, its fill or its line, is in a cell's middle."""
+    """Return True if a shape over the cells covers a cell's centre with its fill or its line."""
     return page(
         """([shape, block]) => {
             const point = new DOMPoint(...centre(cellOf(block)));
@@ -555,21 +558,22 @@ def is_over(page, shape: str, block: int) -> bool:
 
 def test_what_is_hovered_is_lit_in_all(open_record):
     page = open_record()
-    show(page, 5)  # block 5 is of request 2, and 6 of others
+    show(page, 5)  # block 5 belongs to request 2, and block 6 to others
     page.hover("#pool", position=box_of(page, 5))
     wait_for(page, "lit === 2 && !view.isNews")
     assert [is_over(page, "#dim", block) for block in (5, 6)] == [False, True]
     assert page("chart.shown.filter(({ alpha }) => alpha === 1).map(({ r }) => r)") == [2]
     page.hover("#timeline", position={"x": 20, "y": page("RULER + 1.5 * chart.rowHeight")})
-    assert page("lit === chart.shown[1].r")  # the second row
+    assert page("lit === chart.shown[1].r")  # the request of the second row
     page.mouse.move(5, 5)
     wait_for(page, "lit === undefined && !view.isNews")
     assert not page.is_visible("#tip")
     assert not is_over(page, "#dim", 6)
 
 
-# (step, block that is clicked) -> the title, figures, words of the step, the drawer of the block's
-# request, words at the pointer; the parts of the bar of all blocks and of the request's
+# (step, block that is clicked) -> the title, the figures, the description of the step, the drawer
+# with the block's request, the tip at the pointer, and the parts of the pool's and the request's
+# bars
 SAID = {
     (0, 11): """
         Paused at step 0 – pagedGPT
@@ -636,7 +640,7 @@ SAID = {
         8 of 12 blocks held 4 cached · 0 free
         30% hit rate 200 tokens/s 1 waiting 1 preempted
         step 10: 0 decodes, 2 chunks with 24 tokens, 1 waiting · evicted: 3 blocks ·
-        request 8 waits: needs 5 blocks, 4 to spare
+        request 8 waits: needs 5 blocks, 4 available
         Request 6
         prefilling: 12 of 14
         14 prompt tokens, 0 of them found in the cache
@@ -663,7 +667,7 @@ def test_what_is_said(open_record):
     for (step, block), said in SAID.items():
         show(page, page(f"stepPlace({step})"))
         page.click("#pool", position=box_of(page, block))
-        wait_for(page, IS_LAID_OUT)  # beside the drawer
+        wait_for(page, IS_LAID_OUT)  # next to the drawer
         page.hover("#pool", position=box_of(page, block))
         shown = page.locator(":is(#figures, #said, #about, #tip):visible").all_inner_texts()
         bars = page.locator("#bar i, .states i")
@@ -678,7 +682,7 @@ def test_what_is_said(open_record):
 
 @pytest.mark.parametrize("size", [(1280, 720), (390, 844)], ids=str)
 def test_the_pool_is_shown_as_far_as_it_was_ever_used(open_page, size):
-    """Of the default server's, a first prompt's cells are large; the others are a strip."""
+    """In the default server's pool, the cells of a first prompt are large, the others a strip."""
     page = live_page(lambda **more: open_page(size=size, **more))
     page("$('tab-pool').checked = true")
     told = []
@@ -692,7 +696,7 @@ def test_the_pool_is_shown_as_far_as_it_was_ever_used(open_page, size):
 
 
 def test_a_cell_is_what_is_pointed_at(open_record):
-    """The last one too; behind it, and left and right of all cells, there is none."""
+    """This includes the last cell. After it, and left and right of all cells, there is no block."""
     page = open_record()
     show(page, 1)
     for point, block in (
@@ -706,7 +710,7 @@ def test_a_cell_is_what_is_pointed_at(open_record):
 
 
 def test_the_pool_by_keyboard(open_record):
-    """Arrows move a cell, Enter opens and draws the table, Escape closes; no step is made."""
+    """Arrows move by a cell, Enter opens the drawer, Escape closes it. The player does not step."""
     page = open_record()
     page("grid = null, $('pool').onkeydown({ key: 'Tab' })")  # before it is laid out
     show(page, 6)
@@ -717,14 +721,14 @@ def test_the_pool_by_keyboard(open_record):
     assert page.inner_text("#tip[role=status]").startswith("Block 0: ")
     page.keyboard.press("Enter")
     assert page.inner_text("#about h2") == "Request 2"
-    wait_for(page, f"{IS_LAID_OUT} && !view.isNews")  # beside the drawer
+    wait_for(page, f"{IS_LAID_OUT} && !view.isNews")  # next to the drawer
     assert is_over(page, "#chain", 1)
     page.keyboard.press("Escape")
     assert not page.is_visible("#drawer")
     assert page("tape.at") == 6
 
 
-# what happens, where, its blocks, the hue of its request
+# the kind of event, its place, its blocks, the hue of its request
 HAPPENS = [
     ("hit", 5, [0, 1, 2, 3], "1"),
     ("copied", 6, [7, 8], "2"),
@@ -733,7 +737,7 @@ HAPPENS = [
 ]
 
 
-# Of each effect that is seen in such a state of the page: kind, shape, hue, what moves it.
+# The kind, shape, hue and animation of each effect that is visible in a given state of the page.
 EFFECTS = """name => { document.body.dataset.state = name;
     return [...$("effects").children].map((path) => [path, getComputedStyle(path)])
         .filter(([, { visibility }]) => visibility === "visible")
@@ -744,8 +748,8 @@ EFFECTS = """name => { document.body.dataset.state = name;
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_what_happens_is_seen(open_record, motion):
     """
-    A hit, copies, an eviction, a preemption: over its blocks, as long as it is paused; while it
-    plays for a moment, unless motion is reduced; and by flags in rows.
+    A hit, copies, an eviction and a preemption are shown over their blocks: while paused,
+    permanently, and while playing, for a moment, unless motion is reduced. Rows show them as flags.
     """
     page = open_record(reduced_motion=motion)
     moves = motion == "no-preference"
@@ -762,10 +766,11 @@ def test_what_happens_is_seen(open_record, motion):
     wait_for(page, "document.body.dataset.state !== 'Paused'")
     page("document.getAnimations().forEach((one) => (one.playbackRate = 20))")
     wait_for(page, "!$('effects').children.length")
-    page("seek(0); seek(1e9)")  # of what one jumps over nothing has just happened
+    page("seek(0); seek(1e9)")  # events that were jumped over are not shown
     assert page("$('effects').children.length") == 0
     page("$('effects').append($('effect').cloneNode())")
-    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")  # the tenth
+    # even a tenth arrow stays in the pool
+    page("$('effects').lastChild.setAttribute('d', arrow([0, grid.shown - 1], 9))")
     bottom = "(({ y, height }) => y + height)($('effects').lastChild.getBBox())"
     assert page(bottom) <= page("$('pool').clientHeight")
     flags = page("[...chart.rows.values()].flatMap((row) => row.flags.map(({ kind }) => kind))")
@@ -773,7 +778,7 @@ def test_what_happens_is_seen(open_record, motion):
 
 
 def test_flags_are_told_apart(open_record):
-    """By shape and by colour, as the legend has them."""
+    """Flags differ in shape and colour, and match the legend."""
     page = open_record()
     page.expected = "Canvas2D: Multiple readback"
     show(page, len(SMALL) - 1)
@@ -831,11 +836,11 @@ def test_the_wheel_zooms_at_the_pointer_and_f_fits(open_record):
     left, last = page("[chart.left, endOf(chart.columns.at(-1)) - paper.width]")
     assert left == 0
     assert -60 < last <= 0
-    assert page("pan(chart.end), followPlace(), chart.left === chart.end")  # it stays there
+    assert page("pan(chart.end), followPlace(), chart.left === chart.end")  # the view stays there
 
 
 def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record):
-    """Column by column, no row is lit; in the ruler the range stays, dragged to the left too."""
+    """Hovering marks a column and no row. A range dragged in the ruler stays, in any direction."""
     page = open_record()
     show(page, 9)
     is_marked = """([from, to]) => { const { left, right } = $("range").getBoundingClientRect();
@@ -853,7 +858,7 @@ def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record)
     assert page(is_marked, [5, 5])
     assert page("lit") is None
     point(7, 8, "down")
-    # two chunks of 8 tokens after a pause, and three times four decodes
+    # two chunks with 8 tokens in all, after a pause, and three steps of four decodes
     assert point(4, 8) == "steps 3 to 6: 20 tokens, 30 ms"
     assert point(6, 8, "up") == point(1, 8) == "steps 5 to 6: 8 tokens, 20 ms"
     assert page(is_marked, [6, 7])
@@ -861,7 +866,7 @@ def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record)
 
 
 def test_two_fingers_zoom(open_record):
-    """What was under each of them stays there; one of them alone pans."""
+    """What was under each finger stays under it. A single finger pans."""
     page = open_record(random_record(1))
     show(page, 5)
     box = page.locator("#timeline").bounding_box()
@@ -885,11 +890,11 @@ def test_two_fingers_zoom(open_record):
 
 
 def test_after_a_pause_nobody_knows_how_long_a_step_took(open_page):
-    """It is as wide as the one before: the pause itself would be a minute of nothing."""
+    """It is as wide as the previous step, because the pause would be an empty minute."""
     lines = [LINES[0] | {"time": 0}]
     for event, time in ("step", 1), ("step", 1.002), ("idle", 1.1), ("step", 61), ("step", 61.003):
         lines.append({"event": event, "time": time, "step": len(lines), "decodes": []})
-    del lines[3]["step"]  # of idle
+    del lines[3]["step"]  # "idle" lines have no step
     page = live_page(open_page)
     say(page, lines)
     page("goLive()")
@@ -912,22 +917,22 @@ def test_the_timeline_by_keyboard(open_record):
     press(page, "chart.range", ("Shift+ArrowRight", [5, 7]), ("ArrowRight", []))
     assert not page.is_visible("#tip")
     page("seek(1)")
-    press(page, "tape.at", ("Shift+ArrowLeft", 1))  # there is none before
+    press(page, "tape.at", ("Shift+ArrowLeft", 1))  # there is no earlier step
 
 
 def test_a_step_is_as_wide_as_its_tokens_or_its_time(open_record):
     page = open_record()
     show(page, len(SMALL) - 1)
-    assert page("chart.columns[4].w.tokens") == 35  # of a chunk of 2 and one of 6
+    assert page("chart.columns[4].w.tokens") == 35  # a chunk of 2 tokens and one of 6
     assert page("chart.columns[4].chunks.map(({ w }) => w)") == [6, 18]
     page.select_option("#widths", "time")
-    wait_for(page, "xOf(chart.columns.at(-1)) < paper.width")  # the place is in sight
-    assert page("chart.columns[0].start") == 0  # they are laid out anew, not behind the old ones
+    wait_for(page, "xOf(chart.columns.at(-1)) < paper.width")  # the current place is in view
+    assert page("chart.columns[0].start") == 0  # laid out again, not after the old ones
     assert page("widthOf(chart.columns[1]) / chart.scale") == pytest.approx(10)  # ms
 
 
 def test_the_words_of_the_ruler_have_room(open_record):
-    """After an hour they were written over each other. In the pool each cell has its request."""
+    """After an hour the labels overlapped. In the pool, each cell has its request's number."""
     page = open_record()
     show(page, 5)
     ruler, pool = page(
@@ -996,7 +1001,7 @@ def test_beyond_sixty_rows_is_density(open_record):
 
 
 def test_the_map_has_all_steps_and_leads_to_each(open_record):
-    """How many ran at each place, and which places the timeline shows."""
+    """The map shows how many requests ran at each place, and which places the timeline shows."""
     told = random_record(1)
     page = open_record(told)
     show(page, len(told) - 1)
@@ -1018,11 +1023,11 @@ def test_the_map_has_all_steps_and_leads_to_each(open_record):
 
 
 # --------------------------------------------------------------------------------------------------
-# Figures, words and layout
+# Figures, texts and layout
 
 
 def test_tokens_a_second_are_by_the_clock(open_page):
-    """0 when nothing ran in the last second, a dash without a stream."""
+    """The rate is 0 if nothing ran in the last second, and a dash without a stream."""
     page = live_page(open_page)
     say(page, [*LINES[:35], {"event": "idle", "time": 0.35}])
     wait_for(page, "tape.at === 35")
@@ -1032,7 +1037,7 @@ def test_tokens_a_second_are_by_the_clock(open_page):
     wait_for(page, "$('rate').textContent === '0'")
     page("server.is = 'Offline'")
     wait_for(page, "$('rate').textContent === '–'")
-    page = live_page(open_page)  # of steps that take four seconds it said 0 for three
+    page = live_page(open_page)  # for steps of four seconds, it once said 0 for three
     lines = [line | {"time": 4.0 * i, "sampled": 20 * (i > 1)} for i, line in enumerate(LINES[:9])]
     for count, shown in (2, "–"), (7, "5"):
         say(page, lines[:count])
@@ -1040,8 +1045,8 @@ def test_tokens_a_second_are_by_the_clock(open_page):
     assert page("rate(view.since + 4000)") == 3
 
 
-# Controls in sight that are cut off by the window, or too low for a finger or a pointer; what the
-# transcript scrolls is no such one.
+# Visible controls that are cut off by the window, or not high enough for a finger or pointer.
+# Controls in the transcript do not count, because it scrolls.
 BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textarea, label")]
     .filter(one => one.checkVisibility() && !one.closest("#answers, .knobs")
         && one.matches("button, .kinds label, label:has(#probabilities), .button, #tabs label"
@@ -1052,7 +1057,7 @@ BAD_CONTROLS = """(low) => [...document.querySelectorAll("button, select, textar
     .map(([name, box]) => [name, JSON.stringify(box)])"""
 
 
-# What has more than it shows: tiles, the drawer and its texts.
+# Tiles and parts of the drawer whose content is wider than they are.
 CUT = """[...document.querySelectorAll(".tile, .tile p, #about, #entries li, #drawer")]
     .filter(one => one.checkVisibility() && one.scrollWidth > one.clientWidth)
     .map(one => one.outerHTML)"""
@@ -1068,8 +1073,8 @@ IS_ONE_SCREEN = """[...document.querySelectorAll(":root, #pool, #timeline, #pill
 @pytest.mark.quick("(1440, 900)-light")
 def test_one_screen_whatever_happens(open_page, scheme, size):
     """
-    Nothing scrolls, nothing is cut off, each control has a name and can be hit; on a phone in each
-    of three tabs. Axe finds nothing, with probabilities and on the tour either.
+    Nothing scrolls or is cut off, and each control has a name and is large enough to hit; on a
+    phone, in each of three tabs. Axe finds no violations, even with probabilities or on the tour.
     """
     is_phone = size[0] < 700
     page = live_page(lambda **more: open_page(color_scheme=scheme, size=size, **more))
@@ -1103,8 +1108,8 @@ SIZES = [(1280, 720), (1024, 768), (720, 450), (844, 390), (390, 844)]
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_all_is_in_sight_and_the_drawer_covers_nothing(open_page, size):
     """
-    Zoomed to 200% the timeline was 0 pixels high, and Send out of sight. With long texts the drawer
-    was 613 pixels wide in 378, over the playhead.
+    At a zoom of 200%, the timeline was once 0 pixels high, and Send was out of view. With long
+    texts, the drawer was 613 pixels wide in a space of 378, and covered the playhead.
     """
     page = live_page(lambda **more: open_page(size=size, **more))
     say(page, LINES)
@@ -1112,7 +1117,7 @@ def test_all_is_in_sight_and_the_drawer_covers_nothing(open_page, size):
     wait_for(page, "view.at === 9 && view.told")
     assert page(BAD_CONTROLS, 24) == page(CUT) == []
     assert page("paper.height > 70 || innerWidth < 700")
-    page("$('settings').open = true")  # at 1280x720 most of them were below the edge
+    page("$('settings').open = true")  # at 1280x720 most settings were below the edge
     assert page("innerWidth < 1280 || talk.scrollHeight <= talk.clientHeight")
     page("$('settings').open = false")
     page(
@@ -1137,7 +1142,7 @@ def test_all_is_in_sight_and_the_drawer_covers_nothing(open_page, size):
 
 
 def test_tab_goes_through_all_and_out(open_page):
-    """And backwards: there is no trap."""
+    """Tab also goes backwards; no control traps it."""
     page = live_page(open_page)
     say(page, LINES[:20])
     wait_for(page, "$('live').checkVisibility()")
@@ -1152,7 +1157,7 @@ def test_tab_goes_through_all_and_out(open_page):
 
 
 # --------------------------------------------------------------------------------------------------
-# The server comes, ends and comes again
+# The server starts, ends and starts again
 
 
 CALLS = re.compile("/(v1/models|events)$")
@@ -1165,7 +1170,7 @@ def events(count: int) -> tuple:
 
 @pytest.mark.slow
 def test_a_normal_start_has_no_red_line(open_page):
-    """Loading, then live; when the server is gone, what is tried, in plain words."""
+    """The page loads, then is live. When the server is gone, it says so in plain words."""
     loading = 503, '{"error": {"code": "loading", "message": "the server is loading"}}'
     answers = {"v1/models": loading, "events": loading}
 
@@ -1187,22 +1192,22 @@ def test_a_normal_start_has_no_red_line(open_page):
     answers |= {"v1/models": MODELS, "events": events(20)}
     wait_for(page, "tape.lines.length === 20")
     assert page("server.model") == "out/stdlib"
-    # the 17th listener read "Offline", while Send worked
+    # the 17th listener once read "Offline", although Send worked
     answers["events"] = 429, '{"error": {"code": "x", "message": "16 clients listen"}}'
     wait_for(page, "$('notice').textContent === '16 clients listen'")
     wait_for(page, "$('pill').textContent === 'Refused'")
     assert page(colour) != quiet
     answers["v1/models"] = 0, ""
-    wait_for(page, "$('notice').textContent === 'The server does not answer.'")
+    wait_for(page, "$('notice').textContent === 'The server is not responding.'")
     wait_for(page, "$('pill').textContent === 'Offline' && $('rate').textContent === '–'")
     assert page("getComputedStyle($('pool-panel')).filter") == "grayscale(1)"
-    answers |= {"v1/models": MODELS, "events": events(35)}  # the tape is kept, and goes on
+    answers |= {"v1/models": MODELS, "events": events(35)}  # the tape is kept and continued
     wait_for(page, "tape.lines.length === 35")
     assert page("tape.lines.map((line) => line.time)") == [line["time"] for line in LINES[:35]]
 
 
 def engines(*numbers: int) -> list[dict]:
-    """What a server tells of engines, each with the small record, which dies before the next."""
+    """Return a server's lines for engines: each runs the small record, and dies before the next."""
     lines = []
     for number in numbers:
         ended = {"event": "engine", "state": "ended"}
@@ -1223,10 +1228,10 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     wait_for(page, "tape.at === 50 && $('pill').textContent === 'Live'")
     split = page("chart.columns.findIndex(({ isRestart }) => isRestart)")
     assert split > 0
-    # a pool that the former engine had filled is shown large again
+    # a pool that the previous engine had filled is shown with large cells again
     assert page("tape.shown = 1024, load({ ...state, engine: 3, requests: [] }), tape.shown") == 32
     page("seek(1e9)")
-    # its clock has begun anew: nobody knows how long its first step took
+    # the engine's clock has restarted, so the duration of its first step is unknown
     assert page(f"chart.columns[{split}].ms === 0")
     spans = page("[...chart.rows.values()].map(({ first, last }) => [first, last])")
     assert len(spans) == 2 * rows
@@ -1236,7 +1241,7 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     one, other = (page(f"seek({place}), {read}") for place in (20, 46))
     assert one == other
     assert one[-1] > 0
-    # times of the ruler were those of the new engine less the start of the old one
+    # the ruler once showed the new engine's times minus the old engine's start
     texts = page(
         """(() => { const texts = []; write = (colour, text) => texts.push(`${text}`);
             fitAll(); drawRuler(chart.columns); return texts; })()"""
@@ -1245,7 +1250,7 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
 
 
 def test_what_the_tape_has_is_not_taken_again(open_page):
-    """A server's history, at a reconnect: of the same engine, of two, and beyond a gap."""
+    """A reconnect sends a history again: of the same engine, of two engines, and after a gap."""
     lines = engines(1, 2)
     page = live_page(open_page)
 
@@ -1264,8 +1269,8 @@ def test_what_the_tape_has_is_not_taken_again(open_page):
 
 def test_what_was_dropped_is_not_taken_again(open_page):
     """
-    A page that has dropped its oldest lines, at a reconnect. Paused it drops none: it listens no
-    more until it goes on.
+    A page that has dropped its oldest lines reconnects. A paused page does not drop any lines:
+    instead it stops listening until it is played again.
     """
     page = live_page(open_page)
     page(
@@ -1308,7 +1313,7 @@ def test_a_reload_and_a_second_tab_have_the_history(live, open_page, server):
 
 @pytest.mark.slow
 def test_six_hidden_tabs(open_page, server):
-    """A browser has six connections to a host: Send hung for ever. What is seen again goes on."""
+    """A browser has six connections to a host, so Send once hung. A tab shown again continues."""
     hide = """(isHidden) => {
         Object.defineProperty(document, "hidden", { value: isHidden, configurable: true });
         document.dispatchEvent(new Event("visibilitychange")); }"""
@@ -1324,7 +1329,7 @@ def test_six_hidden_tabs(open_page, server):
 
 @pytest.mark.slow
 def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
-    """At once, over what is frozen; the next engine has rows of its own."""
+    """The page says so immediately, above the frozen pool. The next engine gets its own rows."""
     with Process(checkpoint, "--kv-blocks", "24") as server:
         page = open_page(server.url)
         page.expected = "ERR_INCOMPLETE_CHUNKED|ERR_CONNECTION_REFUSED|500|503"
@@ -1338,7 +1343,8 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
         )
         os.kill(server.engine_pid, signal.SIGKILL)
         wait_for(page, "pills.includes('Restarting') && pills.at(-1) === 'Live'")
-        assert page("pills.slice(-2)") == ["Restarting", "Live"]  # its prompt may begin to play
+        # the prompt may have played before that
+        assert page("pills.slice(-2)") == ["Restarting", "Live"]
         set_length(page, 5)
         send(page, "and again")
         wait_for(page, "chart.rows.size === 2 && state.requests.size === 0")
@@ -1346,7 +1352,7 @@ def test_the_engine_is_killed_and_the_page_says_so(open_page, checkpoint):
 
 
 def test_a_key_is_asked_for_and_kept_nowhere(open_page):
-    """The server, which refuses all but the page itself (test_gate.py), is the test."""
+    """The test acts as the server, which refuses calls without the key (see test_gate.py)."""
 
     def answer(route):
         is_known = route.request.headers.get("authorization") == f"Bearer {KEY}"
@@ -1359,7 +1365,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page):
     page.expected = "401|404"
     page.route(CALLS, answer)
     page("void listen()")
-    for key in ("ключ", "wrong", KEY):  # no header can have the first, so it is not sent
+    for key in ("ключ", "wrong", KEY):  # the first is invalid in a header, so it is not sent
         wait_for(page, "!$('key').hidden")
         assert ("not accepted" in page.inner_text("#notice")) == (key == KEY)
         page.click("#text")
@@ -1375,7 +1381,7 @@ def test_a_key_is_asked_for_and_kept_nowhere(open_page):
 
 
 def large_record():
-    """256 requests in 32,768 blocks of 16, most of which they hold, and further ones cached."""
+    """Yield a record of 256 requests that hold most of 32,768 blocks; more blocks are cached."""
     requests = [
         {"r": r, "filled": 1600, "table": [*range(100 * r, 100 * r + 100)]} for r in range(256)
     ]
@@ -1387,7 +1393,7 @@ def large_record():
         yield step | {"idle": [25600 + i]}, None
 
 
-# From now on the test makes the frames: the shapes drawn in each of so many, 60 a second.
+# Makes `count` frames, 60 a second, and returns the number of shapes drawn in each.
 FRAMES = """(count) => {
     let shapes = 0;
     const painter = CanvasRenderingContext2D.prototype;
@@ -1396,7 +1402,7 @@ FRAMES = """(count) => {
         painter[name] = function (...box) { shapes += 1; draw.apply(this, box); };
     }
     window.requestAnimationFrame = () => 0;
-    state.touched = null; // all is to be drawn
+    state.touched = null; // draw everything
     const start = performance.now();
     return Array.from({ length: count }, (_, i) => {
         shapes = 0;
@@ -1409,12 +1415,12 @@ FRAMES = """(count) => {
 @pytest.mark.slow
 def test_a_large_pool_does_not_stutter(open_page):
     """
-    While a record of 32,768 blocks is replayed at 120 lines a second, a frame draws what has
-    changed, not the pool.
+    While a record of 32,768 blocks is replayed at 120 lines a second, each frame draws only what
+    has changed, not the whole pool.
     """
     page = open_page(told=large_record())
     page("seek(300); (player.speed = 120, player.isPaused = false)")
-    whole, *frames = page(FRAMES, 300)  # after a seek all is drawn
+    whole, *frames = page(FRAMES, 300)  # after a seek, everything is drawn
     assert page("tape.at") > 800
     assert whole > 32768
     assert max(frames) < whole / 2

@@ -1,8 +1,8 @@
 """
-The talking half of the live page, in a real browser (browser.py) with a real server: the form by
-keyboard and mouse as people use it, the transcript, probabilities, the chat, the demos and the
-tour. What is typed is typed key by key: once every key was dead in the form and each test, which
-filled it by a script, was green.
+Test the talking half of the live page, in a real browser (browser.py) with a real server. These
+tests use the form by keyboard and mouse as people do, the transcript, probabilities, the chat, the
+demos and the tour. Text is typed key by key: once, every key was dead in the form, and all tests
+passed because they filled the form by a script.
 """
 
 # ruff: noqa: F811  fixtures of browser.py
@@ -34,14 +34,14 @@ from processes import Process, wait_until
 
 @pytest.fixture(scope="module")
 def small_server(tmp_path_factory):
-    """A model without a chat template, whose context is most of its pool."""
+    """Serve a model without a chat template, whose context takes up most of the pool."""
     model = save_random_model(tmp_path_factory.mktemp("small"))
     with Process(model, "--kv-blocks", "24") as server:
         yield server
 
 
-# The test is the server: `step(choice, ..)` is the next event of the newest answer. `named` is what
-# was to be tokenized.
+# Lets the test act as the server. `step(choice, ..)` sends the next event of the newest answer.
+# `named` is the last call to tokenize.
 STEPPED = """() => {
     const none = { count: 0, max_model_len: 4096, tokens: [], token_strs: [] };
     window.fetch = async (path, { signal, body: sent }) => {
@@ -66,14 +66,14 @@ STEPPED = """() => {
 
 @pytest.fixture
 def stepped(open_page):
-    """A page whose answers are as fast as the test wants them to be."""
+    """Open a page whose answers arrive when the test sends them."""
     page = live_page(open_page)
     page(STEPPED)
     return page
 
 
 def step(page, *names: str, **fields):
-    """New tokens of these names, of a completion."""
+    """Send new tokens with these names, as part of a completion."""
     scores = {"tokens": names, "token_logprobs": [-1] * len(names)}
     scores |= {"top_logprobs": [{name: -1, "other": -2} for name in names]}
     page("(choice) => step(choice)", {"logprobs": scores} | fields)
@@ -84,7 +84,7 @@ def prompt(page) -> str:
 
 
 def set_knob(page, name: str, value: str):
-    """By the mouse and the keyboard, in the settings."""
+    """Change a setting by mouse and keyboard."""
     if not page.is_visible(f"[name={name}]"):
         page.click("#settings summary")
     page.click(f"[name={name}]", click_count=3)
@@ -100,7 +100,7 @@ def focused(page) -> str:
 
 
 def test_keys_work_in_the_form(live):
-    """Letters, blanks, Backspace and arrows; none of them is the player's there."""
+    """Letters, spaces, Backspace and arrows work in the form; the player does not react to them."""
     write(live, "hello  world")
     for key in ("Backspace", "ArrowLeft", "ArrowLeft", "X", "Y", "Home", ">", "Enter", "End"):
         live.keyboard.press(key)
@@ -113,7 +113,7 @@ def test_keys_work_in_the_form(live):
 
 
 def test_sending(live):
-    """The box is empty then, and the settings, which are folded, are those that were chosen."""
+    """After sending, the box is empty. The settings are folded, and the chosen ones are used."""
     assert not live.is_visible("[name=max_tokens]")
     live.focus("#settings summary")
     live.keyboard.press("Enter")
@@ -129,7 +129,7 @@ def test_sending(live):
 
 
 def test_settings_are_sent_and_copied_as_curl(stepped):
-    """Numbers, texts to stop at, a schema and tools; a wrong schema is the server's to refuse."""
+    """Settings are numbers, stop sequences, a schema and tools. The server checks the schema."""
     stepped(
         "Object.defineProperty(navigator, 'clipboard', {value: {writeText: (text) => "
         "{ window.copied = text; }}})"
@@ -143,7 +143,7 @@ def test_settings_are_sent_and_copied_as_curl(stepped):
     sent = stepped("sent")
     assert [sent[name] for name in ("temperature", "stop", "tools")] == [0, ["\n", "it's"], [{}]]
     assert sent["structured_outputs"] == {"json": "{"}
-    assert stepped("named.tools") == [{}]  # they are in the blocks, too
+    assert stepped("named.tools") == [{}]  # tools are part of the prompt's blocks
     assert "seed" not in sent
     stepped.click("text=copy as curl")
     curl, url, kind, body = shlex.split(stepped("copied"))
@@ -164,7 +164,7 @@ def test_how_far_an_answer_is_and_stop(stepped):
 
     send(stepped, "far")
     wait_for(stepped, "window.step")
-    is_told("waiting for its first token")
+    is_told("waiting for the first token")
     for names, text in (("a", "1 of 60 tokens"), ("bc", "3 of 60 tokens")):
         step(stepped, *names)
         is_told(text)
@@ -181,7 +181,7 @@ def test_how_far_an_answer_is_and_stop(stepped):
 
 
 def test_the_oldest_is_first_and_the_newest_in_view(open_page):
-    """Many answers to one prompt are folded."""
+    """The newest answer is last. Many answers to one prompt are folded."""
     page = live_page(open_page)
     page("[...Array(40).keys()].forEach((i) => addArticle([{ text: `<b>${i}</b>` }], 1))")
     page("void addArticle([{ text: 'five' }], 5)")
@@ -194,7 +194,7 @@ def test_the_oldest_is_first_and_the_newest_in_view(open_page):
 
 
 def test_answers_of_a_call_have_their_requests_in_order(open_page):
-    """A later snapshot may have the second alone, and a line may tell of it first."""
+    """A later snapshot may contain only the second request, and a line may list it first."""
     place = live_page(open_page)(
         """() => { calls.set("a call", addArticle([{ text: "one" }, { text: "two" }], 1));
             takeIn([{ time: 1e9, new: [8, 7].map((r) => ({ name: "a call", r })) }]);
@@ -221,8 +221,9 @@ def test_an_answer_and_its_blocks_are_lit_together(live):
 
 def test_a_block_has_its_text(live, open_page, server):
     """
-    As far as its slots are filled: in the drawer, at the pointer and in its cell. A cached one
-    keeps it; another's page has none. A token that is pointed at marks its block, and the reverse.
+    The drawer, the tip and the cell show a block's text, as far as its slots are filled. A cached
+    block keeps its text, and other users' pages do not show it. Pointing at a token marks its
+    block, and pointing at a block marks its tokens.
     """
     set_knob(live, "max_tokens", "40")
     send(live, "a prompt of 22 letters")
@@ -279,13 +280,13 @@ def test_probabilities_are_shown_when_they_are_wanted(live):
         assert not tip.is_visible()
         live.focus("#probabilities")
         live.keyboard.press("Space")
-        live.keyboard.press("f")  # was dead, as all keys of the player after a box
+        live.keyboard.press("f")  # after a box was ticked, the player's keys were once dead
         assert not live("chart.follows")
 
 
 @pytest.mark.parametrize("temperature", ["0", "0.8"])
 def test_what_a_schema_refuses_is_marked(stepped, temperature):
-    """At temperature 0, likelier tokens than the one that was chosen; else nobody knows."""
+    """At temperature 0, tokens likelier than the chosen one were refused. Otherwise, any may be."""
     set_knob(stepped, "temperature", temperature)
     set_knob(stepped, "json", "{}")
     send(stepped, "text")
@@ -299,7 +300,7 @@ def test_what_a_schema_refuses_is_marked(stepped, temperature):
 
 
 def test_blanks_can_be_told_apart(live):
-    """Four alternatives once all read as a newline and a blank."""
+    """Four alternatives once all looked like a newline and a space."""
     shown = {"\n ": "↵␣", "\n        ": "↵␣×8", "\t if": "⇥␣if", " a  b": "␣a␣×2b", "x": "x"}
     assert {text: live("visible", text) for text in shown} == shown
 
@@ -316,7 +317,7 @@ def test_end_tokens_are_marked_and_parts_of_a_character_wait_for_the_last(live):
 
 
 def say(page, text: str):
-    """And wait for the whole answer."""
+    """Send this text, and wait for the whole answer."""
     calls = page("calls.size")
     send(page, text)
     wait_for(page, f"calls.size > {calls} && stops.size === 0")
@@ -333,7 +334,7 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
     assert live(roles) == ["user", "assistant"] * 2
     assert live.locator(".asked").all_inner_texts() == ["hello", "again"]
     assert live("conversation[1].content") == live("[...calls.values()].flat()[0].said") != ""
-    live.click("text=Continue a text")  # looking away ends no chat
+    live.click("text=Continue a text")  # switching away does not end the chat
     assert not live.is_visible("#new-chat")
     live.click(".kinds >> text=Chat")
     assert live("conversation.length") == 4
@@ -343,7 +344,7 @@ def test_a_chat_goes_on_until_a_new_one_begins(live):
 
 
 def test_an_answer_fits_into_the_context(live):
-    """Of the default model, which has 512 tokens: each chat was refused."""
+    """The default model's context has 512 tokens, and every chat was once refused."""
     live.expected = "400"
     live.click(".kinds >> text=Chat")
     say(live, "hello")
@@ -355,7 +356,7 @@ def test_an_answer_fits_into_the_context(live):
 
 
 def test_enter_sends_in_a_chat(stepped):
-    """Its box begins empty, its answers with 512 tokens; what was written is kept."""
+    """A chat starts with an empty box and at most 512 tokens. Switching keeps the user's text."""
     boxes = "['prompt', 'max_tokens'].map((name) => $('ask').elements[name].value)"
     assert stepped(boxes) == ["def", "64"]
     stepped.click(".kinds >> text=Chat")
@@ -368,7 +369,7 @@ def test_enter_sends_in_a_chat(stepped):
     assert stepped(boxes) == ["one\n2", "64"]
     stepped.focus("[name=prompt]")
     stepped.keyboard.press("End")
-    stepped.keyboard.press("Enter")  # breaks the line
+    stepped.keyboard.press("Enter")  # inserts a line break
     stepped.click(".kinds >> text=Chat")
     stepped.focus("[name=prompt]")
     stepped.keyboard.press("Enter")
@@ -379,7 +380,7 @@ def test_enter_sends_in_a_chat(stepped):
 
 
 def test_a_chat_has_one_answer_at_a_time(stepped):
-    """And an answer under way is no part of the chat that has begun meanwhile."""
+    """An answer still being generated is not part of a new chat that has begun meanwhile."""
     stepped.click(".kinds >> text=Chat")
     send(stepped, "hello")
     wait_for(stepped, "window.step")
@@ -409,7 +410,7 @@ def test_chat_is_disabled_with_the_reason_where_there_is_no_template(open_page, 
 
 
 def test_a_refusal_is_told_and_the_prompt_comes_back(live):
-    live.expected = "400"  # Chromium's own words in the console
+    live.expected = "400"  # Chromium's own message in the console
     set_knob(live, "max_tokens", "100000")
     write(live, "too much")
     live.click("#send")
@@ -420,7 +421,7 @@ def test_a_refusal_is_told_and_the_prompt_comes_back(live):
 
 @pytest.mark.parametrize("name, value", [("top_k", "1.5"), ("max_tokens", ""), ("n", "129")])
 def test_an_invalid_setting_is_said_where_one_looks(live, name, value):
-    """Settings were folded, and nothing happened; no number meant the API's 16."""
+    """With folded settings nothing seemed to happen, and an empty max tokens meant the API's 16."""
     set_knob(live, name, "1")
     live.fill(f"[name={name}]", value)
     live.click("#settings summary")
@@ -432,8 +433,9 @@ def test_an_invalid_setting_is_said_where_one_looks(live, name, value):
 @pytest.mark.slow
 def test_a_server_that_does_not_answer(open_page, tmp_path):
     """
-    Before an answer and in its middle, in words, not the browser's "Failed to fetch". The model's
-    context is so long that no machine is done with the answer before the server is killed.
+    The page says so in plain words, not the browser's "Failed to fetch", both before an answer and
+    in the middle of one. The model's context is so long that no machine can finish the answer
+    before the server is killed.
     """
     model = save_random_model(tmp_path, context_length=32_768)
     with Process(model, "--kv-blocks", "2049") as server:
@@ -445,11 +447,11 @@ def test_a_server_that_does_not_answer(open_page, tmp_path):
     for count in 1, 2:
         wait_for(page, f"{IS_OVER} && calls.size === {count}")
         told = page.locator("#answers .error").all_inner_texts()
-        assert told == ["The server does not answer."] * count
+        assert told == ["The server is not responding."] * count
         assert prompt(page) == "much"
         page.click("#send" if count == 1 else "#settings summary")
     page.click("#fork")
-    wait_for(page, "!player.until && $('notice').textContent === 'The server does not answer.'")
+    wait_for(page, "!player.until && $('notice').textContent === 'The server is not responding.'")
     assert page.inner_text("#moment") == ""
 
 
@@ -461,7 +463,7 @@ def test_without_events_it_still_talks(open_page, server):
     send(page, "text")
     wait_for(page, IS_OVER)
     assert page.locator(".token").count() == 64
-    page.click("#fork")  # there is nothing to watch
+    page.click("#fork")  # does nothing, because there is nothing to watch
     assert page("calls.size") == 1
 
 
@@ -469,11 +471,11 @@ def test_without_events_it_still_talks(open_page, server):
 # Demos
 
 
-DEMO_IS_OVER = "!player.until && !$('moment').textContent.startsWith('At ten steps')"
+DEMO_IS_OVER = "!player.until && !$('moment').textContent.startsWith('Playing at')"
 
 
 def moment(page, demo: str) -> tuple[dict, str]:
-    """The line at which a demo has stopped, and what it says of it."""
+    """Run a demo. Return the line at which it stopped, and its text about it."""
     page.click(f"#{demo}")
     wait_for(page, DEMO_IS_OVER)
     assert page("player.isPaused"), page.inner_text("#moment")
@@ -482,15 +484,16 @@ def moment(page, demo: str) -> tuple[dict, str]:
 
 def test_eight_prompts_that_begin_alike(live):
     """
-    It stops when seven have found three blocks, with the context of the default model, and all
-    seven are lit until it goes on: new requests once stayed dimmed. Behind a fork the first of them
-    found two of its blocks, and was counted.
+    With the default model's context, the demo stops when seven requests have found three blocks.
+    All seven are highlighted until it continues: new requests once stayed dimmed. After the fork
+    demo, the first request once found two of its blocks, and was counted.
     """
     moment(live, "fork")
     live("stopAll(); goLive()")
     wait_for(live, f"{IS_OVER} && {IS_IDLE}")
     _, said = moment(live, "alike")
-    assert said == "Seven have found 48 tokens cached, in 3 blocks. Paused: press ▶ to go on."
+    found = "Seven requests have each found 48 tokens in the cache, in 3 blocks."
+    assert said == f"{found} Paused: press ▶ to go on."
     lines = live("tape.lines.slice(0, tape.at + 1)")
     hits = [r for line in lines for r, hit, _ in line.get("admitted", []) if hit >= 48]
     assert len(hits) >= 7
@@ -503,18 +506,18 @@ def test_eight_prompts_that_begin_alike(live):
 
 
 def test_a_demo_that_is_left_says_nothing_more(live):
-    """ "At ten steps a second .." stayed for ever."""
+    """The text "Playing at ten steps a second .." once stayed forever."""
     first, later = live(
         """() => ["flood", "pause"].map((button) => {
             $(button).click(); return $("moment").textContent; })"""
     )
-    assert first.startswith("At ten steps a second")
+    assert first.startswith("Playing at ten steps a second")
     assert later == ""
     assert live("player.until") is None
 
 
 def test_stop_ends_a_demo(stepped):
-    """Before its first line came, the page played slowly for ever, and more was sent."""
+    """If stopped before its first line, a demo once played slowly forever and sent more prompts."""
     stepped("takeIn(readLines($('tour-lines').textContent).slice(1, 2))")
     stepped.click("#alike")
     wait_for(stepped, "window.step")
@@ -525,8 +528,9 @@ def test_stop_ends_a_demo(stepped):
 
 def test_four_answers_to_one_prompt(live):
     """
-    It stops where copies are made: of the half full block that they share. Its words are beside the
-    cells, its arrows apart and one after the other; on a phone too.
+    The demo stops where the half-full block that the answers share is copied. Its text is next to
+    the cells. Its arrows do not overlap, and appear one after another. All this is so on a phone,
+    too.
     """
     line, said = moment(live, "fork")
     r, block, source = line["copies"][0]
@@ -551,13 +555,13 @@ def test_four_answers_to_one_prompt(live):
 
 @pytest.mark.slow
 def test_more_than_the_pool_can_hold(live):
-    """It stops at a preemption, in the pool that such a model has by default."""
+    """The demo stops at a preemption, in the default pool for such a model."""
     line, said = moment(live, "flood")
     (r,) = line["preempted"]
     assert f"so request {r} gave its {live('happened[0].blocks.length')} blocks back" in said
     assert live("staged") == [r]
     (shape,) = live("[...document.querySelectorAll('.preempted')].map((it) => it.outerHTML)")
-    assert live("boxesOf(happened[0].blocks)") in shape  # given back, and hatched
+    assert live("boxesOf(happened[0].blocks)") in shape  # freed blocks are hatched
     assert live("state.owners.filter((all) => all.length > 1).length") == 0
     assert live.inner_text("#articles summary:visible") == "60 answers"
     wait_for(live, IS_OVER)
@@ -566,21 +570,21 @@ def test_more_than_the_pool_can_hold(live):
 
 @pytest.mark.slow
 def test_demos_in_another_pool(open_page, small_server):
-    """A smaller one, of a longer context."""
+    """The demos also work in a smaller pool, with a longer context."""
     page = open_page(small_server.url)
     for demo, has in (("alike", "admitted"), ("fork", "copies"), ("flood", "preempted")):
         line, _ = moment(page, demo)
         assert line[has]
         page("stopAll(); goLive()")
-        wait_for(page, f"{IS_OVER} && {IS_IDLE}")  # what was stopped early is not on the tape
+        wait_for(page, f"{IS_OVER} && {IS_IDLE}")  # requests stopped early may not be on the tape
 
 
 def test_a_demo_that_does_not_come_to_its_moment_ends(live):
-    """Here it is stopped at once: what runs later plays as before."""
+    """Such a demo ends when its requests have ended, and later requests play as before."""
     live("demos.flood = null")
     live("demonstrate(1, '', 1, () => '', () => ask([{ text: 'x' }], { max_tokens: 3 }))")
     wait_for(live, DEMO_IS_OVER)
-    assert "All have ended without it" in live.inner_text("#moment")
+    assert "All requests ended before it happened" in live.inner_text("#moment")
     assert not live("player.isPaused")
 
 
@@ -589,7 +593,7 @@ def test_a_demo_that_does_not_come_to_its_moment_ends(live):
 
 
 def test_the_tour(live):
-    """By keyboard and mouse; then the live tape is as it was."""
+    """The tour works by keyboard and mouse. Afterwards the live tape is as it was."""
     captions = live("readLines($('tour-lines').textContent)[0].tour")
     send(live, "before the tour")
     wait_for(live, IS_PLAYED)
@@ -603,14 +607,14 @@ def test_the_tour(live):
         told = live.locator("#caption, #caption-number").all_inner_texts()
         assert told == [text, f"{at + 1} of 8"]
         assert live("[state.step, ...staged, player.isPaused]") == [step, r, True]
-        wait_for(live, "!location.hash")  # a reload led to such a step of another tape
+        wait_for(live, "!location.hash")  # a reload once led to that step of another tape
         live.keyboard.press(key)
         at += -1 if key == "ArrowLeft" else 1
     assert at == 8
     assert not live.is_visible("#tour")
     assert live(place) == before
     assert live("staged") == []
-    say(live, "after it")  # the stream is there again
+    say(live, "after it")  # the stream is connected again
     wait_for(live, f"tape.lines.length > {before[1]}")
     assert live("tape.at") == before[0]
 
@@ -618,8 +622,8 @@ def test_the_tour(live):
 @pytest.mark.parametrize("motion", ["no-preference", "reduce"])
 def test_an_empty_page_plays_the_tour(open_page, motion):
     """
-    Its record, faintly, behind the button; where a key is wanted, too. It stands still where motion
-    is reduced.
+    The tour's record plays faintly behind the button, even if an API key is required. It stands
+    still if the user prefers reduced motion.
     """
     page = live_page(lambda **more: open_page(reduced_motion=motion, **more))
     page("void askForKey()")
@@ -635,7 +639,7 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     page.click("#take-tour")
     page.click("#next")
     wait_for(page, "$('held').textContent !== '0'")
-    page.click("#leave")  # before anything has come: nothing of it may stay
+    page.click("#leave")  # before any lines have arrived: nothing of the tour may stay
     wait_for(page, "$('offer-tour').checkVisibility()")
     left = page.locator("#held, #size, #said").all_text_contents()
     assert [*left, page.get_attribute("#dim", "d")] == ["0", "", "", ""]
@@ -654,7 +658,7 @@ def test_a_new_visitor_is_offered_the_tour_which_has_an_end(open_page):
     assert page("grid.tape === tape")
 
 
-# in the next frame: whether the page is laid out as for a record
+# makes a change, and returns in the next frame whether the page is laid out for a record
 LAID_OUT = """change => new Promise(done => {
     view.told = performance.now()
     change()
@@ -663,7 +667,7 @@ LAID_OUT = """change => new Promise(done => {
 
 
 def test_the_tours_buttons_stay_where_they_appear(open_page):
-    """A tenth of a second later they jumped aside, sometimes out from under a click."""
+    """The buttons once jumped aside a tenth of a second later, sometimes from under a click."""
     page = live_page(open_page)
     page("takeIn(readLines($('tour-lines').textContent).slice(1, 2))")
     wait_for(page, "state.num_blocks")
@@ -672,13 +676,13 @@ def test_the_tours_buttons_stay_where_they_appear(open_page):
 
 
 def test_a_tour_leads_back_to_a_record(open_page):
-    """Whose page asks no server: once it listened to one."""
+    """A page that shows a record does not connect to a server; after the tour, it once did."""
     page = live_page(open_page)
     page("replay($('tour-lines').textContent, 'a record')")
     wait_for(page, "tape.name && player.isPaused")
     place = page("tape.at")
     page.click("#take-tour")
-    page.click("#take-tour")  # begins it again: what was there is still what it leads back to
+    page.click("#take-tour")  # starts the tour again, and it still leads back to the record
     page.keyboard.press("Escape")
     assert page("[tape.at, tape.name, player.isLive]") == [place, "a record", False]
     assert page("listening.signal.aborted")

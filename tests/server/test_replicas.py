@@ -122,7 +122,7 @@ def ask_all(ask, calls: list[dict], threads: int = 16) -> list[Reply]:
     [
         ("--replicas 0", "argument --replicas: "),
         ("--replicates 2", "unrecognized arguments: --replicates\n"),
-        ("--record x", "are for one server: leave them out"),
+        ("--record x", "only work with one server: leave them out"),
         ("--api-key-file nowhere", "No such file or directory: 'nowhere'"),
         ("--host 0.0.0.0", "opens the model to other machines"),
         ("", "the router smg is not installed: pip install smg"),
@@ -163,7 +163,7 @@ def test_each_server_has_its_share(monkeypatch):
     assert shares_of_the_machine(2, None) == [f"{gpu}0", f"{gpu}1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-7")
     assert shares_of_the_machine(2, None) == [f"{gpu}3", f"{gpu}GPU-7"]
-    with pytest.raises(SystemExit, match="3: each needs a GPU of its own, and there are 2"):
+    with pytest.raises(SystemExit, match="3: each needs a GPU of its own, but there are 2"):
         shares_of_the_machine(3, None)
 
 

@@ -269,7 +269,7 @@ def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
     monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
     flags = [*tiny, "--compile", "--overwrite"]
-    with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., name a C.. compiler in CXX"):
+    with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., set CXX to a C.. compiler"):
         train.main(flags)
     with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
         train.main([*flags, "--device=cuda"])

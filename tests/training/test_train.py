@@ -264,7 +264,7 @@ MISTAKES = """
 --init=out --out=out/../out --data=nowhere -> out: name another folder, for example --out
 --init=out --out=out/../out --data=nowhere --overwrite -> --init and --out are both
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
-RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or make a corpus
+RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or create a corpus
 RUN --n_embd=1000000 -> GiB free: lower --n_embd or --n_layer
 RUN --n_head=3 -> n_embd 16 is not a multiple of n_head 3
 RUN --context_length=1000000 -> training tokens are too few for windows of 1000000
