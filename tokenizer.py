@@ -304,7 +304,7 @@ class TextStream:
         # the decoder keeps the bytes of incomplete characters
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self.num_characters = 0  # number of characters decoded so far
-        self.held_back = ""  # the longest end of the text that begins a stop string
+        self.held_back = ""  # the longest suffix of the text that could begin a stop string
         self.matched: str | None = None
         self.stop_at([])
         end = b""
