@@ -6,7 +6,7 @@ from time import process_time
 from timeit import repeat
 from types import SimpleNamespace
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from server.answers import CompletionChoice
@@ -45,6 +45,7 @@ def certain(text, stops):
     stops=st.lists(st.text("ab€", min_size=1, max_size=4), max_size=8),
     cuts=st.sets(st.integers(1, 40)),
 )
+@example(text="ab", stops=["b", "ab"], cuts=set())
 def test_stop_strings_do_not_depend_on_tokens(text, stops, cuts):
     """
     However the bytes of a text are cut into tokens, even within characters, it ends where the plain
