@@ -457,7 +457,7 @@ def attention_kernel(
 # --------------------------------------------------------------------------------------------------
 # The host's part: prepare and launch a step's kernels
 
-NO_REQUEST = -1  # tile_request of a padding tile
+NO_REQUEST = -1  # tile_request for a padding tile
 
 
 class TritonPlan(NamedTuple):
@@ -494,7 +494,7 @@ def plan_attention_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> 
     """
     _, _, Hk, S, D = kv.shape
     B = batch.num_decodes
-    assert padded(D) <= 256, f"head size {D} is more than the kernels' 256"
+    assert padded(D) <= 256, f"head size {D} exceeds the kernels' limit of 256"
     processors = num_processors(kv.device)
     at_once = processors * programs_at_once(D)
 
@@ -564,7 +564,7 @@ def check_layout(x: Tensor, kv: Tensor, batch: Batch):
     assert x.device == kv.device == tables.device, f"tensors on {x.device} and {kv.device}"
     assert x.shape[2] == D, f"heads of size {x.shape[2]}, but the pool's have size {D}"
     assert floats, f"wanted floating point, got {x.dtype} and {kv.dtype}"
-    assert kv.element_size() <= 4, f"the kernels compute in float32, the pool is {kv.dtype}"
+    assert kv.element_size() <= 4, f"the kernels compute in float32, but the pool is {kv.dtype}"
     assert x.stride()[1:] == (D, 1), f"strides {x.stride()}: a token's heads must be contiguous"
     assert kv.is_contiguous(), "a layer's pool must be contiguous"
     assert tables.dtype == torch.int32, f"block tables are {tables.dtype}, wanted int32"

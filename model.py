@@ -214,7 +214,7 @@ def attend(q: Tensor, kv: tuple[Tensor, Tensor], attn: "Attention", batch: Whole
     """Compute each token's attention to the visible tokens of the same text."""
     _, T, H, _ = q.shape
     k, v = kv  # (B, T, Hk, D)
-    G = H // k.shape[2]  # grouped-query attention: G query heads share a KV head
+    G = H // k.shape[2]  # grouped-query attention: G query heads share each KV head
     q = q.transpose(1, 2)  # (B, H, T, D)
     k = k.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
     v = v.transpose(1, 2).repeat_interleave(G, dim=1)  # (B, H, T, D)
@@ -384,7 +384,7 @@ class GPTConfig:
     qk_norm_wide: bool = False  # OLMo: normalise all heads of q together, and likewise for k
     qk_norm_late: bool = False  # Hunyuan: normalise q and k after the rotation
     bias: bool = True  # linear layers and layer norms have biases
-    # biases of these linear layers; None: like `bias`
+    # whether these linear layers have biases; None: same as `bias`
     qkv_bias: bool | None = None
     proj_bias: bool | None = None  # attention's output projection
     mlp_bias: bool | None = None
@@ -393,7 +393,7 @@ class GPTConfig:
     # sliding-window attention: for each layer, how many of the last tokens a token sees, including
     # itself; 0: all of them
     windows: tuple[int, ...] = ()  # (): 0 for every layer
-    # window -> the rotary positions of the layers with that window; {}: learned positions
+    # window -> rotary positions for the layers with that window; {}: learned positions
     rope: dict[int, Rope] = field(default_factory=dict)
     no_rope: tuple[int, ...] = ()  # SmolLM3: layers that use rope[NO_ROPE] instead
     rope_backwards: bool = False  # nanochat: rotate in the opposite direction
@@ -686,7 +686,7 @@ class GPT(nn.Module):
         return y
 
     def logits(self, x: Tensor, ops: Ops) -> Tensor:
-        """Return the logits (..., V) of hidden states x (..., C)."""
+        """Return the logits (..., V) for hidden states x (..., C)."""
         return ops.head(x, self.lm_head, softcap=self.config.logit_softcap)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, ops: Ops = TORCH_OPS):

@@ -1027,7 +1027,7 @@ class Scheduler:
             self.checked = dict(cache.contents)
         unused = {block for block in cache.contents if allocator.ref_counts[block] == 0}
         assert unused == allocator.idle.keys(), (
-            f"committed and in no block table: {unused}, idle: {list(allocator.idle)}"
+            f"committed but not in any block table: {unused}, idle: {list(allocator.idle)}"
         )
 
     def _check_request(self, r: Request):

@@ -203,8 +203,8 @@ SABOTAGE = """
 allocator.free.pop()                                        | are not the 128 of the pool
 allocator.ref_counts[0] += 1                                | reference counts say
 b.block_table[-1] = a.block_table[-1]                       | reference counts say
-allocator.free.append(allocator.idle.popitem()[0])          | committed and in no block table
-allocator.idle[allocator.free.pop()] = None                 | committed and in no block table
+allocator.free.append(allocator.idle.popitem()[0])          | committed but not in any block table
+allocator.idle[allocator.free.pop()] = None                 | committed but not in any block table
 cache.contents[0] = cache.contents[0]._replace(tokens=(9, 9)) | is not the hash of its parent
 scheduler.free_rows.pop()                                   | rows lost or shared
 a.num_filled_slots -= 1                                     | slots
