@@ -22,7 +22,7 @@ if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/.."
     os.chdir(sys.path[0])
 
-    # on a CPU Triton's interpreter runs the kernels, if that is known before triton is imported
+    # on a CPU, Triton's interpreter runs the kernels; choose it before triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
@@ -35,7 +35,7 @@ from params import SamplingParams, Settings
 from training.corpus import bpe_tokenizer
 
 FOLDER = Path("out/exercise")
-SHOWN = r'"(?:text|finish_reason|message)":"[^"]*"|\S*prompt_tokens_total\S* \d\S*'  # of an answer
+SHOWN = r'"(?:text|finish_reason|message)":"[^"]*"|\S*prompt_tokens_total\S* \d\S*'  # in an answer
 
 
 def random_model(vocab_size: int) -> GPT:
