@@ -1,14 +1,12 @@
 """
-Small helpers that all commands use: files that are never half written, flags and their help,
-messages, and settings that must be made before torch is loaded. This module does not load torch.
+Small helpers that all commands use: atomic file writes, flags and their help, messages, and
+settings that must be made before torch is loaded. This module does not load torch.
 
     write_json(Path("out/stdlib/config.json"), {"n_layer": 4})
     read_json(Path("out/stdlib/config.json"))       # {} if there is no such file
 
-    announce("loading torch")
-    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
-    parser = Parser()
-    add_flag(parser, "--port", "port to listen at; 0: any free one", 8000, at_least(0))
+    announce("loading torch") os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING) parser =
+    Parser() add_flag(parser, "--port", "port to listen on; 0: any free port", 8000, at_least(0))
 """
 
 import argparse
@@ -31,8 +29,9 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 
 def write_atomically(path: Path, write: Callable[[Path], None]):
     """
-    Let `write` fill a temporary file beside `path`, flush it to disk, and rename it to `path`. So a
-    reader sees either the old file or the new one, even if the process dies at any point.
+    Let `write` fill a temporary file beside `path`, then flush the file to disk and rename it to
+    `path`. So a reader sees either the old file or the new one, even if the process dies at any
+    point.
     """
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
@@ -61,42 +60,43 @@ def read_json(path: Path) -> dict:
 
 def missing_file(path: Path) -> str:
     """
-    Return an error message for a model's directory that lacks the file `path`: what was found
-    instead, and what to do.
+    Return an error message for a model's directory that lacks the file `path`. It says what was
+    found instead, and what to do.
     """
     folder = path.parent
     fetch = "`hf download OWNER/NAME --local-dir DIR`"
     if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
         return (
-            f"GGUF files are llama.cpp's: `llama-server -m {folder}` serves them; {fetch} fetches "
-            "safetensors"
+            f"GGUF files are for llama.cpp: `llama-server -m {folder}` serves them; {fetch} "
+            "downloads safetensors instead"
         )
     if (folder / "adapter_config.json").exists():
         return (
-            f"{folder} has an adapter without its model: merge both with peft (merge_and_unload, "
-            "then save_pretrained(NEW)) and name NEW"
+            f"{folder} has an adapter without its model: merge the two with peft "
+            "(merge_and_unload, then save_pretrained(NEW)) and name NEW"
         )
     if folder.is_file():
         return (
             f"{folder} is a file, but a model is a folder: name {folder.parent}, or convert "
-            f"nanoGPT's ckpt.pt: `python examples/from_nanogpt.py {folder} DIR`"
+            f"nanoGPT's ckpt.pt with `python examples/from_nanogpt.py {folder} DIR`"
         )
     hub = re.fullmatch(r"(?:https?:/huggingface\.co/)?((?!out/)[\w.-]+/[\w.-]+)", str(folder))
     if hub and not folder.parent.exists():
         return (
-            f"the Hugging Face Hub may have {hub[1]}, but this program does not download: run `hf "
-            f"download {hub[1]} --local-dir DIR` (from the package huggingface_hub), then name DIR"
+            f"the Hugging Face Hub may have {hub[1]}, but this program does not download it: run "
+            f"`hf download {hub[1]} --local-dir DIR` (from the huggingface_hub package), then name "
+            "DIR"
         )
     if not folder.exists():
         models = sorted(str(config.parent) for config in Path().glob("out/*/config.json"))
         return (
             f"there is no directory {folder}; models here: {', '.join(models) or 'none'}; `make "
-            f"run` trains one, {fetch} fetches one"
+            f"run` trains one, and {fetch} downloads one"
         )
     return (
         f"no model in {folder}: {path.name} is missing. A model is a folder with config.json, "
-        f"tokenizer.json and safetensors files. `make run` trains one, {fetch} fetches one; "
-        "transformers converts older files (save_pretrained(NEW))"
+        f"tokenizer.json and safetensors files. `make run` trains one, and {fetch} downloads one. "
+        "Older files can be converted with transformers (save_pretrained(NEW))"
     )
 
 
@@ -109,19 +109,19 @@ def check_model(directory: str):
 
 
 # --------------------------------------------------------------------------------------------------
-# The process: first lines, messages, threads, garbage
+# The process: first lines, messages, threads, garbage collection
 
-# Values of GOMP_SPINCOUNT: how often a waiting OpenMP thread spins before it sleeps. Without a
-# limit, one other busy process on two cores can make a training step take 2 s instead of 0.2 s, and
-# a decode step 500 ms instead of 10.
+# Values for GOMP_SPINCOUNT: how many times a waiting OpenMP thread spins before it sleeps. Without
+# a limit, one other busy process on two cores can make a training step take 2 s instead of 0.2 s,
+# and a decode step 500 ms instead of 10 ms.
 SPINS_TRAINING = "10000"  # sleeping immediately would make every training step a third slower
 SPINS_SERVING = "100000"  # with a tenth of this, decoding a single request takes 15% longer
 
 
 def announce(what: str):
     """
-    Print a command's first line, because importing torch takes seconds (on a busy machine, ten).
-    Under torchrun only one process prints it.
+    Print a command's first line immediately, because importing torch takes seconds (ten on a busy
+    machine). Under torchrun, only one process prints this line.
     """
     if os.environ.get("RANK", "0") == "0":
         say(f"{what} ..")
@@ -129,8 +129,8 @@ def announce(what: str):
 
 def say(line: str, file=None):
     """
-    Print a server's message, by default on stderr. If that fails, because a disk is full or the
-    reader of a pipe is gone, the server goes on.
+    Print a server's message, by default on stderr. If printing fails because a disk is full or a
+    pipe's reader is gone, the server continues.
     """
     with contextlib.suppress(OSError):
         print(line, file=file or sys.stderr, flush=True)
@@ -143,7 +143,9 @@ def plural(count: float, noun: str) -> str:
 
 
 def not_installed(error: ModuleNotFoundError) -> str:
-    """Return one line about a missing package. Usually, the virtual environment is not active."""
+    """
+    Return one line about a missing package. The usual cause: the virtual environment is not active.
+    """
     package = error.name.partition(".")[0] if error.name else error
     return (
         f"{package} is not installed for this Python, {sys.executable}: run `source "
@@ -165,8 +167,8 @@ def last_words(error: Exception) -> str:
         if limit != resource.RLIM_INFINITY:
             available = f"{limit / 2**20:,.0f} MiB (ulimit -v)"
         return (
-            "there is not enough memory to start: wanted about 1,200 MiB for torch, and memory for "
-            f"the model and its KV pool; available: {available}. Raise the limit, end other "
+            "there is not enough memory to start: wanted about 1,200 MiB for torch, plus memory "
+            f"for the model and its KV pool; available: {available}. Raise the limit, end other "
             f"programs, or choose a smaller model or fewer --kv-blocks ({message or 'MemoryError'})"
         )
     is_users = isinstance(error, ValueError | RuntimeError | OSError)
@@ -174,7 +176,7 @@ def last_words(error: Exception) -> str:
 
 
 def end_with_one_line():
-    """Print one line, not a traceback, if Ctrl-C or a missing package ends the program."""
+    """Print one line instead of a traceback if Ctrl-C or a missing package ends the program."""
 
     def explain(kind, error, traceback):
         if issubclass(kind, ModuleNotFoundError):
@@ -187,20 +189,20 @@ def end_with_one_line():
     sys.excepthook = explain
 
 
-COLLECT_AFTER = 50_000  # number of new objects; Python's default is 700
+COLLECT_AFTER = 50_000  # number of new objects that trigger a collection; Python's default is 700
 
 
 def collect_garbage_rarely():
     """
-    Let Python's garbage collector run rarely. Without it, an H200 generated 1.4% more tokens per
-    second, and 2.4% more with --record. And a request body of a million lists was parsed in 0.2 s
-    instead of 0.6 s; while it is parsed, no other client is served.
+    Make Python's garbage collector run rarely. Without garbage collection, an H200 generated 1.4%
+    more tokens per second, and 2.4% more with --record. A request body with a million lists was
+    parsed in 0.2 s instead of 0.6 s; during that time, no other client is served.
     """
     gc.set_threshold(COLLECT_AFTER)
 
 
 # Our flags, and their names in nanoGPT, transformers, vLLM, SGLang or llama.cpp. If a row begins
-# with a command instead, the command has replaced the flags listed after it.
+# with a command instead, that command has replaced the flags listed after it.
 ROWS = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
@@ -247,7 +249,7 @@ def refuse_withdrawn(name: str, value: str):
     """Raise ValueError if FOREIGN has a replacement for this value of a flag."""
     for ours, names in FOREIGN:
         if f"{name}={value}" in names.split():
-            raise ValueError(f"{name} {value} is withdrawn; use {ours} instead")
+            raise ValueError(f"{name} {value} has been withdrawn; use {ours} instead")
 
 
 class Parser(argparse.ArgumentParser):
@@ -263,7 +265,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, unknown
 
     def hint(self, flag: str) -> str:
-        """Return a hint at our name for an unknown flag, or "" if no flag is similar."""
+        """Return a hint with our name for an unknown flag, or "" if no flag is similar."""
         flags = {name.replace("_", "-"): name for name in self._option_string_actions}
         name = flag.replace("_", "-")
         for ours, names in FOREIGN:
@@ -281,15 +283,15 @@ def at_least(
     least: float, number: type = int, below: float | None = None
 ) -> Callable[[str], float]:
     """
-    Return a flag's type for argparse: numbers of at least `least` and less than `below`. For
-    integers, `below` defaults to 2**31, because no tensor is larger. NaN is an error.
+    Return a flag's type for argparse, which accepts numbers from `least` up to, but not including,
+    `below`. For integers, `below` defaults to 2**31, because no tensor is larger. NaN is an error.
     """
     if below is None and number is int:
         below = 2**31
 
     def parse(text: str):
         value = number(text)
-        if not value >= least:  # "not" also refuses NaN
+        if not value >= least:  # "not" also rejects NaN
             raise argparse.ArgumentTypeError(f"{text} is too small, wanted at least {least}")
         if below is not None and value >= below:
             raise argparse.ArgumentTypeError(f"{text} is too large, wanted less than {below}")
@@ -305,10 +307,11 @@ not_negative = at_least(0, float)
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
     """
-    Add a flag. `kind` converts the text to a value. Without it, an int default accepts integers of
-    at least 1, a float default numbers of at least 0, and any other default text. A default of
-    False or True makes a switch, unless `action` is given. The default is appended to the help,
-    except for None and []: there the help itself says what happens without the flag.
+    Add a flag. `kind` converts the text to a value. Without it, the flag accepts integers of at
+    least 1 if the default is an int, numbers of at least 0 if it is a float, and otherwise text. A
+    default of False or True makes the flag a switch, unless `action` is given. The default is
+    appended to the help unless it is None or []. In that case, the help itself must say what
+    happens without the flag.
     """
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")

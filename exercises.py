@@ -184,14 +184,15 @@ def check(name: str):
     else:
         tests = EXERCISES[name]["tests"]
     ast.parse((copy / TEXTS[name]["file"]).read_text(), TEXTS[name]["file"])
-    output = run(copy, "-m", "pytest", "-oaddopts=", "-xq", "-pno:cacheprovider", *tests)
+    options = ["-oaddopts=", "-overbosity_assertions=2", "-pno:cacheprovider", "-xq"]
+    output = run(copy, "-m", "pytest", *options, *tests)
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", output, re.M)
     error = re.search(r"^E +(.+)", output, re.M)
     if failed and error:
         line = re.findall(r"^> +(.+)", output[: error.start()], re.M)[-1:]
         meaning = [tests[test] for test in tests if failed[1].startswith(test)]
         print("not yet:", *line, error[1], *meaning, sep="\n")
-        sys.exit(f"cd {relpath(copy)}; python -m pytest -x {quote(failed[1])}  # shows it in full")
+        sys.exit(f"cd {relpath(copy)}; python -m pytest -xvv {quote(failed[1])}  # with details")
     if " passed" not in output:
         sys.exit(f"{output}\nthe tests cannot run: make .venv/tests-ready installs their packages")
     (copy / "solved").touch()

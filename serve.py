@@ -1,6 +1,6 @@
 """
-Serve a trained model the way vLLM does: an OpenAI-compatible HTTP server, with the paged engine in
-a separate process.
+Serve a trained model the way vLLM does, with an OpenAI-compatible HTTP server, and the paged engine
+in a separate process.
 
     python serve.py                                     # out/stdlib at http://127.0.0.1:8000
     python serve.py --model out/shakespeare_char --port 9000
@@ -244,7 +244,7 @@ def serve_http(args: Namespace) -> str | None:
     terminate_on_hang_up()
     from server.app import Service  # here, so that a missing package is found before loading
 
-    check_model(args.model)  # a wrong model name is reported before a port in use
+    check_model(args.model)  # report a wrong model name before a port that is in use
     sock = listen(args)
     keys = api_keys(args)
     import uvicorn

@@ -1,6 +1,6 @@
 """
-Convert between text and token ids with any tokenizer.json, made by train.py (characters, byte-level
-BPE) or downloaded from the Hugging Face Hub.
+Convert between text and token ids with any tokenizer.json, whether made by train.py (characters or
+byte-level BPE) or downloaded from the Hugging Face Hub.
 
     tokenizer = load_tokenizer("out/stdlib")  # saved by train.py, or downloaded
     ids = tokenizer.encode("def hello():")    # list[int]
@@ -8,8 +8,8 @@ BPE) or downloaded from the Hugging Face Hub.
     stream = tokenizer.stream(ids)            # converts tokens that follow `ids`, one by one
 
 The `tokenizers` library runs all the steps in the file, so ids and texts are the same as with
-`transformers.AutoTokenizer`. Only character tokenizers take a faster path here. training/corpus.py
-makes new tokenizers: characters, or a trained BPE.
+`transformers.AutoTokenizer`. Only character tokenizers use a faster path here. training/corpus.py
+makes new tokenizers, either of characters or by training a BPE.
 """
 
 import bisect
@@ -49,8 +49,8 @@ BYTE_OF = {character: byte for byte, character in enumerate(ALPHABET)}
 
 def piece_bytes(piece: str) -> bytes:
     """
-    Return the bytes of a piece in a byte-level vocabulary: for "Ġa", b" a". A name that is not
-    byte-level, such as a control token's, is encoded as it is.
+    Return the bytes of a piece in a byte-level vocabulary, for example b" a" for "Ġa". A name that
+    is not byte-level, such as a control token's, is encoded as it is.
     """
     if BYTE_OF.keys() >= set(piece):
         return bytes(BYTE_OF[character] for character in piece)
@@ -59,14 +59,14 @@ def piece_bytes(piece: str) -> bytes:
 
 class Tokenizer:
     """
-    Wraps a tokenizer of the `tokenizers` library (`backend`), and knows the bytes of its tokens.
+    Wraps a tokenizer from the `tokenizers` library (`backend`), and knows the bytes of its tokens.
 
     Added tokens are recognised in a text by their names. Added tokens that the file marks as
-    special are control tokens (`control`, name -> id), for example end of text; they produce no
-    text. `vocab_size` is the largest id + 1. `eos_token_id` is None if there is no end-of-text
+    special are control tokens (`control`, name -> id), such as end of text, which do not produce
+    any text. `vocab_size` is the largest id + 1. `eos_token_id` is None if there is no end-of-text
     token (characters). `bos` contains the token that is put before raw prompts, or is empty.
-    `has_known_pattern` is False if the file has its own regular expression, which may take more
-    than linear time. For `longest` see longest_token.
+    `has_known_pattern` is False if the file has its own regular expression, because matching it may
+    take more than linear time. For `longest`, see longest_token.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_token: str = END_OF_TEXT):
@@ -104,14 +104,15 @@ class Tokenizer:
         """
         Return the token ids of a text. Raises TokenizerError.
 
-        allow_special: encode the name of a control token as that token, like transformers does;
-        otherwise encode it as text.
+        allow_special: encode the name of a control token as that token, as transformers does;
+        otherwise encode the name as text.
         add_special_tokens: add the tokens that the file's post-processor puts around a text (a
-        beginning-of-text token, BOS, or none). For raw prompts; a chat template adds its own.
+        beginning-of-text token, BOS, or none). This is for raw prompts, because a chat template
+        adds its own tokens.
         stand_ins (code point -> text, as for `str.translate`): characters in the text that stand
         for other characters. They are replaced after control tokens have been recognised. So if the
-        "<" in a user's text is replaced by a stand-in, the text never becomes a control token (see
-        server/text.py).
+        "<" in a user's text is replaced by a stand-in, the text is never encoded as a control token
+        (see server/text.py).
         """
         self.backend.encode_special_tokens = not allow_special
         if stand_ins:
@@ -120,8 +121,8 @@ class Tokenizer:
 
     def least_tokens(self, text: str) -> int:
         """
-        Return a lower bound for the number of tokens in a text, without encoding it: 0 if no better
-        bound is known.
+        Return a lower bound on the number of tokens in a text, without encoding it, or 0 if no
+        better bound is known.
         """
         return len(text) // self.longest if self.longest else 0
 
@@ -132,7 +133,7 @@ class Tokenizer:
             [encoding] = encode([text], add_special_tokens=add_special_tokens)
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
-        except BaseException as error:  # the library's Rust panics if a pattern gives up
+        except BaseException as error:  # the library panics if a regular expression gives up
             raise TokenizerError(f"the tokenizer cannot encode this text: {error}") from None
         return encoding.ids
 
@@ -140,10 +141,10 @@ class Tokenizer:
         self, text: str, stand_ins: dict[int, str], add_special_tokens: bool
     ) -> list[int]:
         """
-        Encode a text with stand-ins. Names of control tokens are recognised before a text is
-        normalized, so add the replacement of stand-ins to the normalizer. In rare tokenizers, a
-        name can still be recognised after that: if it is matched in normalized text, or is in the
-        vocabulary itself. These are refused.
+        Encode a text with stand-ins. Control tokens' names are recognised before a text is
+        normalized, so stand-ins are replaced by the normalizer. In rare tokenizers, a name can
+        still be recognised after that, because it is matched in normalized text or is in the
+        vocabulary itself. A text with such a name is refused.
         """
         disguised = self._encode_text(text, add_special_tokens)
         normalizer = self.backend.normalizer
@@ -162,7 +163,7 @@ class Tokenizer:
         for name, i in self.control.items():
             if name in spelled and ids.count(i) != disguised.count(i):
                 raise TokenizerError(
-                    f"this conversation spells {name!r}, and this tokenizer cannot encode that "
+                    f"this conversation has {name!r} in it, but this tokenizer cannot encode that "
                     "control token's name as text: leave it out"
                 )
         return ids
@@ -171,9 +172,9 @@ class Tokenizer:
 
     def token_bytes(self, token: int) -> bytes:
         """
-        Return the bytes of one token within a text, possibly part of a UTF-8 character. Return b""
-        for a control token, and for an id without a token: a model's rows may be padded to a
-        multiple of 64.
+        Return the bytes of one token within a text, which may be only part of a UTF-8 character.
+        Return b"" for a control token, and for an id without a token (a model's rows may be padded
+        to a multiple of 64).
         """
         return b"" if token in self.names else self.spelled_bytes(token)
 
@@ -189,7 +190,9 @@ class Tokenizer:
         return self._join(["a", piece])[1:].encode()
 
     def opening_bytes(self, token: int) -> bytes:
-        """Return the bytes of a token at the beginning of a text: some decoders drop its space."""
+        """
+        Return the bytes of a token at the beginning of a text, where some decoders drop its space.
+        """
         data = self.spelled_bytes(token)
         if self.is_byte_level or (len(data) == 1 and not data.isascii()):
             return data
@@ -283,15 +286,15 @@ class TextStream:
         stream.stop_at(["\\n\\n"])
         text = "".join(stream.push(token) for token in tokens) + stream.flush()
 
-    `token_bytes(id)` returns the bytes of a token within a text, `opening_bytes(id)` the bytes of a
-    token at its beginning. The text ends before the first complete stop string, which is then
-    `matched`. How the text is divided into tokens does not matter.
+    `token_bytes(id)` returns a token's bytes within a text, and `opening_bytes(id)` returns its
+    bytes at the beginning of a text. The text ends before the first complete stop string, which is
+    then stored in `matched`. How the text is divided into tokens does not matter.
 
-    The result is transformers' decode(prompt + tokens), minus decode(prompt) at its beginning. So
-    an answer keeps its leading space, and can complete a character that the prompt has begun. There
-    is one exception: if single-byte tokens (byte fallback) are not valid UTF-8, transformers
-    replaces each of their bytes, even whole characters before the broken one. A stream has already
-    returned those.
+    The result is the same as transformers' decode(prompt + tokens) without the initial
+    decode(prompt). So an answer keeps its leading space, and can complete a character that was
+    begun in the prompt. There is one exception: if single-byte tokens (byte fallback) are not valid
+    UTF-8, transformers replaces each of their bytes, even whole characters before the broken one. A
+    stream has already returned those characters.
     """
 
     def __init__(self, token_bytes: Callable, opening_bytes: Callable, context: list[int] = ()):
@@ -300,18 +303,18 @@ class TextStream:
         self.opening_bytes = opening_bytes
         # the decoder keeps the bytes of incomplete characters
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self.num_characters = 0  # decoded so far
-        self.held_back = ""  # the longest end of the text that begins a stop string
+        self.num_characters = 0  # number of characters decoded so far
+        self.held_back = ""  # the longest suffix of the text that could begin a stop string
         self.matched: str | None = None
         self.stop_at([])
         end = b""
         for token in reversed(context):
             end = token_bytes(token) + end
-            if len(end) > 3:  # enough for half a character
+            if len(end) > 3:  # enough for an incomplete character
                 break
         self.has_begun = end != b""
         self.decoder.decode(end)
-        # True if the context ends within a character, which its own text shows as U+FFFD
+        # True if the context ends within a character, so that decode(context) ends in U+FFFD
         self.is_half = self.decoder.getstate()[0] != b""
 
     def _bytes_of(self, token: int) -> bytes:
@@ -342,18 +345,21 @@ class TextStream:
         return self._release(text)
 
     def push_all(self, tokens: list[int]) -> str:
-        """Add many tokens, and return their text. Much faster, but ignores stop strings."""
+        """Add many tokens, and return their text. This is much faster, but ignores stop strings."""
         return self._decode(b"".join(map(self._bytes_of, tokens)))
 
     def flush(self) -> str:
-        """Return the rest after the last token: U+FFFD for half a character, and `held_back`."""
+        """
+        Return what remains after the last token: `held_back`, and U+FFFD for an incomplete
+        character.
+        """
         text = self._decode(b"", final=True)
         text = self._release(text) + self.held_back
         self.held_back = ""
         return text
 
     def _release(self, text: str) -> str:
-        """Add text to `held_back`. Return and remove the part that no stop string can begin in."""
+        """Add text to `held_back`. Remove and return the part in which no stop string can begin."""
         text = self.held_back + text
         for end in range(len(self.held_back) + 1, len(text) + 1):
             if text.endswith(self.stop, 0, end):
@@ -361,8 +367,8 @@ class TextStream:
                 self.held_back = ""
                 self.matched = max(filter(text.endswith, self.stop), key=len)
                 return text.removesuffix(self.matched)
-        # Each round releases one character for good, so the work per character does not grow with
-        # the length or number of the stop strings.
+        # Each iteration releases one character for good, so the work per character does not grow
+        # with the length or number of stop strings.
         start = 0
         while not self._begins_stop(text[start:]):
             start += 1
@@ -387,20 +393,20 @@ STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
 STEPS |= {*dir(processors), *dir(decoders)}
 EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
 EVERY_CHARACTER |= {"invert": False}
-# steps that never shorten a text, and one more step in the format of `str`
+# steps that never shorten a text, and one further step, written as `str` formats it
 NOT_SHORTENING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
 BLANKS = str({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
-# decoder steps for which a token's text depends only on the token and on whether it is the first
+# decoder steps with which a token's text depends only on the token and on whether it is the first
 BY_TOKEN = {"ByteFallback", "Metaspace", "WordPiece", "Replace"}
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer:
     """
     Read tokenizer.json, and the tokens that tokenizer_config.json adds. The steps are always those
-    in the file. (For some values of tokenizer_class, transformers 5 builds its own instead: with
-    GPT2Tokenizer, for example, digits stay whole.) Raises TokenizerError with a message that says
-    what to change.
+    in the file. (For some values of tokenizer_class, transformers 5 builds its own steps instead.
+    With GPT2Tokenizer, for example, digits are not separated.) Raises TokenizerError with a message
+    that says what to change.
     """
     path = Path(directory) / "tokenizer.json"
     if not path.is_file():
@@ -425,12 +431,12 @@ def load_tokenizer(directory: str | Path) -> Tokenizer:
 def foreign(what: str) -> TokenizerError:
     """Return the error to raise if a tokenizer.json needs something that is not supported."""
     return TokenizerError(
-        f"tokenizer.json {what}: this is not supported, use vLLM or transformers instead"
+        f"tokenizer.json {what}: this is not supported; use vLLM or transformers instead"
     )
 
 
 def open_backend(path: Path) -> tokenizers.Tokenizer:
-    """Read tokenizer.json. Raises TokenizerError for unknown kinds of steps and for BPE dropout."""
+    """Read tokenizer.json. Raises TokenizerError for unknown types of steps and for BPE dropout."""
     text = path.read_bytes()
     for kind in set(re.findall(rb'"type":\s*"([^"\\]*)"', text)):
         if kind.decode() not in STEPS:
@@ -439,7 +445,7 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
         backend = tokenizers.Tokenizer.from_buffer(text)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # an error or a panic of the library's Rust code
+    except BaseException as error:  # an error or a panic in the library's Rust code
         raise ValueError(error) from None
     if getattr(backend.model, "dropout", None):
         raise foreign("is a BPE with dropout, which encodes a text differently each time")
@@ -447,16 +453,16 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
 
 
 def state(step) -> dict:
-    """Return a step in the format of tokenizer.json, or {} for no step."""
+    """Return a step in the format of tokenizer.json, or {} if there is no step."""
     return {} if step is None else json.loads(step.__getstate__())
 
 
 def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
     """
-    Return the maximum number of characters of a text that one token can stand for. None if there is
-    no such limit: a step removes or joins characters (for example, NFC joins a letter and its
-    accent), unknown characters become one token or none, or a token also takes the spaces beside
-    it.
+    Return the maximum number of a text's characters that one token can stand for, or None if there
+    is no such limit. There is no limit if a step removes or joins characters (for example, NFC
+    joins a letter and its accent), if unknown characters become one token or no token, or if a
+    token also includes the spaces beside it.
     """
     model = backend.model
     vocab = backend.get_vocab()
@@ -475,7 +481,7 @@ def longest_token(backend: tokenizers.Tokenizer, steps: str) -> int | None:
 
 
 def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
-    """Return whether each token is one character and unknown characters have none, as in ours."""
+    """Return whether each token is one character, and unknown characters are errors, as in ours."""
     if not isinstance(backend.model, models.WordLevel) or backend.get_added_tokens_decoder():
         return False
     plain = [{}, EVERY_CHARACTER, {}, {"type": "Fuse"}]
@@ -485,8 +491,8 @@ def is_of_characters(backend: tokenizers.Tokenizer) -> bool:
 
 def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
     """
-    Return the kinds of the decoder's steps, which convert tokens to text. Raises TokenizerError for
-    a step that cannot be applied token by token, as a stream must.
+    Return the types of the decoder's steps, which convert tokens to text. Raises TokenizerError for
+    a step that cannot be applied token by token, as streaming requires.
     """
     whole = state(backend.decoder)
     steps = whole.get("decoders", [whole] if whole else [])
@@ -507,7 +513,7 @@ def decoding_steps(backend: tokenizers.Tokenizer) -> list[str]:
 
 
 def read_config(directory: Path) -> dict:
-    """Read tokenizer_config.json and, for older ones, special_tokens_map.json beside it."""
+    """Read tokenizer_config.json and, for older tokenizers, special_tokens_map.json beside it."""
     config = read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:
         config |= read_json(directory / "special_tokens_map.json")
@@ -515,13 +521,13 @@ def read_config(directory: Path) -> dict:
 
 
 def token_text(token: str | dict | None) -> str | None:
-    """Return a control token's text. Files have a string or a dictionary."""
+    """Return a control token's text. In files, the token is a string or a dictionary."""
     return token["content"] if isinstance(token, dict) else token
 
 
-# The largest share of a model's rows that may have no token. Models pad their rows to a multiple of
-# 64 or more: Qwen 2.5 has 151,936 rows for 151,665 tokens (0.2%). The largest share found was in
-# DeepSeek LLM, 102,400 rows for 100,015 tokens (2.3%).
+# The largest fraction of a model's rows that may lack a token. Models pad their rows to a multiple
+# of 64 or more: Qwen 2.5 has 151,936 rows for 151,665 tokens (0.2%). The largest fraction found was
+# in DeepSeek LLM, which has 102,400 rows for 100,015 tokens (2.3%).
 MOST_PADDING = 0.03
 
 # Names of control tokens in transformers, in the order in which it adds the tokens.
@@ -556,10 +562,11 @@ def add_tokens(backend: tokenizers.Tokenizer, config: dict):
 
 def check_fits_model(tokenizer: Tokenizer, directory: Path):
     """
-    Raise TokenizerError if the tokenizer does not belong to the model in the same directory: the
-    model has too few rows for the vocabulary or the end-of-text token, or more rows without a token
-    than padding explains, or one of these rows is its own end of text. Other added tokens (for
-    example, for images) may lack a row: a prompt with such a token is refused.
+    Raise TokenizerError if the tokenizer does not belong to the model in the same directory. In
+    that case, the model has too few rows for the vocabulary or the end-of-text token, or more rows
+    without a token than padding explains, or one of these rows is the model's own end-of-text
+    token. Other added tokens (for example, for images) may lack a row; a prompt with such a token
+    is refused.
     """
     try:
         config = read_json(directory / "config.json")
@@ -577,5 +584,5 @@ def check_fits_model(tokenizer: Tokenizer, directory: Path):
     if needed > rows or rows - has > max(63, MOST_PADDING * rows) or rows > end >= has:
         raise TokenizerError(
             f"it has {has} tokens, but config.json beside it says that the model has {rows}: they "
-            "do not belong together, copy the model's own tokenizer there"
+            "do not belong together; copy the model's own tokenizer there"
         )

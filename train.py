@@ -113,7 +113,7 @@ PRESETS = {
 # flags used with --init instead of a preset, and flags that --init does not allow
 FINETUNE = "--batch_size 4 --vector_lr 5e-5 --eval_every 50 --out out/finetuned"
 MODEL_FLAGS = {"preset", "arch", "n_layer", "n_head", "n_embd", "activation", "bias"}
-MODEL_FLAGS |= {"matrix_lr", "matrix_decay", "momentum"}  # flags of Muon, which --init does not use
+MODEL_FLAGS |= {"matrix_lr", "matrix_decay", "momentum"}  # Muon's flags; --init does not use Muon
 LONG_SHARE = 0.25  # final fraction of a run, in which training uses windows of the full context
 # Number of steps between reads of the losses. A read waits for the device, which costs nothing on a
 # CPU.
@@ -339,7 +339,7 @@ def evaluate(model: GPT, corpus: Corpus, process: Process, T: int, limit: int | 
     # float64, so that the order of summation hardly matters
     total = torch.zeros(2, dtype=torch.float64, device=process.device)
     model.eval()
-    own = windows[process.rank :: process.world]  # empty if there are more processes than windows
+    own = windows[process.rank :: process.world]  # may be empty with more processes than windows
     # small batches: with a vocabulary of 256,000, the logits of 8,192 tokens take 8 GiB
     B = max(1, 2**13 // T)
     for start in range(0, len(own), B):
@@ -447,7 +447,7 @@ class Run:
             (part / process.world).backward()
             loss += part.detach()
         process.sum_gradients(self.model)
-        # otherwise a rare batch with a huge gradient could undo many steps
+        # without clipping, a rare batch with a huge gradient could undo many steps
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -573,7 +573,7 @@ def delete_checkpoint(out: Path):
     # Delete these two first: loss.png tells the Makefile that training is done, and config.json
     # marks a directory as a checkpoint.
     names = ["loss.png", "config.json", "model.safetensors", "train_state.pt", "log.jsonl"]
-    for name in names + COMPANIONS:  # companions may belong to another model
+    for name in names + COMPANIONS:  # these files may belong to another model
         for path in out.glob(name):
             path.unlink()
 

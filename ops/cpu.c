@@ -1,10 +1,10 @@
 /*
-The decoder's operators on a CPU, in fp32 or with 8-bit integer weights: what kernels.py is for a
-GPU, this file is for a CPU. ops/cpu.py builds it and calls it.
+The decoder's operators on a CPU, in fp32 or with 8-bit integer weights. This file is the CPU's
+counterpart of kernels.py. It is compiled and called by ops/cpu.py.
 
-A step is a program: a list of `Op` that is recorded once, and runs from top to bottom. An operator
-reads the rows of its x and writes the rows of its y. It is cut into tasks, which a pool of threads
-shares. The next operator starts when all tasks of this one are done.
+A step is a program: a list of `Op` structs that is recorded once, and runs from top to bottom. An
+operator reads the rows of its x and writes the rows of its y. It is divided into tasks, which are
+shared by a pool of threads. The next operator starts when all tasks of the previous one are done.
 
     op        embed   add_norm   linear     heads    attend    linear    add_norm ..
     tasks     a row   a row      rows x     a row    a row,    ..
@@ -12,15 +12,15 @@ shares. The next operator starts when all tasks of this one are done.
     thread 0  ####    ##         ########   ##       #####     ######
     thread 1  ####    ##         #######    ##       ######    #####
 
-A row gets the same result to the last bit, whatever else is in the batch and however many threads
-there are: no sum depends on where a task begins or on how many rows it has. Sums of integers are
-exact: 8-bit weights are multiplied with activations of at most 16 bits, and these are limited so
-that a sum fits into 32 bits.
+A row's result is identical to the last bit, whatever else is in the batch and however many threads
+there are, because no sum depends on where a task begins or on how many rows it has. Sums of
+integers are exact: 8-bit weights are multiplied by activations of at most 16 bits, which are
+limited so that a sum fits into 32 bits.
 
-The result is also the same on every machine and with every compiler, because this file fixes all of
-its arithmetic. The order of each sum, or its number of partial sums, does not depend on the width
-of the CPU's vectors. A compiler may not fuse a product and a sum (-ffp-contract=off); where only
-one rounding is wanted, the code calls `fused`. Functions of the C library are used only if they are
+The result is also the same on every machine and with every compiler, because this file determines
+all of its arithmetic. Neither the order of a sum nor its number of partial sums depends on the
+width of the CPU's vectors. Compilers may not fuse a product and a sum (-ffp-contract=off); where
+only one rounding is wanted, the code calls `fused`. C library functions are used only if they are
 exact or correctly rounded, such as fabsf, rintf and sqrtf.
 
 Letters: R rows (tokens of the step), N outputs, K inputs, H query heads, Hk KV heads, G = H / Hk,
@@ -46,11 +46,11 @@ typedef struct {
     // input [R, K] and output [R, N]: floats, 16-bit integers, or tokens
     union { float *x; const int16_t *x16; };
     union { float *y; int16_t *y16; int64_t *y64; };
-    // of a layer, a norm or an embedding: floats, or 8-bit integers; see `linear`
+    // weights of a layer, norm or embedding: floats or 8-bit integers; see `linear`
     union { const float *weight; const int8_t *weight8; };
     float *x_scale;           // [R] scales of an integer x
-    const float *scale;       // [N] scales of integer weights by output, else NULL
-    const float *columns;     // [K] scales of integer weights by input
+    const float *scale;       // [N] scales of integer weights per output, else NULL
+    const float *columns;     // [K] scales of integer weights per input
     const float *bias;        // [N] or NULL
     const float *delta;       // add_norm: [R, K] or NULL
     const float *temperature; // choose: [R] or NULL
@@ -61,12 +61,12 @@ typedef struct {
     const int64_t *tokens;    // [R]; choose: seeds
     const int64_t *positions; // [R]
     const int64_t *slots;     // [R] for K and V of each row; choose: choices
-    const int64_t *requests;  // [R] index of each row's block table; rows of a request are adjacent
+    const int64_t *requests;  // [R] index of each row's block table; a request's rows are adjacent
     const int32_t *tables;    // [B, M] block tables; choose: [R, M] bits of allowed tokens, or NULL
     int64_t N, K, H, Hk, D, S, M, k_to_v, window, panel, activation, gated, rms;
     int64_t wide, late; // heads: one norm over all heads; norms after the rotation
     float factor; // scale of the embedding or of scores; epsilon of norms; largest integer
-    float cap;    // soft cap of scores or logits; 0: none
+    float cap;    // soft cap for scores or logits; 0: none
 } Op;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -77,14 +77,14 @@ static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Vectors and functions
 
 #if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8, SUMS = 16 }; // floats in a vector; maximum rows and vectors of a tile
+enum { LANES = 16, ROWS = 8, SUMS = 16 }; // floats per vector; maximum rows and vectors per tile
 #elif defined(__AVX__)
 enum { LANES = 8, ROWS = 4, SUMS = 8 };
 #else
 enum { LANES = 4, ROWS = 4, SUMS = 8 };
 #endif
-enum { PANEL = 32 }; // outputs of a layer that are computed together
-enum { PARTS = 16 }; // partial sums of a row: number i is added to part i % PARTS
+enum { PANEL = 32 }; // number of a layer's outputs that are computed together
+enum { PARTS = 16 }; // number of partial sums per row: element i is added to sum i % PARTS
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
@@ -96,8 +96,9 @@ INLINE float fused(float a, float b, float c)
 #if defined(__FMA__) || defined(__aarch64__)
     return fmaf(a, b, c);
 #else
-    // In double the product is exact. The sum is rounded to odd (Boldo and Melquiond 2008): if
-    // part of it is lost, its last bit is set, so that it cannot be a tie when it becomes a float.
+    // In double precision, the product is exact. The sum is rounded to odd (Boldo and Melquiond
+    // 2008): if part of it is lost, its last bit is set, so that it cannot be a tie when it is
+    // converted to a float.
     union { double number; int64_t bits; } sum = {(double)a * b + c};
     double product = (double)a * b, added = sum.number - product;
     double lost = (product - (sum.number - added)) + (c - added);
@@ -108,7 +109,7 @@ INLINE float fused(float a, float b, float c)
 #endif
 }
 
-// A polynomial in x, highest power first, rounded once per power.
+// A polynomial in x, highest power first, with one rounding per power.
 INLINE float polynomial(float x, int count, const float *factors)
 {
     float y = factors[0];
@@ -117,12 +118,13 @@ INLINE float polynomial(float x, int count, const float *factors)
     return y;
 }
 
-// e^x = 2^n e^left with |left| < ln(2) / 2, to 2 units in the last place. Sets *power to 2^n and
-// returns e^left - 1, so that e^x - 1 is accurate near 0. The polynomial is from Cephes (Moshier).
+// e^x = 2^n e^left with |left| < ln(2) / 2, accurate to 2 units in the last place. Sets *power to
+// 2^n and returns e^left - 1, so that e^x - 1 is accurate near 0. The polynomial is from Cephes
+// (Moshier).
 INLINE float exp_parts(float x, float *power)
 {
     x = x > 88.0f ? 88.0f : x < -88.0f ? -88.0f : x;
-    const float whole = 12582912.0f; // 1.5 * 2^23: adding this rounds a number
+    const float whole = 12582912.0f; // 1.5 * 2^23: adding this rounds to a whole number
     Number rounded = {fused(x, 1.44269504f, whole)};
     Number scale = {.bits = (rounded.bits - 0x4b400000 + 127) << 23};
     *power = scale.number;
@@ -151,7 +153,8 @@ INLINE float capped(float x, float cap)
     return cap * (e / (e + 2.0f));
 }
 
-// -log(x) of a normal number above 0, to 2 units in the last place. The polynomial is from Cephes.
+// -log(x) of a normal number above 0, accurate to 2 units in the last place. The polynomial is from
+// Cephes.
 INLINE float minus_log(float x)
 {
     Number part = {x}; // x = 2^n part, with part from sqrt(1/2) to sqrt(2)
@@ -165,9 +168,9 @@ INLINE float minus_log(float x)
     return -(z + y) - n * 0.693359375f;
 }
 
-// The share of the normal distribution below x, (1 + erf(x / sqrt(2))) / 2, to 2 units in the last
-// place. The share beyond |x| is e^(-x^2 / 2) times a function that a polynomial in `t` fits to
-// 3e-8.
+// The fraction of the normal distribution below x, (1 + erf(x / sqrt(2))) / 2, accurate to 2 units
+// in the last place. The fraction beyond |x| is e^(-x^2 / 2) times a function that a polynomial in
+// `t` approximates to within 3e-8.
 INLINE float normal_share(float x)
 {
     float t = 1.0f / (1.0f + 0.34f * fabsf(x));
@@ -178,15 +181,15 @@ INLINE float normal_share(float x)
     return x < 0 ? beyond : 1.0f - beyond;
 }
 
-// Cosine and sine of an angle of less than 2^20 quarter turns, to half a unit in the last place.
-// Whole quarter turns are subtracted, and the series are summed for the rest of the angle.
+// Cosine and sine of an angle of less than 2^20 quarter turns, accurate to half a unit in the last
+// place. Whole quarter turns are subtracted, and the series are summed for the remaining angle.
 INLINE void cosine_and_sine(float angle, float *cosine, float *sine)
 {
     double quarters = rint(angle * 0.6366197723675814);
     // pi / 2 in two parts; the first has 33 bits, so its multiples are exact
     double left = angle - quarters * 0x1.921fb544p0 - quarters * 0x1.0b4611a626331p-34;
     double square = left * left, c = 1, s = 1;
-    for (int i = 12; i; i -= 2) { // a term is the previous one times square / ..
+    for (int i = 12; i; i -= 2) { // each term is the previous term times square / ..
         c = 1 - c * square / (i * (i - 1));
         s = 1 - s * square / (i * (i + 1));
     }
@@ -219,7 +222,8 @@ static void activate(int64_t activation, float *y)
 // -------------------------------------------------------------------------------------------------
 // Operators that compute one row per task
 
-// y [R, K]: the token's embedding times `factor`, plus its position's, if the model has these.
+// y [R, K]: the token's embedding times `factor`, plus the position's embedding, if the model has
+// position embeddings.
 static void embed(const Op *op, int64_t r)
 {
     int64_t K = op->K, token = op->tokens[r], panel = op->panel;
@@ -264,7 +268,8 @@ static void rms_norm(const float *x, float *y, const float *weight, int64_t K, f
         y[k] = x[k] * shrink * weight[k];
 }
 
-// x += delta, then y = norm(x) if there is a norm. y may be delta itself, or x without a delta.
+// x += delta; then y = norm(x) if there is a norm. y may be delta itself, or x if there is no
+// delta.
 static void add_norm(const Op *op, int64_t r)
 {
     int64_t K = op->K;
@@ -314,16 +319,17 @@ static void log_softmax(const Op *op, int64_t r)
         y[k] = x[k] - top + minus;
 }
 
-// Standard Gumbel noise of a random word, whose upper 23 bits are a number between 0 and 1.
+// Standard Gumbel noise from a random word, whose upper 23 bits give a number between 0 and 1.
 INLINE float gumbel(uint32_t word)
 {
     return minus_log(minus_log(((float)(int32_t)(word >> 9) + 0.5f) * 0x1p-23f));
 }
 
-enum { TOKENS = 16 * LANES }; // that `choose` takes at a time
+enum { TOKENS = 16 * LANES }; // number of tokens that `choose` takes at a time
 
-// Add the noise of TOKENS tokens from k on, as in sampling.gumbel_noise. One call of Philox4x32-10
-// makes the noise of four tokens from a seed, a position and a choice; here many run in parallel.
+// Add noise to TOKENS tokens from k on, as in sampling.gumbel_noise. One call to Philox4x32-10
+// makes noise for four tokens from a seed, a position and a choice; here, many calls run in
+// parallel.
 static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uint32_t choice)
 {
     for (uint32_t i = 0; i < TOKENS / 4; i++) {
@@ -344,7 +350,7 @@ static void add_noise(float *y, int64_t k, uint64_t seed, uint32_t position, uin
     }
 }
 
-// Forbid those of `count` tokens whose bits are 0. Returns how many words of bits are not 0.
+// Ban those of `count` tokens whose bits are 0. Returns the number of words of bits that are not 0.
 static int64_t mask(const int32_t *bits, float *scores, int64_t count)
 {
     int64_t words = 0;
@@ -355,12 +361,13 @@ static int64_t mask(const int32_t *bits, float *scores, int64_t count)
     return words;
 }
 
-// Choose the token with the best score x [R, K], divided by the row's temperature and with noise
-// added (a temperature of 0 is greedy), among those that are allowed and not below `lowest`. Ties
-// go to the first token. The result is -1 if the best score is not finite.
+// Choose the token with the best score. Scores x [R, K] are divided by the row's temperature, and
+// noise is added; with a temperature of 0 (greedy), neither is done. Only tokens that are allowed
+// and not below `lowest` are considered. Ties go to the first token. The result is -1 if the best
+// score is not finite.
 static void choose(const Op *op, int64_t r)
 {
-    enum { INFINITE = 0x7f800000 }; // its bits; larger ones are NaN
+    enum { INFINITE = 0x7f800000 }; // the bits of infinity; larger integers are NaN
     const float *x = op->x + r * op->K, lowest = op->lowest ? op->lowest[r] : -INFINITY;
     const float temperature = op->temperature ? op->temperature[r] : 0;
     int32_t best = -INT32_MAX, bits[TOKENS];
@@ -376,7 +383,7 @@ static void choose(const Op *op, int64_t r)
         if (temperature > 0)
             add_noise(scores, k, op->tokens[r], op->positions[r], op->slots[r]);
         int32_t top = INT32_MIN;
-        for (int64_t i = 0; i < count; i++) { // to integers in the same order
+        for (int64_t i = 0; i < count; i++) { // convert to integers in the same order
             Number score = {scores[i]};
             int32_t size = score.bits & INT32_MAX, sign = score.bits >> 31;
             bits[i] = size > INFINITE ? INT32_MAX : (size ^ sign) - sign;
@@ -393,12 +400,13 @@ static void choose(const Op *op, int64_t r)
         op->y64[r] = -1;
 }
 
-// y [R, K]: x times `columns`, as integers of at most `factor`. x_scale [R]: each row's step size.
+// y [R, K]: x times `columns`, rounded to integers of at most `factor`. x_scale [R]: each row's
+// step size.
 static void quantize_row(const Op *op, int64_t r)
 {
     const float *x = op->x + r * op->K;
     Number top = {1e-30f};
-    for (int64_t k = 0; k < op->K; k++) { // bits sort as the numbers do, NaN above all
+    for (int64_t k = 0; k < op->K; k++) { // bits sort as the numbers do, with NaN above all
         Number size = {fabsf(x[k] * op->columns[k])};
         top.bits = size.bits > top.bits ? size.bits : top.bits;
     }
@@ -419,8 +427,8 @@ static void rotate(float *first, const float *cosines, int64_t half)
     }
 }
 
-// Queries, keys and values x [R, (H + 2 Hk) D]: normalise and rotate them in place, if the model
-// does so, and store keys and values in the pool.
+// x [R, (H + 2 Hk) D] holds queries, keys and values. Normalise and rotate queries and keys in
+// place, if the model does so, and store keys and values in the pool.
 static void heads(const Op *op, int64_t r)
 {
     int64_t D = op->D, H = op->H, Hk = op->Hk, S = op->S, slot = op->slots[r];
@@ -447,10 +455,10 @@ static void heads(const Op *op, int64_t r)
 }
 
 // -------------------------------------------------------------------------------------------------
-// Products of matrices
+// Matrix products
 
-// sum + w * x, with one rounding per number. gcc would turn a loop over `fused` into this
-// instruction too late to keep the sums of a tile in registers.
+// sum + w * x, with one rounding per element. gcc would turn a loop over `fused` into this
+// instruction too late to keep a tile's sums in registers.
 INLINE Vector multiply_add(Vector w, float x, Vector sum)
 {
 #if defined(__AVX512F__)
@@ -464,8 +472,8 @@ INLINE Vector multiply_add(Vector w, float x, Vector sum)
 #endif
 }
 
-// y [rows, count * LANES] += x [rows, K] w [K, count * LANES]. X, W and Y are the strides of rows.
-// The numbers that are `ahead` of w are needed soon, so they are prefetched.
+// y [rows, count * LANES] += x [rows, K] w [K, count * LANES]. X, W and Y are the row strides. The
+// numbers at distance `ahead` from w will be needed soon, so they are prefetched.
 INLINE void multiply(
     const float *x, int64_t X, const float *w, int64_t W, int64_t ahead, int64_t K, int rows,
     int count, float *y, int64_t Y)
@@ -486,8 +494,8 @@ INLINE void multiply(
             *(Vector *)(y + r * Y + v * LANES) += sum[r][v];
 }
 
-// Call f with 1, 2, 4 or ROWS of the rows left. The number is a constant, so f's loops unroll and
-// its sums stay in registers.
+// Call f with 1, 2, 4 or ROWS of the remaining rows. This number is a compile-time constant, so f's
+// loops unroll and its sums stay in registers.
 #define ROWS_AT_ONCE(rows, left, f, ...) \
     { \
         for (rows = ROWS; rows > (left);) \
@@ -503,10 +511,11 @@ INLINE void multiply(
 // -------------------------------------------------------------------------------------------------
 // Attention
 
-enum { TILE = 16 }; // keys at a time, all in one block
+enum { TILE = 16 }; // number of keys at a time, all in one block
 
-// Online softmax (Milakov and Gimelshein 2018) for a query at `position`: turn the scores of n keys
-// from position `start` on into weights. Returns the factor that earlier sums must shrink by.
+// Online softmax (Milakov and Gimelshein 2018) for a query at `position`: convert the scores of n
+// keys, from position `start` on, to weights. Returns the factor by which earlier sums must be
+// multiplied.
 INLINE float online_softmax(
     const Op *op, int64_t position, int64_t start, int64_t n, float *score, float *top,
     float *total)
@@ -531,13 +540,14 @@ INLINE float online_softmax(
     return shrink;
 }
 
-// Index of query i of a KV head among all heads: a row has `heads` heads, G of them for a KV head.
+// Index among all heads of a KV head's query i: a row has `heads` heads, and G query heads per KV
+// head.
 INLINE int64_t query(int64_t i, int64_t G, int64_t heads, int64_t head)
 {
     return i / G * heads + head * G + i % G;
 }
 
-// Attention of queries i .. i + count of a KV head, all of one request.
+// Attention of a KV head's queries i .. i + count, all from one request.
 INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t head)
 {
     int64_t D = op->D, S = op->S, H = op->H, Hk = op->Hk, G = H / Hk, n;
@@ -557,9 +567,9 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
         n = least(least(S - start % S, TILE), last + 1 - start); // not past the block's end
         int64_t block = table[start / S], ahead = table[least(start + n, last) / S] - block;
         const float *k = op->kv + (block * Hk + head) * S * D + start % S;
-        // k is a column of [D, S], v a row of [S, D]
+        // k is a column of [D, S], and v is a row of [S, D]
         const float *v = k + op->k_to_v + start % S * (D - 1);
-        // entries beyond n (and of y beyond D) are garbage and never read
+        // scores beyond n, and numbers of y beyond D, are garbage and never read
         float score[ROWS * TILE] = {0};
         ahead *= Hk * S * D;
         multiply(q, D, k, S, ahead, D, count, TILE / LANES, score, TILE);
@@ -578,11 +588,11 @@ INLINE void attend_queries(const int count, const Op *op, int64_t i, int64_t hea
             op->y[query(i + c, G, H, head) * D + d] = y[c * wide + d] / total[c];
 }
 
-// Rows per task: one if there are few, else up to the rows of a tile.
+// Number of rows per task: one if there are few rows, else up to a tile's rows.
 static int64_t rows_together(int64_t R) { return least(divide_up(R, 16), ROWS); }
 
-// y [R, H D]: in some rows of x [R, (H + 2 Hk) D], the G query heads that share a KV head attend to
-// all positions that they may see, through the block tables.
+// y [R, H D]: in the task's rows of x [R, (H + 2 Hk) D], the G query heads that share a KV head
+// attend to all positions that they may see, through the block tables.
 static void attend(const Op *op, int64_t R, int64_t task)
 {
     int64_t G = op->H / op->Hk, r = task / op->Hk * rows_together(R);
@@ -599,13 +609,13 @@ static void attend(const Op *op, int64_t R, int64_t task)
 // -------------------------------------------------------------------------------------------------
 // Linear layers: y [R, N] = activation(x [R, K] weight^T + bias)
 //
-// Weights are stored in panels of 32 outputs, zero-padded. In fp32 they are [N / 32, K, 32], so a
-// vector holds weights of one input. Integers are [N / 32, 32, K], so a vector holds weights of one
-// output.
+// Weights are stored in zero-padded panels of 32 outputs. In fp32, they are [N / 32, K, 32], so a
+// vector holds weights for one input. Integers are [N / 32, 32, K], so a vector holds weights for
+// one output.
 
-enum { ROW_BLOCK = 128, K_BLOCK = 256 }; // rows of a task; inputs of a partial sum
+enum { ROW_BLOCK = 128, K_BLOCK = 256 }; // rows per task; inputs per partial sum
 
-// y = `rows` rows of x [.., K] times the weights w [.., K] of `count` outputs. The compiler turns
+// y = `rows` rows of x [.., K] times the weights w [.., K] for `count` outputs. The compiler turns
 // this into multiply-adds of pairs of 16-bit numbers (vpmaddwd).
 INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, int count, int32_t *y)
 {
@@ -619,14 +629,14 @@ INLINE void tile_int8(const int8_t *w, const int16_t *x, int64_t K, int rows, in
             y[r * PANEL + c] = sum[r][c];
 }
 
-// y [rows, PANEL] += inputs k .. k + block of rows from r on, times the panel of output n.
+// y [rows, PANEL] += inputs k .. k + block of the rows from r on, times output n's panel.
 INLINE void multiply_panel(
     const int rows, const Op *op, int64_t r, int64_t n, int64_t k, int64_t block, float *y)
 {
     int64_t K = op->K;
     const int most = SUMS / rows, count = most < PANEL / LANES ? most : PANEL / LANES;
-    // prefetch weights 64 inputs ahead, or integers 3 KB ahead; by measurement, twice as far is no
-    // faster
+    // prefetch fp32 weights 64 inputs ahead, and integers 3 KB ahead; twice as far was not faster
+    // when measured
     if (!op->scale) {
         const float *w = op->weight + n * K + k * PANEL, *x = op->x + r * K + k;
         for (int c = 0; c < PANEL; c += count * LANES)
@@ -645,7 +655,7 @@ INLINE void multiply_panel(
         y[i] = (float)sums[i] * (op->scale[n + i % PANEL] * op->x_scale[r + i / PANEL]);
 }
 
-// y [stop - r, PANEL] = rows r .. stop times the panel of output n.
+// y [stop - r, PANEL] = rows r .. stop times output n's panel.
 static void multiply_rows(const Op *op, int64_t r, int64_t stop, int64_t n, float *y)
 {
     int64_t K = op->K, block = op->scale ? K : K_BLOCK;
@@ -681,7 +691,7 @@ static void finish(const Op *op, int64_t n, float *gate, float *up, float *y)
     memcpy(y, gate, count * sizeof *y);
 }
 
-// Outputs per task: whole panels, about 8 tasks per thread.
+// Number of outputs per task: whole panels, for about 8 tasks per thread.
 static int64_t width(const Op *op, int threads)
 {
     return divide_up(op->N, PANEL * 8 * threads) * PANEL;
@@ -706,25 +716,25 @@ static void linear(const Op *op, int64_t R, int64_t task, int threads)
 // The pool of threads
 
 typedef struct Pool {
-    int threads;   // including the one that calls `run`
-    pid_t process; // that the threads belong to
-    const Op *ops; // of the current run
+    int threads;   // number of threads, including the one that calls `run`
+    pid_t process; // the process that the threads belong to
+    const Op *ops; // operators of the current run
     int64_t count, R;
     atomic_int *counts; // [count, threads + 1] tasks begun in each thread's share; all tasks done
-    atomic_int state; // OPEN, while workers may enter, plus the number of workers inside
-    atomic_int runs;  // runs so far; -1: the pool is closed
+    atomic_int state; // OPEN (while workers may enter) plus the number of workers inside
+    atomic_int runs;  // number of runs so far; -1: the pool is closed
     pthread_mutex_t lock;
     pthread_cond_t wake;
     pthread_t workers[];
 } Pool;
 
-enum { OPEN = 1 << 16, PATIENCE = 2000 }; // looks before a thread yields to others
+enum { OPEN = 1 << 16, PATIENCE = 2000 }; // number of looks before a thread yields to others
 
 #ifndef WORTH_SHARING           // tests share even the smallest steps
-#define WORTH_SHARING (1 << 20) // multiplications: one thread takes 30 us for them
+#define WORTH_SHARING (1 << 20) // number of multiplications; one thread takes 30 us
 #endif
 
-enum { ATTEND = 8, LINEAR = 9 }; // as KINDS in cpu.py; those before compute one row per task
+enum { ATTEND = 8, LINEAR = 9 }; // as in KINDS in cpu.py; earlier ones compute one row per task
 
 static void (*const operators[])(const Op *, int64_t) = {
     embed, rotation, add_norm, quantize_row, heads, exponentials, log_softmax, choose};
@@ -755,9 +765,9 @@ static void pause_for(int looks)
 #endif
 }
 
-// Compute the operators of a run, as thread `me`. For each operator it takes its own share of the
-// tasks first, because their numbers may be in its cache, and then what other threads have left. So
-// a thread never waits for another that is late, only for tasks that have begun.
+// Compute a run's operators, as thread `me`. For each operator, a thread first takes its own share
+// of the tasks, because their data may be in its cache, and then tasks that other threads have not
+// begun. So a thread never waits for another thread that is late, only for tasks that have begun.
 static void take_part(Pool *pool, int me)
 {
     int64_t R = pool->R, threads = pool->threads;
@@ -776,7 +786,7 @@ static void take_part(Pool *pool, int me)
     }
 }
 
-// Return the number of the run after `seen`. Look for it for a while, then sleep.
+// Wait for the run after `seen`, and return its number. Look for it for a while, then sleep.
 static int wait_for_run(Pool *pool, int seen)
 {
     for (int looks = 0; looks < PATIENCE && atomic_load(&pool->runs) == seen; looks++)
@@ -802,13 +812,13 @@ static void *work(void *argument)
     for (int run = 0; (run = wait_for_run(pool, run)) >= 0;) {
         int entered = atomic_fetch_add(&pool->state, 1);
         if (entered & OPEN)
-            take_part(pool, entered - OPEN + 1); // the share to begin with; two may get the same
+            take_part(pool, entered - OPEN + 1); // its first share; two threads may have the same
         atomic_fetch_sub(&pool->state, 1);
     }
     return NULL;
 }
 
-// A forked process has none of the threads, but it has their lock, which one may have held.
+// A forked process does not have the threads, but it has their lock, which a thread may have held.
 static void notice_fork(Pool *pool)
 {
     if (pool->process == getpid())
@@ -820,7 +830,7 @@ static void notice_fork(Pool *pool)
     pthread_cond_init(&pool->wake, NULL);
 }
 
-// Open a pool of this many threads, or fewer if the system allows no more.
+// Open a pool of this many threads, or fewer if the system does not allow as many.
 Pool *open_pool(int threads)
 {
     Pool *pool = calloc(1, sizeof *pool + threads * sizeof *pool->workers);
@@ -841,7 +851,7 @@ void close_pool(Pool *pool)
     free(pool);
 }
 
-// Compute `count` operators of R rows, in order.
+// Compute `count` operators for R rows, in order.
 void run(Pool *pool, const Op *ops, int64_t count, int64_t R)
 {
     notice_fork(pool);

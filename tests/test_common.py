@@ -51,9 +51,9 @@ txet -> there is no directory txet; models here: out/a, out/b; -> hf download
 /nowhere/x -> there is no directory /nowhere/x; models here: out/a, out/b;
 Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local-dir DIR`
 https://huggingface.co/Qwen/Qwen3-0.6B -> the Hugging Face Hub may have Qwen/Qwen3-0.6B, -> `hf download Qwen/Qwen3-0.6B --local
-x.gguf -> GGUF files are llama.cpp's: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
-weights -> GGUF files are llama.cpp's: -> `hf download OWNER/NAME --local-dir DIR`
-weights/x-q4.gguf -> GGUF files are llama.cpp's: `llama-server -m weights/x-q4.gguf` -> serves them
+x.gguf -> GGUF files are for llama.cpp: `llama-server -m x.gguf` -> `hf download OWNER/NAME --local-dir DIR`
+weights -> GGUF files are for llama.cpp: -> `hf download OWNER/NAME --local-dir DIR`
+weights/x-q4.gguf -> GGUF files are for llama.cpp: `llama-server -m weights/x-q4.gguf` -> serves them
 lora -> lora has an adapter without its model: -> merge_and_unload
 out/a/m.safe -> out/a/m.safe is a file, -> name out/a,
 old/ckpt.pt -> old/ckpt.pt is a file, -> `python examples/from_nanogpt.py old/ckpt.pt DIR`

@@ -1,6 +1,6 @@
 """
-exercises.py and its texts. The quick tests read them, and begin and undo in a copy of the repo; the
-slow ones go through all exercises and hunts as a reader does.
+exercises.py and its texts. The quick tests read them, and start and reset exercises in a copy of
+the repo; the slow ones go through all exercises and hunts as a reader does.
 """
 
 import ast
@@ -20,8 +20,6 @@ import exercises
 from assets import symptoms
 from exercises import EXERCISES, HUNTS, RIGHT
 
-README = (ROOT / "README.md").read_text()
-
 
 @pytest.fixture
 def repo(tmp_path):
@@ -29,7 +27,7 @@ def repo(tmp_path):
 
 
 def run(repo, *arguments) -> SimpleNamespace:
-    """As a reader calls it."""
+    """Run exercises.py as a reader does."""
     command = [sys.executable, "exercises.py", *arguments]
     done = subprocess.run(command, cwd=repo, capture_output=True, text=True)
     return SimpleNamespace(code=done.returncode, out=done.stdout, err=done.stderr)
@@ -44,7 +42,7 @@ def out(tmp_path, monkeypatch):
 
 
 def test_each_names_functions_tests_and_places_that_exist():
-    """Would catch: a function that was renamed, and its exercise was not; a test that is gone."""
+    """Would catch: an exercise whose function was renamed, or whose test was deleted."""
     places = [(text["file"], name) for text in EXERCISES.values() for name in text["functions"]]
     assert len(places) == len({*places}), "two exercises empty one function"
     for file, name in places:
@@ -57,8 +55,8 @@ def test_each_names_functions_tests_and_places_that_exist():
             file, _, topic = place.partition(": ")
             where = ROOT / file.partition(",")[0]
             assert where.is_file() or place.startswith(("the page", "Milakov")), place
-            if file == "README.md":
-                assert topic in README
+            if file.endswith(".md"):
+                assert topic.partition(": ")[0] in where.read_text()
     assert 12 <= len(EXERCISES) <= 16 and len(HUNTS) >= 20
     assert [*EXERCISES] == [str(i) for i in range(1, 1 + len(EXERCISES))]
     assert [*HUNTS] == [f"hunt-{i}" for i in range(1, 1 + len(HUNTS))]
@@ -71,7 +69,7 @@ def test_each_hunt_has_a_bug_of_its_own():
 
 @pytest.mark.parametrize("number", EXERCISES)
 def test_a_copy_shows_neither_its_answer_nor_a_later_one(number, tmp_path):
-    """Those of later exercises stand at the end, below what the reader has to see."""
+    """The later ones are at the end of the file, below what the reader has to see."""
     file = EXERCISES[number]["file"]
     for path in RIGHT, file:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +89,7 @@ def test_a_copy_shows_neither_its_answer_nor_a_later_one(number, tmp_path):
 
 
 def test_nothing_of_a_reader_is_lost(repo):
-    """Would catch: a version that is thrown away, or written over; a file that is not as it was."""
+    """Would catch: a version that is deleted or overwritten; a change in the repo itself."""
     before = (repo / "paged.py").read_text()
     copies = repo / "out/exercises"
     answers = ("return []", "return [1]")
@@ -177,16 +175,24 @@ def test_a_failure_is_told_in_four_lines(out, monkeypatch, capsys):
     assert capsys.readouterr().out == f"not yet:\n{shown}\n{meaning}\n"
     folder = exercises.relpath(out / "16")
     words = shlex.split(ended.value.code, comments=True)
-    assert words == ["cd", f"{folder};", "python", "-m", "pytest", "-x", test]
+    assert words == ["cd", f"{folder};", "python", "-m", "pytest", "-xvv", test]
     monkeypatch.setattr(exercises, "run", lambda *_: "No module named pytest")
     with pytest.raises(SystemExit, match=r"(?s)No module named pytest.+make .venv/tests-ready"):
         exercises.check("16")
 
 
+def test_a_hint_names_the_file_and_a_solution_answers_the_question(out, capsys):
+    exercises.hint("hunt-17")
+    assert capsys.readouterr().out.startswith("in ops/gather.py:\nTwo tensors")
+    exercises.start("16")
+    exercises.solution("16")
+    assert capsys.readouterr().out.endswith(EXERCISES["16"]["answer"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", EXERCISES)
 def test_emptied_it_fails_and_solved_it_passes(number, out, capsys):
-    """With the promised line. Would catch: tests that do not judge the function, or skip it."""
+    """It fails with the promised line. Would catch: tests that skip the function."""
     exercises.start(number)
     with pytest.raises(SystemExit):
         exercises.check(number)
@@ -203,8 +209,8 @@ def test_emptied_it_fails_and_solved_it_passes(number, out, capsys):
 @pytest.mark.parametrize("name", HUNTS)
 def test_a_hunt_shows_its_symptom(name, out, monkeypatch, capsys):
     """
-    Beside what is right, which this process finds out: it has imported torch already. That its
-    test fails until it is mended: test_planted_bugs.py.
+    The correct answers are computed in this process, which has already imported torch.
+    test_planted_bugs.py checks that the hunt's test fails until the bug is fixed.
     """
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(symptoms, "FOLDER", out)

@@ -37,7 +37,7 @@ LOADED = "cannot listen on 127.0.0.1:PORT: Address already in use; stop the prog
 MODELS = {  # files of a directory -> the message about it, before that about a port in use
     "": "no model in DIR: tokenizer.json is missing",
     "tokenizer.json": "no model in DIR: config.json is missing",
-    "x.gguf": "GGUF files are llama.cpp's",
+    "x.gguf": "GGUF files are for llama.cpp",
     "tokenizer.json config.json": f"{LOADED}this port, or choose another --port$",
 }
 

@@ -45,7 +45,7 @@ serve --max-tokens x -> invalid int value: 'x'
 serve --dtype int8 -> invalid choice: 'int8'...
 serve --device mps -> invalid choice: 'mps', wanted cpu, cuda or cuda:1
 serve --device gpu -> invalid choice: 'gpu', wanted cpu, cuda or cuda:1
-serve --attention flex -> attention flex is withdrawn; use `python examples/flex_attention.py` instead
+serve --attention flex -> attention flex has been withdrawn; use `python examples/flex_attention.py` instead
 serve --prefill-share 1.5 -> prefill_share is 1.5, wanted a share of the token budget: 0 or more, below 1
 serve --device cuda: -> invalid choice: 'cuda:', wanted cpu, cuda or cuda:1
 serve --model a b -> b and --model a: give only one of them
