@@ -200,7 +200,7 @@ def test_a_step_of_256_decodes_costs_the_same_at_any_context_length_and_little()
 
 
 SABOTAGE = """
-allocator.free.pop()                                        | are not the 128 of the pool
+allocator.free.pop()                                        | are not the pool's 128
 allocator.ref_counts[0] += 1                                | reference counts say
 b.block_table[-1] = a.block_table[-1]                       | reference counts say
 allocator.free.append(allocator.idle.popitem()[0])          | committed but not in any block table
