@@ -144,9 +144,9 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
         gain = "two to four times"
         if dtype == torch.int8:
             gain = "many times"
-        reason = f"because C compiler {command!r} was not found: gcc would make it {gain} as fast"
+        reason = f"because there is no C compiler {command!r}: gcc would make it {gain} as fast"
     elif on_gpu and fastest is TORCH_OPS:
-        reason = "because triton is not installed: it would make the GPU many times as fast"
+        reason = "because there is no triton package: it would make the GPU many times as fast"
     else:
         reason = "the fastest on CUDA" if on_gpu else "the fastest in bf16 on a CPU"
     return fastest, reason

@@ -378,7 +378,7 @@ def test_the_choice_of_a_backend_has_a_reason(monkeypatch):
     monkeypatch.setattr(kernels, "triton", None)
     ops, reason = choose_ops("auto", "cuda")
     assert ops.name == "torch"
-    assert reason.startswith("because triton is not installed: ")
+    assert reason.startswith("because there is no triton package: ")
     assert ops.sample is sampling.sample_torch
 
 
