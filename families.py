@@ -153,7 +153,7 @@ OLMO3_DEFAULTS = LAYERS_DEFAULTS | {"rope_theta": 5e5, "rope_local_base_freq": N
 
 
 class Family(NamedTuple):
-    """How models of one class are stored on the hub."""
+    """The format in which the hub stores the models of one class."""
 
     weights: dict  # our module -> theirs, without the prefix
     names: dict  # our field -> its name in config.json

@@ -462,7 +462,7 @@ NO_REQUEST = -1  # tile_request for a padding tile
 
 class TritonPlan(NamedTuple):
     """
-    How a step's attention is divided into programs, and the tensors that attention_kernel needs.
+    The programs of a step's attention, and the tensors that attention_kernel needs.
     `plan_attention_triton` makes one plan per window, for batch.attention_plans.
     """
 

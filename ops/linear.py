@@ -383,7 +383,7 @@ NORMED_ROW = 1024  # maximum length of a row that is normalised by the product t
 
 
 class Tiles(NamedTuple):
-    """How a product is tiled: ROWS x COLS outputs per program, BLOCK inputs at a time."""
+    """The tiles of a product: ROWS x COLS outputs per program, BLOCK inputs at a time."""
 
     rows: int
     cols: int

@@ -92,8 +92,7 @@ class Listeners:
     @property
     def behind(self) -> bool:
         """
-        Whether a listener has not yet received the last lines; the line after the last step's is
-        "idle".
+        Return True if listeners have lines to come: after the last step's line comes an "idle" line.
         """
         return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 

@@ -131,7 +131,7 @@ def to_gradients(logits, V: int, targets, is_scored, softcap: float):
 
 
 class Chunks(NamedTuple):
-    """How a device processes the logits."""
+    """The chunks in which a device processes the logits."""
 
     rows: int  # number of rows at a time
     multiple: int  # the vocabulary is padded to a multiple of this
