@@ -92,7 +92,7 @@ class Listeners:
     @property
     def behind(self) -> bool:
         """
-        Return True if listeners have lines to come: after the last step's line comes an "idle" line.
+        Return True if listeners still lack lines: after the last step's line comes an "idle" line.
         """
         return bool(self.all and self.lines) and self.lines[-1].startswith(STEP)
 
