@@ -17,6 +17,7 @@ from planting import ROOT, copy_repo, read_bugs
 from test_readme import names_defined
 
 import exercises
+import walkthrough
 from assets import symptoms
 from exercises import EXERCISES, HUNTS, RIGHT
 
@@ -58,6 +59,16 @@ def test_each_names_functions_tests_and_places_that_exist():
             if file.endswith(".md"):
                 assert topic.partition(": ")[0] in where.read_text()
     assert 12 <= len(EXERCISES) <= 16 and len(HUNTS) >= 20
+
+
+def test_the_walkthrough_names_the_exercise_of_its_code():
+    """A reader who wants to do an exercise should not be sent to its solution without a word."""
+    functions = {name: x for x, text in EXERCISES.items() for name in text["functions"]}
+    for stage in walkthrough.STAGES:
+        last = stage.__doc__.splitlines()[-1]
+        name, number = re.search(r": ([\w.]+)(?: \(exercise (\d+)\))?\. ", last).groups()
+        wanted = [x for function, x in functions.items() if function.startswith(name)]
+        assert number in (wanted or [None])
     assert [*EXERCISES] == [str(i) for i in range(1, 1 + len(EXERCISES))]
     assert [*HUNTS] == [f"hunt-{i}" for i in range(1, 1 + len(HUNTS))]
 
