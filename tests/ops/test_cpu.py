@@ -520,7 +520,7 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
 def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
     """Previously, with CC=false, the message ended with "Its output:" and nothing more."""
     monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its output:\n(none: is it a compiler?)"):
+    with raises(ValueError, "Its output:\n(none: is this a compiler?)"):
         cpu.library(cpu.c_compiler())
 
 

@@ -124,7 +124,7 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
         if served is None:
             assert train.open_out(args) is None  # a new training may begin
         else:
-            ways = f"--out {folder}-2 trains .*, --resume --out {folder} continues it, --overwrite"
+            ways = f"--out {folder}-2 to .*, --resume --out {folder} to continue .*, or --overwrite"
             with pytest.raises(SystemExit, match=ways):
                 train.open_out(args)
         end = resumed(folder, saved)
