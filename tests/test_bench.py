@@ -184,10 +184,11 @@ def llama(toy, monkeypatch) -> Path:
     torch.manual_seed(0)
     model = GPT(shape)
     for name, weight in model.named_parameters():
-        if weight.ndim == 2:  # Q8_0 rounds nothing: whole 128ths, the largest of each 32 is 127
-            rounded = (torch.randn_like(weight) * (64 if "c_attn" in name else 26)).round()
-            weight.data = rounded.clamp(-127, 127) / 128
-            weight.data[:, ::32] = 127 / 128
+        if weight.ndim == 2:  # Q8_0 rounds nothing: whole numbers, the largest of each 32 is 127
+            weight.data = (torch.randn_like(weight) * (64 if "c_attn" in name else 26)).round()
+            weight.data = weight.data.clamp(-127, 127)
+            weight.data[:, ::32] = torch.tensor(127.0).copysign(weight.data[:, ::32])
+            weight.data /= 4 if "attn.c_proj" in name else 128  # attention outweighs the rest
     save_checkpoint(model, toy)
     python = toy / "python"
     python.write_text(LLAMA_CPP.format(python=sys.executable))
