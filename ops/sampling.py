@@ -117,12 +117,12 @@ def bias_vector(params: SamplingParams, V: int) -> Tensor:
 def token_flags(request: SamplingRow, V: int) -> Tensor:
     """Return a request's row for SamplingRows.token_flags, [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
-    token_flags = 4 * generated.bincount(minlength=V)
+    flags = 4 * generated.bincount(minlength=V)
     stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
-    token_flags[stops] += 2
+    flags[stops] += 2
     # += counts a repeated index only once
-    token_flags[list(request.prompt_tokens)] += 1
-    return token_flags
+    flags[list(request.prompt_tokens)] += 1
+    return flags
 
 
 class SamplingRows:
@@ -275,10 +275,10 @@ def adjust(scores: Tensor, rows: Tensor, positions: Tensor, per_row: SamplingRow
 
     floats = per_row.floats
     ints = per_row.ints
-    token_flags = per_row.token_flags[rows]
-    times = token_flags >> 2  # how often each token was generated
-    is_stop = token_flags & 2 > 0
-    in_text = (token_flags & 1) + times > 0
+    flags = per_row.token_flags[rows]
+    times = flags >> 2  # how often each token was generated
+    is_stop = flags & 2 > 0
+    in_text = (flags & 1) + times > 0
 
     # logit_bias
     scores = scores + torch.where(column(ints.biased) > 0, per_row.bias[rows], 0.0)
