@@ -583,10 +583,24 @@ def count(server: Process, metric: str) -> int:
     return int(float(re.search(rf"\n{metric}\S* (\S+)", text)[1]))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", AGENTS)
+LEAKS = "litellm[mcp,proxy]==1.108." in (ROOT / "tests/clients.txt").read_text()
+BY_CHANCE = "LiteLLM 1.108 leaves it to Python's garbage collector to close these; 1.109 does not"
+
+
+@pytest.mark.parametrize(
+    "path, stream",
+    [
+        ("responses", False),
+        ("responses", True),
+        ("messages", False),
+        pytest.param("messages", True, marks=pytest.mark.skipif(LEAKS, reason=BY_CHANCE)),
+    ],
+)
 def test_a_hang_up_goes_through_a_gateway(path, stream, caller, gateway):
-    """Without `cancel_on_disconnect`, whole answers were computed to their end."""
+    """
+    Without `cancel_on_disconnect`, whole answers were computed to their end. Streams do not need
+    it. LiteLLM itself must close them, which for /v1/messages it once did only by chance.
+    """
     aborted = 'vllm:request_success_total{finished_reason="abort"'
     before = count(caller, aborted)
     said = [{"role": "user", "content": "hi"}]
