@@ -313,6 +313,7 @@ def attention_kernel(
     H: constexpr, Hk: constexpr, D: constexpr, S: constexpr, WINDOW: constexpr,
     HEADS: constexpr, ROWS: constexpr, TILE: constexpr, WIDTH: constexpr,
     PROGRAMS: constexpr, MERGED: constexpr, AT_ONCE: constexpr, PDL: constexpr,
+    ALONE: constexpr,
 ):  # fmt: skip
     """
     Attend from ROWS rows of queries to the keys of one request and KV head. The grid is (H / HEADS,
@@ -345,8 +346,9 @@ def attention_kernel(
     Tensors: q and out are [T, H, D], and consecutive tokens of q are q_stride numbers apart. kv is
     one layer's pool, in which V comes k_to_v numbers after K. split_acc is [B, H, PLACES, WIDTH];
     split_sums [B, H, PLACES, 2] has the totals and tops. `finished` [B, Hk] counts the programs
-    that have finished, and is zero before and after the kernel. For WINDOW, see TritonPlan. The
-    grid depends only on B and T, so the host can launch the kernel without knowing any lengths.
+    that have finished, and is zero before and after the kernel. For WINDOW, see TritonPlan. ALONE:
+    the step has only one token. The grid depends only on B and T, so the host can launch the kernel
+    without knowing any lengths.
     """
     is_chunk: constexpr = tile_start is not None
     is_group: constexpr = group_end is not None
@@ -394,6 +396,8 @@ def attention_kernel(
     # Everything read so far was written before embed_kernel, which no later kernel can overtake.
     # Everything from here on may read the previous kernel's output.
     if PDL:
+        if ALONE:
+            gdc_launch_dependents()
         gdc_wait()
     token, head = begin + row // HEADS, tl.program_id(0) * HEADS + row % HEADS
     real, kv_head = token < stop, tl.program_id(0) * HEADS // (H // Hk)
@@ -428,7 +432,8 @@ def attention_kernel(
                 store_state(more, split_acc, split_sums, place + split, real, WIDTH)
         first = last
     # If launched earlier, the next kernel's programs would occupy shared memory while they wait.
-    if PDL:
+    # After a single token comes vector_kernel, which does not use any.
+    if PDL and not ALONE:
         gdc_launch_dependents()
     if is_group:
         # PLACES is 1 if the decodes themselves do not store any states
@@ -585,7 +590,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     """
     check_layout(q, kv, batch)
     plan = batch.attention_plans[attn.window]
-    _, H, D = q.shape
+    T, H, D = q.shape
     Hk, S = kv.shape[2:4]
     G = H // Hk
     width = padded(D)
@@ -611,10 +616,10 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
         with torch.cuda.stream(plan.side):
             launch(
                 (H, 1, len(plan.tile_request)), plan.tile_request, plan.tile_start, None,
-                HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1, PDL=False,
+                HEADS=1, ROWS=PREFILL_ROWS, PROGRAMS=1, PDL=False, ALONE=False,
                 num_warps=4 if width <= 128 else 8, num_stages=stages_that_fit(kv),
             )  # fmt: skip
-    options = {"HEADS": G, **pdl_options(q)}
+    options = {"HEADS": G, "ALONE": T == 1, **pdl_options(q)}
     if plan.shares:
         launch(
             (Hk, 1, len(first)), first, None, end, PROGRAMS=1, ROWS=PREFILL_ROWS,
@@ -623,7 +628,7 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
     if B := batch.num_decodes:
         launch(
             (Hk, plan.programs, B), plan.order, None, None, ROWS=padded(G), PROGRAMS=plan.programs,
-            num_warps=2 if width <= 64 else 4, num_stages=plan.num_stages, **options,
+            num_warps=2 if width <= 64 and T > 1 else 4, num_stages=plan.num_stages, **options,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)

@@ -22,7 +22,6 @@ from ops.linear import ENOUGH_PROGRAMS, Tiles, head_tiles, launch_linear, layer_
 # program. For more rows, one program computes all parts, using the largest tiles that still give
 # enough programs.
 APART_ROWS = 512
-MOST_PARTS = 4  # maximum number of parts in a sum
 LARGE = Tiles(128, 128, 64, warps=8, stages=4)
 MIDDLE = Tiles(128, 64, 64, warps=8, stages=6)
 SMALL = Tiles(64, 64, 64, warps=4, stages=8, swapped=True)
@@ -51,7 +50,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
     P = 1
     if partial_sums:
         programs = N // 64  # per part; most tiles have 64 columns
-        P = min(MOST_PARTS, num_parts(K, programs))
+        P = num_parts(K, programs)
     tiles = tiles_for(len(x), layer, P)
     return launch_linear(x, layer, activation, gated, partial_sums, tiles=tiles)
 
@@ -64,9 +63,11 @@ def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     """Like fused.project_qkv, but with the tiles from `tiles_for`."""
-    if batch.rotations or attn.q_norm is not None:
-        return fused.project_qkv(y, attn, kv, batch)
+    if batch.rotations:
+        return fused.project_and_rotate(y, attn, kv, batch)
+    if attn.q_norm is not None:
+        return model.project_qkv(y, attn, kv, batch)
     tiles = tiles_for(len(y), attn.c_attn)
-    targets = (kv, batch.slot_mapping)
+    targets = (kv, batch.slot_mapping, None, None)
     q = launch_linear(y, attn.c_attn, targets=targets, tiles=tiles)
     return q.view(len(y), attn.H, attn.D), kv

@@ -144,7 +144,7 @@ def norm_rope_store_kernel(
     parts, positions, frequencies, q_weight, k_weight, q, kv, slot_mapping, k_to_v, eps, R,
     P: tl.constexpr, H: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-    WIDE: tl.constexpr, LATE: tl.constexpr,
+    WIDE: tl.constexpr, LATE: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """
     Grid (R, (H + 2 Hk) / HEADS): each program handles HEADS heads of one token. It adds up the P
@@ -152,7 +152,7 @@ def norm_rope_store_kernel(
     k_weight, unless these are None, and rotates the heads as model.rotate does. It stores q to q
     [R, H, D], and k and v to their slots in the layer's pool. WIDE: all heads of q are normalised
     together, as are all heads of k, so each program handles all heads. LATE: normalise after the
-    rotation.
+    rotation. ALONE: R is 1, and attention has so few programs that it may start at once.
     """
     ALL: tl.constexpr = H + 2 * Hk
     HALF: tl.constexpr = D // 2
@@ -165,7 +165,7 @@ def norm_rope_store_kernel(
     angle *= tl.load(frequencies + i, mask=i < HALF, other=0.0)
     cos = tl.cos(angle)[None, :]
     sin = tl.sin(angle)[None, :]
-    wait(PDL, True)
+    wait(PDL, not ALONE)
     start = parts + (r * ALL + h)[:, None] * D + i[None, :]
     first = tl.zeros([HEADS, WIDTH], tl.float32)
     second = tl.zeros([HEADS, WIDTH], tl.float32)
@@ -173,7 +173,7 @@ def norm_rope_store_kernel(
         of_part = start + part * R * ALL * D
         first += tl.load(of_part, mask=real, other=0.0).to(tl.float32)
         second += tl.load(of_part + HALF, mask=real, other=0.0).to(tl.float32)
-    let_attention_start(PDL, True)
+    let_attention_start(PDL, not ALONE)
     is_q = (h < H)[:, None]
     is_v = (h >= H + Hk)[:, None]
     x = first
@@ -237,7 +237,7 @@ def norm_rope_store(parts: Tensor, attn: model.Attention, kv: Tensor, batch: Bat
     P = parts.numel() // (R * N)
     grid = (R, triton.cdiv(all_heads, heads))
     options = shape | cut | order | pdl_options(q)
-    norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, **options)
+    norm_rope_store_kernel[grid](*operands, q, *pool, eps, R, P=P, ALONE=R == 1, **options)
     return q
 
 
@@ -246,13 +246,22 @@ def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
     Return the queries [T, H, D] for y [T, C], and kv, one layer's pool [2, num_blocks + 1, Hk, S,
     D]. Keys and values have been stored in their slots in the pool, in place.
     """
+    R = len(y)
+    rotation = (None, None)
     if batch.rotations:
-        parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
-        return norm_rope_store(parts, attn, kv, batch), kv
-    if not use_triton(len(y), attn.c_attn) or attn.q_norm is not None:
+        if R > 1 or attn.q_norm is not None:
+            return project_and_rotate(y, attn, kv, batch)
+        rotation = batch.rotations[attn.rope]
+    elif not use_triton(R, attn.c_attn) or attn.q_norm is not None:
         return model.project_qkv(y, attn, kv, batch)
-    q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping))
-    return q.view(len(y), attn.H, attn.D), kv
+    q = launch_linear(y, attn.c_attn, targets=(kv, batch.slot_mapping, *rotation))
+    return q.view(R, attn.H, attn.D), kv
+
+
+def project_and_rotate(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):
+    """Like project_qkv, for models with rotary positions, in two launches."""
+    parts = batch.ops.linear(y, attn.c_attn, partial_sums=True)
+    return norm_rope_store(parts, attn, kv, batch), kv
 
 
 # --------------------------------------------------------------------------------------------------

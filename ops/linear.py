@@ -50,9 +50,14 @@ def normalised(value, weight, bias, eps, k, K: tl.constexpr, RMS: tl.constexpr):
     """
     if not RMS:
         value = tl.where(k < K, value - tl.sum(value, axis=0) / K, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
+    value *= inverse_rms(value, eps, K)
     value *= weight
     return value if bias is None else value + bias
+
+
+@jit
+def inverse_rms(value, eps, K: tl.constexpr):
+    return tl.rsqrt(tl.sum(value * value, axis=0) / K + eps)
 
 
 @jit
@@ -202,6 +207,7 @@ def epilogue(
 @jit
 def vector_kernel(
     x, delta, norm_weight, norm_bias, total, eps, weight, bias, out, kv, slot_mapping, k_to_v,
+    positions, frequencies,
     P: tl.constexpr, RMS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr, Hk: tl.constexpr, S: tl.constexpr, D: tl.constexpr,
@@ -212,12 +218,21 @@ def vector_kernel(
     row, which is too little work for tensor cores. Before waiting for its predecessor, it starts to
     load its first weights, and everything else that the predecessor does not write. If there is a
     norm_weight, the row is norm(x + delta) (see `LazyNorm`): each program computes this norm
-    itself, and the first program also stores x + delta.
+    itself, and the first program also stores x + delta. If there are `frequencies`, heads of q and
+    k are rotated as in model.rotate, and the program computes both numbers of COLS pairs.
     """
     k, row = tl.arange(0, BLOCK), tl.arange(0, 1)
     n = tl.program_id(0) * COLS + tl.arange(0, COLS)
-    half = tl.arange(0, 2 if GATED else 1)[:, None]  # halves of the layer's rows: gate and up
-    m = half * N + n[None, :]  # [1 or 2, COLS]
+    apart = N  # from gate to up
+    if frequencies is not None:
+        apart = D // 2  # from the first number of a pair to the second
+        angle = tl.load(positions).to(tl.float32) * tl.load(frequencies + n % apart)
+        n = n // apart * D + n % apart
+        angle = tl.where(n < N - Hk * D, angle, 0.0)  # v is not rotated
+        cos, sin = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
+    PAIRS: tl.constexpr = GATED or frequencies is not None
+    half = tl.arange(0, 2 if PAIRS else 1)[:, None]
+    m = half * apart + n[None, :]  # [1 or 2, COLS]
     weight += m.to(tl.int64)[:, :, None] * K
     real = (n < N)[None, :, None]
     w = tl.load(weight + k, mask=real & (k < K), other=0.0)  # [1 or 2, COLS, BLOCK]
@@ -228,7 +243,8 @@ def vector_kernel(
         norm_w = load_row(norm_weight, k, K)
         norm_b = load_row(norm_bias, k, K) if norm_bias is not None else None
     wait(PDL, kv is not None)
-    acc = tl.zeros([2 if GATED else 1, COLS, BLOCK], tl.float32)
+    acc = tl.zeros([2 if PAIRS else 1, COLS, BLOCK], tl.float32)
+    scale = tl.full([], 1.0, tl.float32)
     for _ in range(0, K, BLOCK):
         value = load_row(x, k, K)
         for part in tl.static_range(P):
@@ -236,17 +252,25 @@ def vector_kernel(
         if norm_weight is not None:  # BLOCK >= K: this is the whole row
             if tl.program_id(0) == 0:
                 tl.store(total + k, value.to(total.dtype.element_ty), mask=k < K)
-            value = normalised(value, norm_w, norm_b, eps, k, K, RMS)
+            if RMS:  # the products need not wait for the scale, which is applied to their sum
+                scale = inverse_rms(value, eps, K)
+                value *= norm_w
+            else:
+                value = normalised(value, norm_w, norm_b, eps, k, K, RMS)
         k += BLOCK
         acc += w.to(tl.float32) * value
         w = tl.load(weight + k, mask=real & (k < K), other=0.0)
     let_attention_start(PDL, kv is not None)
-    acc = tl.sum(acc, axis=2)
+    acc = tl.sum(acc, axis=2) * scale
     if bias is not None:
         acc += b
     y = tl.sum(tl.where(half == 0, acc, 0.0), axis=0)[None, :]
-    up = tl.sum(tl.where(half == 1, acc, 0.0), axis=0)[None, :] if GATED else None
-    epilogue(y, up, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+    z = tl.sum(tl.where(half == 1, acc, 0.0), axis=0)[None, :] if PAIRS else None
+    if frequencies is not None:
+        turned = y * cos - z * sin
+        epilogue(turned, None, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+        y, z, n = z * cos + y * sin, None, n + apart
+    epilogue(y, z, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
 
 
 @jit
@@ -376,6 +400,7 @@ LINEAR_PRODUCTS = 600_000_000  # with more rows, they are used up to this many m
 SMALL_WEIGHT = 2_000_000  # layers with up to this many weights use small tiles even for many rows
 TILES_MEMORY = 210_000  # maximum bytes of shared memory for the tiles in flight
 SPLIT_K = 256  # minimum number of inputs per part
+MOST_PARTS = 4  # maximum number of parts in a sum
 PART_BLOCK = 128  # a part's inputs are a multiple of this, as this is of every `block`
 ENOUGH_PROGRAMS = 95  # with more programs, K is not split further
 PREFETCHED = 2_500_000  # layers with up to this many weights are prefetched if there are few rows
@@ -412,7 +437,7 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
         return Tiles(1, 4, width, warps=4)
     if gated:
         return Tiles(1, 1, 1024, warps=4)
-    if N > 1024:
+    if N > 1024 or K <= 2048:
         return Tiles(1, 2, 1024, warps=4)
     return Tiles(1, 2, 2048, warps=8)
 
@@ -440,7 +465,7 @@ def head_tiles(R: int) -> Tiles:
 def num_parts(K: int, programs: int) -> int:
     """Return how many parts to split the K inputs into (split-K), so that enough programs run."""
     P = 1
-    while programs * P <= ENOUGH_PROGRAMS and K >= 2 * P * SPLIT_K:
+    while P < MOST_PARTS and programs * P <= ENOUGH_PROGRAMS and K >= 2 * P * SPLIT_K:
         P *= 2
     return P
 
@@ -485,14 +510,15 @@ def launch_linear(
     activation: str | None = None,
     gated=False,
     partial_sums=False,
-    targets: tuple[Tensor, Tensor] | None = None,
+    targets: tuple | None = None,
     is_head=False,
     tiles: Tiles | None = None,
 ) -> Tensor:
     """
-    Like `linear`, but always use these kernels. If `targets` (one layer's pool, and the slots [R]
-    in it) is given, do the same as project_qkv, but return q as [R, H D]. If `tiles` is given, use
-    matrix_kernel even for one row.
+    Like `linear`, but always use these kernels. If `targets` is given, do the same as project_qkv,
+    but return q as [R, H D]. It consists of one layer's pool, the slots [R] in it, and the two
+    results of fused.rotation (for a single row; otherwise None, None, and nothing is rotated). If
+    `tiles` is given, use matrix_kernel even for one row.
     """
     N, K = layer.weight.shape
     if gated:
@@ -503,8 +529,9 @@ def launch_linear(
     shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated}
     shape |= {"Hk": 1, "S": 1, "D": 0}
     pool = (None, None, None)
+    rotation = (None, None)
     if targets:
-        kv, slots = targets
+        kv, slots, *rotation = targets
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
         shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
         pool = (kv, slots, kv.stride(0))  # offset from K to V
@@ -513,7 +540,8 @@ def launch_linear(
     R = len(x)
     if R == 1 and tiles is None:
         out = layer.weight.new_empty(1, width, dtype=dtype)
-        launch_vector(x, layer, out, pool, shape, one_row_tiles(x, N, K, gated, is_head))
+        tiles = one_row_tiles(x, N, K, gated, is_head)
+        launch_vector(x, layer, out, pool, rotation, shape, tiles)
         return out
     if tiles is None:
         tiles = head_tiles(R) if is_head else layer_tiles(R, N, layer.weight.numel())
@@ -525,7 +553,7 @@ def launch_linear(
     return out if partial_sums else out[0]
 
 
-def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles):
+def launch_vector(x, layer, out: Tensor, pool: tuple, rotation: tuple, shape: dict, tiles: Tiles):
     """Launch vector_kernel for x, which has a single row."""
     row = (x, None, None, None, None, 0.0)
     P = 0
@@ -535,9 +563,13 @@ def launch_vector(x, layer, out: Tensor, pool: tuple, shape: dict, tiles: Tiles)
         row = (x.x, x.delta, norm.weight, norm.bias, x.total, norm.eps)
         P = x.delta.numel() // x.total.numel()
         rms = isinstance(norm, model.RMSNorm)
-    programs = triton.cdiv(shape["N"], tiles.cols)
+    columns = shape["N"]
+    if rotation[0] is not None:  # each column is a pair, with twice as many weights
+        columns //= 2
+        tiles = tiles._replace(cols=max(1, tiles.cols // 2))
+    programs = triton.cdiv(columns, tiles.cols)
     vector_kernel[(programs,)](
-        *row, layer.weight, layer.bias, out, *pool,
+        *row, layer.weight, layer.bias, out, *pool, *rotation,
         P=P, RMS=rms, **shape, **tiles.options(), **pdl_options(out),
     )  # fmt: skip
 

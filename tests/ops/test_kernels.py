@@ -16,6 +16,7 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -38,7 +39,7 @@ import paged
 from engine import device as engine_device
 from engine import sizing
 from interleaved import flat_batch
-from model import ACTIVATIONS, Attention, GPTConfig
+from model import ACTIVATIONS, Attention, GPTConfig, Rope
 from ops import cpu, fused, gather, inputs, linear, prefix, sampling, sampling_kernels
 from ops.choice import choose_ops, triton_tables
 from paged import KVBlockPool, Plan, Request
@@ -574,9 +575,10 @@ def test_embeddings_of_tokens_and_positions():
     check_operator(fused.embed, model_module.embed, torch.float32, *arguments, slack=0)
 
 
-# rows, heads, KV heads, head size, and the number of blocks before those of the slots
-PROJECTIONS = [(1, 6, 2, 24, 0), (5, 4, 4, 16, 0), (70, 1, 1, 40, 0)]
+# rows, heads, KV heads, head size, and the number of blocks before those of the slots; rotations
+PROJECTIONS = [(1, 6, 2, 24, 0), (1, 6, 2, 24, 0, Rope(1e4)), (5, 4, 4, 16, 0), (70, 1, 1, 40, 0)]
 PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16)) for R in (1, 3)]
+PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16), Rope(1e4)) for R in (1, 3)]
 
 
 @forks
@@ -585,27 +587,36 @@ PROJECTIONS += [(R, 1, 1, 16, 2**31 // (8 * 16)) for R in (1, 3)]
 def test_queries_are_returned_and_keys_and_values_stored(case):
     """
     Would catch: heads of K taken for those of V or q; a slot of another row; tokens beyond the last
-    that write to slot 0; and, beyond 2^31 numbers, a product of slots and sizes in int32.
+    that write to slot 0; pairs of another head; rotated values; and, beyond 2^31 numbers, a product
+    of slots and sizes in int32.
     """
     in_a_child(project, *case)
 
 
-def project(R: int, H: int, Hk: int, D: int, first: int):
+def project(R: int, H: int, Hk: int, D: int, first: int, rope: Rope | None = None):
     torch.manual_seed(R)
     config = GPTConfig(vocab_size=8, n_layer=1, n_head=H, n_kv_head=Hk, n_embd=H * D)
+    if rope:
+        config = replace(config, rope={0: rope})
     dtype = torch.float16 if first else torch.float32
     attention = Attention(config, 0).requires_grad_(False).to(dtype)
     x = torch.randn(R, H * D).to(dtype)
     slots = torch.randperm(20 * 8)[:R]
-    heads = attention.c_attn(x).view(R, H + 2 * Hk, D)
+    q, k, v = attention.c_attn(x).view(R, H + 2 * Hk, D).split([H, Hk, Hk], 1)
+    rotations = {}
+    if rope:
+        positions, frequencies = torch.arange(R) + 7, rope.frequencies(D)
+        q, k = model_module.rotate(q, k, model_module.rotation(positions, frequencies))
+        rotations[0] = (positions.to(DEVICE), frequencies.to(DEVICE))
     expected = torch.full((2, 21, Hk, 8, D), 7.0).to(dtype)
     kv = torch.empty(2, first + 21, Hk, 8, D, device=DEVICE, dtype=dtype)
     kv[:, first:] = 7
-    expected[:, slots // 8, :, slots % 8] = heads[:, H:].unflatten(1, (2, Hk))
-    batch = SimpleNamespace(slot_mapping=(8 * first + slots).to(DEVICE), rotations={})
-    q, _ = fused.project_qkv(x.to(DEVICE), attention.to(DEVICE), kv, batch)
+    expected[:, slots // 8, :, slots % 8] = torch.stack([k, v], 1)
+    batch = SimpleNamespace(slot_mapping=(8 * first + slots).to(DEVICE), rotations=rotations)
+    batch.ops = choose_ops("triton", DEVICE)[0]
+    queries, _ = fused.project_qkv(x.to(DEVICE), attention.to(DEVICE), kv, batch)
     close = partial(torch.testing.assert_close, rtol=0, atol=2e-3 if first else 1e-5)
-    close(q.cpu(), heads[:, :H])
+    close(queries.cpu(), q)
     close(kv[:, first:].cpu(), expected)
     assert torch.equal(kv[:, first:].cpu() == 7, expected == 7)
 
