@@ -266,11 +266,12 @@ def vector_kernel(
         acc += b
     y = tl.sum(tl.where(half == 0, acc, 0.0), axis=0)[None, :]
     z = tl.sum(tl.where(half == 1, acc, 0.0), axis=0)[None, :] if PAIRS else None
-    if frequencies is not None:
-        turned = y * cos - z * sin
-        epilogue(turned, None, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
-        y, z, n = z * cos + y * sin, None, n + apart
-    epilogue(y, z, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+    if frequencies is None:
+        epilogue(y, z, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+    else:
+        y, z = y * cos - z * sin, z * cos + y * sin
+        epilogue(y, None, out, kv, slots, k_to_v, row, n, 0, 1, N, ACTIVATION, Hk, S, D)
+        epilogue(z, None, out, kv, slots, k_to_v, row, n + apart, 0, 1, N, ACTIVATION, Hk, S, D)
 
 
 @jit
