@@ -111,6 +111,8 @@ def compile_kernels(capability: int):
     compute_steps(gpt2, torch.float16, fast, (1, 16, 32, 64, 128, 256))  # each has its own tiles
     if capability == 86:  # it has the least memory; slow to compile
         compute_steps(qwen3, torch.float32, fast)
+    smollm2 = replace(MODELS["smollm2-135M"], **one_layer, vocab_size=8192)
+    compute_steps(smollm2, torch.bfloat16, fast, (1,))
     compute_steps(GEMMA, torch.bfloat16, fast, (1,))
     compute_steps(GEMMA, torch.bfloat16, deterministic)
     ours = [m for path, m in sys.modules.items() if path == "kernels" or path.startswith("ops.")]
