@@ -626,9 +626,10 @@ def paged_attention_triton(q: Tensor, kv: Tensor, attn: Attention, batch: Batch)
             num_warps=4, num_stages=stages_that_fit(kv), **options,
         )  # fmt: skip
     if B := batch.num_decodes:
+        few_warps = width <= 64 and T > 1  # more programs then run at once
         launch(
             (Hk, plan.programs, B), plan.order, None, None, ROWS=padded(G), PROGRAMS=plan.programs,
-            num_warps=2 if width <= 64 and T > 1 else 4, num_stages=plan.num_stages, **options,
+            num_warps=2 if few_warps else 4, num_stages=plan.num_stages, **options,
         )  # fmt: skip
     if plan.side:
         torch.cuda.current_stream().wait_stream(plan.side)

@@ -45,7 +45,8 @@ def pytest_configure(config):
     from hypothesis import HealthCheck, settings
 
     torch.set_num_threads(1)
-    # the same examples each time: whether `make test` passes should depend only on the commit
+    # The same examples each time: whether `make test` passes should depend only on the commit. Each
+    # test also has a `@seed`, because otherwise its examples would change with its source.
     health = [HealthCheck.too_slow]
     settings.register_profile("same", derandomize=True, suppress_health_check=health)
     settings.load_profile("same")

@@ -159,3 +159,11 @@ def test_policy_parameters_and_the_http_side_import_no_torch():
     """They start immediately, and stay small."""
     code = f"import sys, {WITHOUT_TORCH}; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_examples_do_not_change_with_the_source_of_their_test():
+    """Previously a reworded docstring gave a test other examples, which missed a planted bug."""
+    for path in ROOT.glob("tests/**/test_*.py"):
+        source = path.read_text()
+        fixed = source.count("\n@seed(0)") + source.count("derandomize=False")
+        assert source.count("\n@given(") == fixed, path

@@ -10,7 +10,7 @@ import json
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from wires import ASK, House, request
 
@@ -116,6 +116,7 @@ def patient():
         yield house
 
 
+@seed(0)
 @settings(max_examples=80, deadline=None)
 @given(body=st.dictionaries(NAMES, VALUES, max_size=4), prompted=st.booleans())
 def test_no_body_makes_a_500(patient, body, prompted):
@@ -142,6 +143,7 @@ PIECES = [piece + end for piece in PIECES for end in (b"\r\n", b"\r\n\r\n", b"")
 PIECES += [ASK, GET, b"A" * 3000, b"GET \xff\xfe HTTP/1.1\r\n", b"\0\xff"]
 
 
+@seed(0)
 @settings(max_examples=120, deadline=None)
 @given(
     pieces=st.lists(st.sampled_from(PIECES) | st.binary(max_size=20), min_size=1, max_size=8),

@@ -20,7 +20,7 @@ from callers import (
     save_tokens,
     with_tokens,
 )
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from processes import Process
 from test_api import VALUES
@@ -541,6 +541,7 @@ def status_of(house, fields: str) -> int:
     return caller.answer.status
 
 
+@seed(0)
 @settings(max_examples=75, deadline=None)
 @given(
     values=st.tuples(*[VALUES] * 5),
