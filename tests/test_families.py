@@ -206,7 +206,7 @@ def test_served_by_flex_attention(family):
 
 
 @pytest.mark.skipif(not kernels.triton, reason="needs triton")
-@pytest.mark.parametrize("family", soon("gemma3"))
+@pytest.mark.parametrize("family", soon("gemma3", "olmo2"))
 def test_served_by_triton(family):
     """
     On a CPU, Triton's interpreter runs two layers, one of each type, on a text just longer than a
