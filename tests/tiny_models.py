@@ -108,8 +108,9 @@ FAMILIES = {
     ),
     "smollm3": (
         "SmolLM3",
-        """{"no_rope_layers": [1, 0, 1],
-        "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}""",
+        """{"no_rope_layers": [1, 0, 1], "rope_parameters": {"rope_type": "yarn",
+        "rope_theta": 5000.0, "factor": 8.0, "attention_factor": 1.3,
+        "original_max_position_embeddings": 40}}""",
     ),
     "olmo2": ("Olmo2", '{"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}'),
     "olmo3": (
