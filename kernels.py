@@ -432,7 +432,7 @@ def attention_kernel(
                 store_state(more, split_acc, split_sums, place + split, real, WIDTH)
         first = last
     # If launched earlier, the next kernel's programs would occupy shared memory while they wait.
-    # After a single token comes vector_kernel, which does not use any.
+    # After a single token comes vector_kernel, which uses hardly any (except with --deterministic).
     if PDL and not ALONE:
         gdc_launch_dependents()
     if is_group:

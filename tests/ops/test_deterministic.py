@@ -91,15 +91,18 @@ def test_a_row_of_a_product_does_not_depend_on_the_others(kind, N, K, dtype, mon
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("rope", "D"), [(False, 16), (True, 16), (True, 64), (True, 256)])
-@quick_on_a_cpu("False-16", "True-16")
-def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, D, monkeypatch):
+@pytest.mark.parametrize(
+    ("rope", "norm", "D"),
+    [(False, False, 16), (True, False, 16), (True, True, 16), (True, True, 64), (True, True, 256)],
+)
+@quick_on_a_cpu("*-16")
+def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, norm, D, monkeypatch):
     """
     Would catch: heads whose norm is summed by more threads if there are fewer rows; parts of a sum
-    that are added in another order when one program has them all.
+    that are added in another order when one program has them all; another kernel for a single row.
     """
     monkeypatch.setattr(deterministic, "APART_ROWS", 10)
-    kind = {"rope": {0: model_module.Rope(1e4)}, "norm": "rms", "qk_norm": True} if rope else {}
+    kind = {"rope": {0: model_module.Rope(1e4)}, "norm": "rms", "qk_norm": norm} if rope else {}
     sizes = {"n_embd": 600, "n_head": 4, "n_kv_head": 2, "head_size": D}
     torch.manual_seed(0)
     attention = model_module.Attention(GPTConfig(64, 64, n_layer=1, **kind, **sizes), 0).to(DEVICE)
