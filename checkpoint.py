@@ -64,7 +64,7 @@ def save_checkpoint(model: GPT, directory: str | Path):
     Write model.safetensors and config.json, each atomically. Save the tokenizer before calling this
     function: config.json is written last, because a directory without it does not count as a model.
     If the model was loaded from a checkpoint, it keeps its config.json. Raises CheckpointError if a
-    new model is neither a GPT-2 nor a Llama.
+    new model is neither a GPT-2, a Llama nor a Qwen 3.
     """
     directory = Path(directory)
     saved = model.config_json or hub_config(model.config)

@@ -4,7 +4,7 @@ has an entry in the table `FAMILIES`: the names of GPTConfig's fields in config.
 that config.json omits because the family's class fixes their values, and the names of the weights.
 
     config = read_fields(parsed_config_json, parsed_generation_config_json)
-    saved = hub_config(config)                    # the reverse, for models made by train.py
+    saved = hub_config(config)                    # the reverse, for new models
 
 A key in config.json is an error if it is unknown here and could change the computation. To add a
 family, start from the most similar one and describe the differences. For example, Phi-3 is like
@@ -287,17 +287,21 @@ def hub_names(name: str, family: Family) -> list[str]:
 
 def hub_config(config: GPTConfig) -> dict:
     """
-    Return the content of config.json (except for the dtype) for a GPT-2 or a Llama as made by
-    train.py. Both transformers 4 and 5 can read it. Raises CheckpointError for any other model.
+    Return the content of config.json (except for the dtype) for a GPT-2, a Llama or a Qwen 3. Both
+    transformers 4 and 5 can read it. Raises CheckpointError for any other model.
     """
-    name = "llama" if config.rope else "gpt2"
+    name = "gpt2"
+    if config.rope:
+        name = "qwen3" if config.qk_norm else "llama"
     saved = {key: getattr(config, field) for field, key in FAMILIES[name].names.items()}
     ends = list(config.eos_token_ids)
     saved["model_type"] = name
     saved["eos_token_id"] = ends if len(ends) > 1 else config.eos_token_id
     saved["bos_token_id"] = config.eos_token_id
     if config.rope:
-        saved["architectures"] = ["LlamaForCausalLM"]
+        saved["architectures"] = [f"{name.title()}ForCausalLM"]
+        if name == "qwen3":
+            saved["sliding_window"] = None
         saved["rope_theta"] = next(iter(config.rope.values())).theta
     else:
         saved["architectures"] = ["GPT2LMHeadModel"]
@@ -307,7 +311,7 @@ def hub_config(config: GPTConfig) -> dict:
     read.dropout = config.dropout  # only used in training; not in Llama's file
     if read != config:
         raise CheckpointError(
-            f"only a GPT-2 or a Llama as made by train.py can be saved, not {config}"
+            f"only a new GPT-2, Llama or Qwen 3 without scaled positions can be saved, not {config}"
         )
     return saved
 

@@ -15,8 +15,9 @@ import torch
 import bench
 from assets import workloads
 from assets.commands import build_parser, main
-from assets.workloads import offline_workload
+from assets.workloads import MODELS, offline_workload
 from checkpoint import load_checkpoint, load_config, save_checkpoint
+from families import hub_config
 from model import GPT, GPTConfig
 from training.corpus import load_corpus, train_bpe, write_corpus
 
@@ -241,6 +242,12 @@ def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
     for case, n in ("offline", 4), ("1 concurrent", 1), ("32 concurrent", 32):
         assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
         assert result[case]["vLLM"]["tok/s"] > 0
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_shape_can_be_saved_for_vllm(name):
+    """`engine --model qwen3-0.6B --vllm` ended in a refusal, though README names the command."""
+    hub_config(MODELS[name])
 
 
 def test_a_python_that_is_not_there(toy, monkeypatch):

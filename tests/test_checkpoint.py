@@ -72,6 +72,7 @@ def refused(folder: Path, words: str):
 
 OPENED = [{"activation": "gelu"}, {"activation": "relu2", "bias": False}, LLAMA]
 OPENED += [{"activation": "gelu_new", "n_inner": 48, "tied": False}]
+OPENED += [LLAMA | {"qk_norm": True, "head_size": 16}]
 OPENED += [LLAMA | {"qkv_bias": True, "proj_bias": True, "mlp_bias": True, "tied": True}]
 
 
@@ -133,12 +134,13 @@ def test_other_programs_read_the_rest_of_a_configuration(tmp_path):
     assert config | json.loads(WRITTEN) == config
 
 
-UNSAVED = [{"rope": {0: Rope(1e4, 2.0)}}, {"qk_norm": True}, {"rope": {}}]
+UNSAVED = [{"rope": {0: Rope(1e4, 2.0)}}, {"qk_norm": True, "qk_norm_late": True}]
+UNSAVED += [{"rope": {}}]
 
 
-def test_only_a_gpt2_or_a_llama_is_saved(tmp_path):
-    """Another model's config.json would be wrong: scaled positions, norms of q and k, RMS norms."""
-    refused = pytest.raises(CheckpointError, match=r"only a GPT-2 or a Llama as made by train.py")
+def test_only_three_families_are_saved(tmp_path):
+    """Another model's config.json would be wrong: scaled positions, late norms, RMS in GPT-2."""
+    refused = pytest.raises(CheckpointError, match="only a new GPT-2, Llama or Qwen 3")
     for fields in UNSAVED:
         with refused:
             save_checkpoint(random_model(**LLAMA | fields), tmp_path)
