@@ -196,11 +196,12 @@ def gpu_digest(name: str) -> str:
 
 
 @pytest.mark.skipif(GPU != PINNED_GPU, reason=f"needs {PINNED_GPU}")
-def test_one_digest_on_a_gpu():
+def test_one_digest_on_a_gpu(monkeypatch):
     """
     --deterministic gives the same on two cards of a kind: pinned on one H200, found equal on
     another.
     """
+    monkeypatch.setenv("CC", cpu.c_compiler()[0])  # with options Triton could not compile
     assert [f"{name} {gpu_digest(name)}" for name in MODELS] == GPU_DIGESTS
 
 
