@@ -428,8 +428,11 @@ def one_row_tiles(x: Tensor | LazyNorm, N: int, K: int, gated: bool, is_head: bo
     """Return the tuned tiles for one row."""
     width = triton.next_power_of_2(K)
     if isinstance(x, LazyNorm):  # the norm needs the whole row in one block
-        warps = 2 if K > 768 else 1
-        return Tiles(1, 4, width, warps=4 if gated else warps)
+        if gated:
+            return Tiles(1, 4, width, warps=4)
+        if K > 768:
+            return Tiles(1, 8, width, warps=2)
+        return Tiles(1, 4, width, warps=1)
     if is_head:
         return Tiles(1, 4, 512, warps=2)
     if K > 4096:
