@@ -203,48 +203,17 @@ def attend_to_split(queries, keys, k_to_v, mask, visible, scale, softcap_scale):
 
 
 @jit
-def merge(state, more):
+def merge(state, states):
     """
-    Merge a split's state `more` into the state of the previous splits (online softmax, Milakov and
-    Gimelshein 2018): rescale both states to the higher top, then add them.
+    Merge the states of several splits, in order, into the state of the splits before them (online
+    softmax, Milakov and Gimelshein 2018): rescale all of them to the highest top, then add.
 
-    Only the addition rounds. Tops are whole numbers, so the factors are powers of two and the
+    Only the additions round. Tops are whole numbers, so the factors are powers of two and the
     products are exact. (The only exceptions are numbers below 2 ** -126, which are too small to
-    matter.) So the result is the same to the bit no matter when a state is rescaled, or whether the
-    compiler fuses a product with the addition. A split in which a row does not see any keys leaves
-    that row's bits unchanged.
+    matter.) So the result is the same to the bit no matter when a state is rescaled, how many are
+    merged at once, or whether the compiler fuses a product with an addition. A split in which a row
+    does not see any keys leaves that row's bits unchanged.
     """
-    acc, total, top = state
-    more_acc, more_total, more_top = more
-    highest = tl.maximum(top, more_top)
-    reference = tl.where(highest == -INF, 0.0, highest)
-    shrink, weight = tl.exp2(top - reference), tl.exp2(more_top - reference)
-    acc = acc * shrink[:, None] + more_acc * weight[:, None]
-    return acc, total * shrink + more_total * weight, highest
-
-
-@jit
-def merge_stored(
-    state, split_acc, split_sums, place, begin, end, real, WIDTH: constexpr, AT_ONCE: constexpr
-):
-    """
-    Merge the stored states of splits `begin` to `end` - 1 into `state`, in this order. `place`
-    [ROWS] is the index of each row's state for split 0. AT_ONCE states are loaded together and then
-    rescaled to their highest top, because a chain of merges would wait for each load in turn.
-    """
-    for several in range(begin, end, AT_ONCE):
-        states = ()
-        for i in tl.static_range(AT_ONCE):
-            each = place + several + i
-            real_state = real & (each < place + end)
-            states += (load_state(split_acc, split_sums, each, real_state, WIDTH),)
-        state = add_states(state, states)
-    return state
-
-
-@jit
-def add_states(state, states):
-    """Merge several states in order, with the same bits as calling `merge` for each of them."""
     acc, total, top = state
     highest = top
     for i in tl.static_range(len(states)):
@@ -258,6 +227,25 @@ def add_states(state, states):
         acc += more_acc * weight[:, None]
         total += more_total * weight
     return acc, total, highest
+
+
+@jit
+def merge_stored(
+    state, split_acc, split_sums, place, begin, end, real, WIDTH: constexpr, AT_ONCE: constexpr
+):
+    """
+    Merge the stored states of splits `begin` to `end` - 1 into `state`, in this order. `place`
+    [ROWS] is the index of each row's state for split 0. AT_ONCE states are loaded together, because
+    a chain of merges would wait for each load in turn.
+    """
+    for several in range(begin, end, AT_ONCE):
+        states = ()
+        for i in tl.static_range(AT_ONCE):
+            each = place + several + i
+            real_state = real & (each < place + end)
+            states += (load_state(split_acc, split_sums, each, real_state, WIDTH),)
+        state = merge(state, states)
+    return state
 
 
 @jit
@@ -427,7 +415,7 @@ def attention_kernel(
             block = tl.load(table + t // S, mask=t // S < M, other=0)  # prefetch for the next split
             more = attend_to_split(queries, keys, k_to_v, mask, visible, scale, softcap_scale)
             if PROGRAMS == 1:
-                state = merge(state, more)
+                state = merge(state, (more,))
             else:
                 store_state(more, split_acc, split_sums, place + split, real, WIDTH)
         first = last
