@@ -22,9 +22,9 @@ size, S block size.
 
 import sys
 import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
