@@ -65,8 +65,6 @@ class EncodingUnpickler(from_nanogpt.PlainUnpickler):
 
 def convert(path: Path, directory: Path):
     """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
-    if directory.exists():
-        raise ValueError(f"{directory} exists: name a new directory")
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
     sizes = read_json(meta)["model_config"]
     tokenizer = read_tokenizer(path.parents[2] / "tokenizer" / "tokenizer.pkl")

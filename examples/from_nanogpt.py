@@ -36,8 +36,6 @@ class PlainUnpickler(pickle.Unpickler):
 
 def convert(path: Path, directory: Path):
     """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
-    if directory.exists():
-        raise ValueError(f"{directory} exists: name a new directory")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     args = saved["model_args"]
     tokenizer = read_tokenizer(path.parent)
@@ -78,9 +76,11 @@ def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
     """Convert the checkpoint, or exit with a one-line message. Also used by from_nanochat.py."""
     if len(paths) != 2:
         sys.exit(f"{len(paths)} arguments, wanted 2: {checkpoint}, and a new directory")
-    path, directory = paths
+    path, directory = map(Path, paths)
+    if directory.exists():
+        sys.exit(f"{directory} exists: name a new directory")
     try:
-        convert(Path(path), Path(directory))
+        convert(path, directory)
     except Exception as error:  # torch.load raises many types of error
         sys.exit(f"{path} cannot be converted: {error}")
     print(f"python serve.py --model {directory}")

@@ -115,8 +115,8 @@ class Process:
         Leave together, because a process that leaves while another still talks to it might be
         aborted.
         """
-        self.wait()
         if self.world > 1:
+            dist.barrier()
             dist.destroy_process_group()
 
     def print(self, text: str):
