@@ -31,9 +31,13 @@ def flat_batch(plan: Plan, model: GPT, pool: KVBlockPool) -> Batch:
     device = pool.kv.device
     inputs, last = flat_inputs(plan, pool.kv.shape[-2])
     tokens, positions, slots, _ = zip(*inputs, strict=True)
-    query_lens = [n for _, n in plan.work]
-    context_lens = [request.num_filled_slots + n for request, n in plan.work]
-    tables = [torch.tensor(request.block_table) for request, _ in plan.work]
+    query_lens = []
+    context_lens = []
+    tables = []
+    for request, n in plan.work:
+        query_lens.append(n)
+        context_lens.append(request.num_filled_slots + n)
+        tables.append(torch.tensor(request.block_table))
     starts = [0, *accumulate(query_lens)]
     tables = pad_sequence(tables, batch_first=True, padding_value=pool.padding_block)  # [B, M]
     int32 = partial(upload, device=device, dtype=torch.int32)

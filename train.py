@@ -131,15 +131,13 @@ def build_parser() -> Parser:
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
-    about = "corpus, model and recipe, suited to the device"
-    flag("--preset", about, "stdlib", choices=PRESETS)
+    flag("--preset", "corpus, model and recipe, suited to the device", "stdlib", choices=PRESETS)
     flag("--init", "directory of a model to finetune (all its weights); replaces a preset")
     about = "checkpoint directory; default: out/DATA, out/PRESET or, with --init, out/finetuned"
     flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "delete the checkpoint in the given --out, and start a new run", False)
-    about = "only plot the losses of these runs, in compare.png"
-    flag("--compare", about, nargs="+", metavar="DIR")
+    flag("--compare", "only plot the losses of these runs in compare.png", nargs="+", metavar="DIR")
     flag("--data", "corpus: name of a recipe in data/, or a folder that a recipe made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
@@ -181,24 +179,20 @@ def add_recipe_flags(group):
     about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences per step, over all devices, of context_length tokens each", 8)
-    about = "number of parts to split a device's share of the batch into, to save memory"
-    flag("--accumulate", about, 1)
+    flag("--accumulate", "number of parts to split each device's batch into, to save memory", 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     about = "peak learning rate of AdamW: embeddings and norms; with --init, all weights"
     flag("--vector_lr", about, 4e-3)
     flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
-    about = "decay rate of AdamW's running mean of the squared gradient"
-    flag("--beta2", about, 0.95, share)
+    flag("--beta2", "decay rate of AdamW's running mean of the squared gradient", 0.95, share)
     about = "Muon's weight decay; multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
-    about = "AdamW's weight decay, for embeddings or, with --init, for all matrices"
-    flag("--vector_decay", about, 0.0)
+    flag("--vector_decay", "AdamW's weight decay for embeddings or, with --init, all matrices", 0.0)
     flag("--warmup", "number of steps during which the learning rate rises", 10)
     about = "final fraction of the run, during which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
     flag("--clip", "maximum norm of the gradient", 1.0)
-    about = "seed for weights, batches, dropout and samples"
-    flag("--seed", about, 1337, at_least(0, below=2**62))
+    flag("--seed", "seed for weights, batches, dropout and samples", 1337, at_least(0, below=2**62))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
