@@ -191,7 +191,7 @@ def add_recipe_flags(group):
     flag("--warmup", "number of steps during which the learning rate rises", 10)
     about = "final fraction of the run, during which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
-    flag("--clip", "maximum norm of the gradient", 1.0)
+    flag("--clip", "maximum norm of the gradient; 0: no maximum", 1.0)
     flag("--seed", "seed for weights, batches, dropout and samples", 1337, at_least(0, below=2**62))
 
 
@@ -442,7 +442,8 @@ class Run:
             loss += part.detach()
         process.sum_gradients(self.model)
         # without clipping, a rare batch with a huge gradient could undo many steps
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        limit = self.args.clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * rate
