@@ -629,15 +629,17 @@ def latency(engine: Engine, n: int) -> dict:
 
 def bench_equality(model="out/stdlib") -> dict:
     """
-    Compare a trained model's greedy answers to the offline workload, with lengths divided by 8.
-    Count how many answers change when CUDA graphs and overlap are switched on and off. In fp32,
-    also count the tokens that the dense model would not choose. It reads each answer, and must
-    choose each token (unless its best two logits are within 1e-4). In bf16, report the fraction of
-    tokens that are the same as in fp32, position by position.
+    Compare a trained model's greedy answers to the offline workload, with lengths divided by 8 or,
+    if the model's context is short, by more. Count how many answers change when CUDA graphs and
+    overlap are switched on and off. In fp32, also count the tokens that the dense model would not
+    choose. It reads each answer, and must choose each token (unless its best two logits are within
+    1e-4). In bf16, report the fraction of tokens that are the same as in fp32, position by
+    position.
     """
     fp32 = load_checkpoint(model, DEVICE)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
-    work = offline_workload(scale=8, V=fp32.config.vocab_size)
+    scale = max(8, scale_for(fp32.config))
+    work = offline_workload(scale=scale, V=fp32.config.vocab_size)
     exact, exact_changes = answers_four_ways(fp32, work)
     rounded, rounded_changes = answers_four_ways(bf16, work)
     wrong = 0
