@@ -120,6 +120,7 @@ LONG_SHARE = 0.25  # final fraction of a run, in which training uses windows of 
 STRIDES = {"cpu": 1, "cuda": 10}
 # settings that --resume may change
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
+fraction = at_least(0, float, below=1)  # the type of some flags
 
 
 def build_parser() -> Parser:
@@ -152,8 +153,7 @@ def build_parser() -> Parser:
     about = "activation in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
     flag("--bias", "use biases in linear layers and norms (GPT-2 only)", False, action=with_no)
-    about = "dropout probability, useful if the corpus is read many times"
-    flag("--dropout", about, 0.0, at_least(0, float, below=1))
+    flag("--dropout", "dropout probability, useful if the corpus is read many times", 0.0, fraction)
 
     add_recipe_flags(parser.add_argument_group("recipe"))
 
@@ -173,7 +173,6 @@ def build_parser() -> Parser:
 
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
-    share = at_least(0, float, below=1)
     about = "duration of a run without --steps, not counting the time to make the corpus"
     flag("--minutes", about, 2.25, at_least(0.01, float))
     about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
@@ -183,8 +182,8 @@ def add_recipe_flags(group):
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     about = "peak learning rate of AdamW: embeddings and norms; with --init, all weights"
     flag("--vector_lr", about, 4e-3)
-    flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
-    flag("--beta2", "decay rate of AdamW's running mean of the squared gradient", 0.95, share)
+    flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, fraction)
+    flag("--beta2", "decay rate of AdamW's running mean of the squared gradient", 0.95, fraction)
     about = "Muon's weight decay; multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
     flag("--vector_decay", "AdamW's weight decay for embeddings or, with --init, all matrices", 0.0)
