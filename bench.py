@@ -198,6 +198,7 @@ def one_layer(S: int, backend: str) -> tuple[torch.Tensor, Callable]:
 
 
 FORMATS = {"none": ("F32", 4), "int8": ("Q8_0", 1)}  # llama.cpp's name, and bytes per weight
+TURNS = 6  # the first is a warm-up
 CASES = ((1, 64, 64), (8, 64, 64), (1, 512, 1))  # requests, tokens in, tokens out
 
 
@@ -233,21 +234,22 @@ def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
     """
     Measure each system's milliseconds per step (one token for each request), and its output tokens
     per second, including the time for the prompts. Both are medians of five turns after a warm-up
-    turn, each with new prompts. Also count how many of the answers are the same as the engine's.
+    turn, each with new prompts. Also count how many of the answers are the first system's, too.
     """
+    first, *_ = systems
     rates = defaultdict(list)
     answers = defaultdict(list)
-    for seed in range(6):
-        work = work_of(seed)
+    for turn in range(TURNS):
+        work = work_of(turn)
         for name, generate in systems.items():
             seconds, texts = generate(work)
             answers[name] += texts
             rates[name].append(sum(map(len, texts)) / seconds)
-            print(f"turn {seed}: {name} {rates[name][-1]:.0f} tok/s", file=sys.stderr)
+            print(f"turn {turn}: {name} {rates[name][-1]:.0f} tok/s", file=sys.stderr)
     result = {}
     for name, (_, *values) in rates.items():
         rate = median(values)
-        equal = sum(map(eq, answers[name], answers["engine"]))
+        equal = sum(map(eq, answers[name], answers[first]))
         result[name] = {
             "ms": ms(len(work) / rate),
             "tok/s": round(rate),
@@ -376,7 +378,8 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
     Compare answers with and without drafts (--speculate), one at a time, alternately. There are
     four cases: 16 tokens repeated over and over, greedy; code from paged.py (its bytes if weights
     are random), greedy; the same code at temperature 0.8; and random tokens at temperature 1. The
-    figures are output tokens per second, tokens per step, and how many of the answers are the same.
+    figures are milliseconds per token, output tokens per second, how many of the answers are the
+    same, and tokens per step with drafts.
     """
     settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
     settings = replace(settings, max_num_seqs=8)
@@ -390,9 +393,9 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
         code = load_tokenizer(model).encode(code.decode())
     V = gpt.config.vocab_size
     code = [token % V for token in code]
-    codes = [code[i * length :][:length] for i in range(7)]
+    codes = [code[i * length :][:length] for i in range(TURNS)]
     rng = Random(0)
-    randoms = [random_tokens(rng, 64, V) for _ in range(7)]
+    randoms = [random_tokens(rng, 64, V) for _ in range(TURNS)]
     times = length // 16
     repeated = [times * tokens[:16] for tokens in randoms]
     cases = {
@@ -407,21 +410,15 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
 def with_and_without(
     engines: dict[str, Engine], length: int, prompts: Answers, temperature: float
 ) -> dict:
-    """Return medians over the prompts. The first prompt is a warm-up."""
-    rates = defaultdict(list)
-    answers = defaultdict(list)
-    steps = defaultdict(int)
-    for prompt in prompts:
-        for name, engine in engines.items():
-            before = engine.num_steps
-            seconds, texts = timed(engine, [(prompt, length)], temperature)
-            rates[name].append(length / seconds)
-            steps[name] += engine.num_steps - before
-            answers[name] += texts
-    result = {f"{name}, tok/s": round(median(values[1:])) for name, values in rates.items()}
-    result["tokens a step"] = round(len(prompts) * length / steps["with"], 2)
-    equal = sum(map(eq, answers["with"], answers["without"]))
-    return result | {"equal answers": f"{equal} of {len(prompts)}"}
+    """Measure answers of this length to the prompts, one prompt a turn (see `by_turns`)."""
+    speculating = engines["with"]
+    before = speculating.num_steps
+    systems = {}
+    for name, engine in engines.items():
+        systems[name] = partial(timed, engine, temperature=temperature)
+    row = by_turns(systems, lambda turn: [(prompts[turn], length)])
+    steps = speculating.num_steps - before
+    return row | {"tokens a step": round(TURNS * length / steps, 2)}
 
 
 def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> dict:
@@ -632,15 +629,17 @@ def latency(engine: Engine, n: int) -> dict:
 
 def bench_equality(model="out/stdlib") -> dict:
     """
-    Compare a trained model's greedy answers to the offline workload, with lengths divided by 8.
-    Count how many answers change when CUDA graphs and overlap are switched on and off. In fp32,
-    also count the tokens that the dense model would not choose. It reads each answer, and must
-    choose each token (unless its best two logits are within 1e-4). In bf16, report the fraction of
-    tokens that are the same as in fp32, position by position.
+    Compare a trained model's greedy answers to the offline workload, with lengths divided by 8 or,
+    if the model's context is short, by more. Count how many answers change when CUDA graphs and
+    overlap are switched on and off. In fp32, also count the tokens that the dense model would not
+    choose. It reads each answer, and must choose each token (unless its best two logits are within
+    1e-4). In bf16, report the fraction of tokens that are the same as in fp32, position by
+    position.
     """
     fp32 = load_checkpoint(model, DEVICE)
     bf16 = load_checkpoint(model, DEVICE, torch.bfloat16)
-    work = offline_workload(scale=8, V=fp32.config.vocab_size)
+    scale = max(8, scale_for(fp32.config))
+    work = offline_workload(scale=scale, V=fp32.config.vocab_size)
     exact, exact_changes = answers_four_ways(fp32, work)
     rounded, rounded_changes = answers_four_ways(bf16, work)
     wrong = 0

@@ -50,9 +50,17 @@ READABLE = ("F32", "F16", "BF16")
 # the head's weights, which a tied model's files do not have
 HEAD = "lm_head.weight"
 # Files for the tokenizer, chat and sampling. Finetuning does not change these files.
-COMPANIONS = ["tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"]
-COMPANIONS += ["vocab.json", "merges.txt", "chat_template*", "generation_config.json"]
-COMPANIONS += ["additional_chat_templates/*.jinja"]
+COMPANIONS = [
+    "tokenizer*.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+    "generation_config.json",
+    "additional_chat_templates/*.jinja",
+]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -111,23 +111,30 @@ FIELD_NAMES = pairs("""
     tied            tie_word_embeddings
 """)
 # n_kv_head and bias are our own fields; GPT-2 in transformers has neither
-SAME_NAMES = ("vocab_size", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "bias")
-GPT2_NAMES = {name: name for name in SAME_NAMES}
-GPT2_NAMES |= {
-    "context_length": "n_positions",
-    "norm_epsilon": "layer_norm_epsilon",
-    "activation": "activation_function",
-    "dropout": "resid_pdrop",
-    "tied": "tie_word_embeddings",
-}
+GPT2_NAMES = pairs("""
+    vocab_size      vocab_size
+    n_layer         n_layer
+    n_head          n_head
+    n_kv_head       n_kv_head
+    n_embd          n_embd
+    n_inner         n_inner
+    bias            bias
+    context_length  n_positions
+    norm_epsilon    layer_norm_epsilon
+    activation      activation_function
+    dropout         resid_pdrop
+    tied            tie_word_embeddings
+""")
 BIASES = {"qkv_bias": "attention_bias", "proj_bias": "attention_bias"}
 # config.json has a single window for the whole model, see `read_windows`
 WINDOW_NAMES = FIELD_NAMES | {"windows": "sliding_window"}
+# Gemma's attention_scale is query_pre_attn_scalar to the power of -0.5
 GEMMA_NAMES = WINDOW_NAMES | BIASES
-GEMMA_NAMES["activation"] = "hidden_activation"
-GEMMA_NAMES["attention_scale"] = "query_pre_attn_scalar"  # to the power of -0.5
-GEMMA_NAMES["logit_softcap"] = "final_logit_softcapping"
-
+GEMMA_NAMES |= pairs("""
+    activation       hidden_activation
+    attention_scale  query_pre_attn_scalar
+    logit_softcap    final_logit_softcapping
+""")
 MULTIPLIERS = pairs("""
     embedding_scale  embedding_multiplier
     attention_scale  attention_multiplier
@@ -137,18 +144,29 @@ MULTIPLIERS = pairs("""
 
 # Keys that published files may omit, with the defaults of transformers' classes. A file that omits
 # any other key is refused.
-DEFAULTS = {"tie_word_embeddings": False, "head_dim": None, "num_key_value_heads": None}
-DEFAULTS |= {"attention_bias": False, "mlp_bias": False}
+DEFAULTS = {
+    "tie_word_embeddings": False,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 GPT2_DEFAULTS = {"tie_word_embeddings": True, "n_inner": None, "n_kv_head": None, "bias": True}
 ROPE_DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "rope_parameters": None}
-QWEN_DEFAULTS = ROPE_DEFAULTS | {"use_sliding_window": False, "layer_types": None}
-QWEN_DEFAULTS["max_window_layers"] = None
-GEMMA_DEFAULTS = ROPE_DEFAULTS | {"tie_word_embeddings": True, "layer_types": None}
-GEMMA3_DEFAULTS = GEMMA_DEFAULTS | {"rope_theta": 1e6, "rope_local_base_freq": 10000.0}
-GEMMA3_DEFAULTS["sliding_window_pattern"] = 6
-SMOLLM3_DEFAULTS = QWEN_DEFAULTS | {"tie_word_embeddings": True, "rope_theta": 2e6}
-SMOLLM3_DEFAULTS |= {"no_rope_layers": None, "no_rope_layer_interval": 4}
 LAYERS_DEFAULTS = ROPE_DEFAULTS | {"layer_types": None}
+QWEN_DEFAULTS = LAYERS_DEFAULTS | {"use_sliding_window": False, "max_window_layers": None}
+GEMMA_DEFAULTS = LAYERS_DEFAULTS | {"tie_word_embeddings": True}
+GEMMA3_DEFAULTS = GEMMA_DEFAULTS | {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 10000.0,
+    "sliding_window_pattern": 6,
+}
+SMOLLM3_DEFAULTS = QWEN_DEFAULTS | {
+    "tie_word_embeddings": True,
+    "rope_theta": 2e6,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
 OLMO3_DEFAULTS = LAYERS_DEFAULTS | {"rope_theta": 5e5, "rope_local_base_freq": None}
 
 
@@ -193,9 +211,8 @@ GEMMA3 = Family(
     norm_offset=1.0,
 )
 SMOLLM3 = LLAMA._replace(defaults=SMOLLM3_DEFAULTS)
-OLMO_FIELDS = ROPED | {"pre_norm": False}
-OLMO_FIELDS |= dict.fromkeys(["post_norm", "qk_norm", "qk_norm_wide"], True)
-OLMO2 = LLAMA._replace(weights=GEMMA_WEIGHTS, fields=OLMO_FIELDS)
+OLMO_FIELDS = {"pre_norm": False, "post_norm": True, "qk_norm": True, "qk_norm_wide": True}
+OLMO2 = LLAMA._replace(weights=GEMMA_WEIGHTS, fields=ROPED | OLMO_FIELDS)
 OLMO3 = OLMO2._replace(
     names=WINDOW_NAMES | BIASES,
     defaults=OLMO3_DEFAULTS,
@@ -209,10 +226,18 @@ GRANITE4 = GRANITE._replace(
 )
 HUNYUAN_FIELDS = ROPED | {"qk_norm": True, "qk_norm_late": True}
 HUNYUAN = LLAMA._replace(weights=HUNYUAN_WEIGHTS, fields=HUNYUAN_FIELDS)
-NANOCHAT_FIELDS = ROPED | {"gated": False, "norm_weights": False}
-NANOCHAT_FIELDS |= dict.fromkeys(["qk_norm", "embedding_norm", "rope_backwards"], True)
-NANOCHAT_NAMES = LLAMA_NAMES | {"logit_softcap": "final_logit_softcapping"}
-NANOCHAT = LLAMA._replace(weights=NANOCHAT_WEIGHTS, names=NANOCHAT_NAMES, fields=NANOCHAT_FIELDS)
+NANOCHAT_FIELDS = {
+    "gated": False,
+    "norm_weights": False,
+    "qk_norm": True,
+    "embedding_norm": True,
+    "rope_backwards": True,
+}
+NANOCHAT = LLAMA._replace(
+    weights=NANOCHAT_WEIGHTS,
+    names=LLAMA_NAMES | {"logit_softcap": "final_logit_softcapping"},
+    fields=ROPED | NANOCHAT_FIELDS,
+)
 FAMILIES = {  # config.json's model_type -> its family
     "gpt2": GPT2,
     "llama": LLAMA,
@@ -237,11 +262,11 @@ def window_period(saved: dict) -> int:
 
 
 # other names for activations
-ACTIVATION_NAMES = {
-    "gelu_pytorch_tanh": "gelu_new",
-    "gelu_fast": "gelu_new",
-    "swish": "silu",
-}
+ACTIVATION_NAMES = pairs("""
+    gelu_pytorch_tanh  gelu_new
+    gelu_fast          gelu_new
+    swish              silu
+""")
 
 # Keys in config.json that do not change the computation. A key that is neither listed here nor read
 # elsewhere is an error, unless its value is false, null, 0 or empty.
@@ -260,16 +285,23 @@ IGNORED_KEYS = re.compile(
     re.VERBOSE,
 )
 # rope_type -> its parameters
-ROPE_TYPES = {"default": ["rope_theta"], "linear": ["rope_theta", "factor"]}
-ROPE_TYPES["llama3"] = [*ROPE_TYPES["linear"], "low_freq_factor", "high_freq_factor"]
-ROPE_TYPES["llama3"] += ["original_max_position_embeddings"]
-ROPE_TYPES["yarn"] = [*ROPE_TYPES["linear"], "beta_fast", "beta_slow"]
-ROPE_TYPES["yarn"] += ["original_max_position_embeddings", "attention_factor"]
+ROPE_TYPES = pairs("""
+    default  rope_theta
+    linear   rope_theta factor
+    llama3   rope_theta factor low_freq_factor high_freq_factor original_max_position_embeddings
+    yarn     rope_theta factor beta_fast beta_slow original_max_position_embeddings \
+        attention_factor
+""")
 # keys that change the computation -> the only value that we support
 FIXED_OPTIONS = {"scale_attn_weights": True, "is_causal": True, "partial_rotary_factor": 1.0}
 # Granite, Hunyuan
-FIXED_OPTIONS |= {"normalization_function": "rmsnorm", "position_embedding_type": "rope"}
-FIXED_OPTIONS |= {"norm_type": "rms", "use_qk_norm": True, "use_rotary_pos_emb": True}
+FIXED_OPTIONS |= {
+    "normalization_function": "rmsnorm",
+    "position_embedding_type": "rope",
+    "norm_type": "rms",
+    "use_qk_norm": True,
+    "use_rotary_pos_emb": True,
+}
 
 
 def hub_names(name: str, family: Family) -> list[str]:
@@ -451,7 +483,7 @@ def read_rope(parameters: dict, saved: dict) -> Rope:
         kind, parameters = "default", {"rope_theta": theta}
     if kind not in ROPE_TYPES:
         raise unknown("rope_type", kind, ", ".join(ROPE_TYPES))
-    names = ROPE_TYPES[kind]
+    names = ROPE_TYPES[kind].split()
     understood = {*names, "type", "rope_type", "original_max_position_embeddings"}
     for key, value in parameters.items():
         # a factor of 1, such as partial_rotary_factor, does not change anything

@@ -223,8 +223,10 @@ class Tokenizer:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         # without this class name, transformers infers GPT-2's tokenizer from config.json
-        config = {"tokenizer_class": "PreTrainedTokenizerFast"}
-        config["clean_up_tokenization_spaces"] = False
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+        }
         if self.eos_token_id is not None:
             name = self.names[self.eos_token_id]
             config |= {"bos_token": name, "eos_token": name}
@@ -389,10 +391,19 @@ class TextStream:
 # Reading a tokenizer
 
 # All steps that the library supports, by their names in tokenizer.json.
-STEPS = {*dir(normalizers), *dir(pre_tokenizers), *dir(models)}
-STEPS |= {*dir(processors), *dir(decoders)}
-EVERY_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated"}
-EVERY_CHARACTER |= {"invert": False}
+STEPS = {
+    *dir(normalizers),
+    *dir(pre_tokenizers),
+    *dir(models),
+    *dir(processors),
+    *dir(decoders),
+}
+EVERY_CHARACTER = {
+    "type": "Split",
+    "pattern": {"Regex": r"[\s\S]"},
+    "behavior": "Isolated",
+    "invert": False,
+}
 # steps that never shorten a text, and one further step, written as `str` formats it
 NOT_SHORTENING = {"ByteLevel", "Digits", "Metaspace", "Prepend", "Punctuation", "Sequence", "Split"}
 BLANKS = str({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})

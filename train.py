@@ -120,6 +120,7 @@ LONG_SHARE = 0.25  # final fraction of a run, in which training uses windows of 
 STRIDES = {"cpu": 1, "cuda": 10}
 # settings that --resume may change
 RESUMABLE = {"out", "preset", "resume", "device", "compile"}
+fraction = at_least(0, float, below=1)  # the type of some flags
 
 
 def build_parser() -> Parser:
@@ -131,15 +132,13 @@ def build_parser() -> Parser:
     with_no = BooleanOptionalAction  # --bias and --no-bias
 
     flag = partial(add_flag, parser)
-    about = "corpus, model and recipe, suited to the device"
-    flag("--preset", about, "stdlib", choices=PRESETS)
+    flag("--preset", "corpus, model and recipe, suited to the device", "stdlib", choices=PRESETS)
     flag("--init", "directory of a model to finetune (all its weights); replaces a preset")
     about = "checkpoint directory; default: out/DATA, out/PRESET or, with --init, out/finetuned"
     flag("--out", about)
     flag("--resume", "continue the run in --out with its own settings", False)
     flag("--overwrite", "delete the checkpoint in the given --out, and start a new run", False)
-    about = "only plot the losses of these runs, in compare.png"
-    flag("--compare", about, nargs="+", metavar="DIR")
+    flag("--compare", "only plot the losses of these runs in compare.png", nargs="+", metavar="DIR")
     flag("--data", "corpus: name of a recipe in data/, or a folder that a recipe made", "stdlib")
 
     flag = partial(add_flag, parser.add_argument_group("model"))
@@ -154,8 +153,7 @@ def build_parser() -> Parser:
     about = "activation in the MLP: gelu_new, gelu, relu, relu2 or silu; Llama's default is silu"
     flag("--activation", about, "relu2")
     flag("--bias", "use biases in linear layers and norms (GPT-2 only)", False, action=with_no)
-    about = "dropout probability, useful if the corpus is read many times"
-    flag("--dropout", about, 0.0, at_least(0, float, below=1))
+    flag("--dropout", "dropout probability, useful if the corpus is read many times", 0.0, fraction)
 
     add_recipe_flags(parser.add_argument_group("recipe"))
 
@@ -175,30 +173,25 @@ def build_parser() -> Parser:
 
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
-    share = at_least(0, float, below=1)
     about = "duration of a run without --steps, not counting the time to make the corpus"
     flag("--minutes", about, 2.25, at_least(0.01, float))
     about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences per step, over all devices, of context_length tokens each", 8)
-    about = "number of parts to split a device's share of the batch into, to save memory"
-    flag("--accumulate", about, 1)
+    flag("--accumulate", "number of parts to split each device's batch into, to save memory", 1)
     flag("--matrix_lr", "peak learning rate of Muon, which trains the matrices", 0.02)
     about = "peak learning rate of AdamW: embeddings and norms; with --init, all weights"
     flag("--vector_lr", about, 4e-3)
-    flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, share)
-    about = "decay rate of AdamW's running mean of the squared gradient"
-    flag("--beta2", about, 0.95, share)
+    flag("--momentum", "decay rate of Muon's running mean of the gradient", 0.95, fraction)
+    flag("--beta2", "decay rate of AdamW's running mean of the squared gradient", 0.95, fraction)
     about = "Muon's weight decay; multiplied by the learning rate, so it also falls to zero"
     flag("--matrix_decay", about, 0.0)
-    about = "AdamW's weight decay, for embeddings or, with --init, for all matrices"
-    flag("--vector_decay", about, 0.0)
+    flag("--vector_decay", "AdamW's weight decay for embeddings or, with --init, all matrices", 0.0)
     flag("--warmup", "number of steps during which the learning rate rises", 10)
     about = "final fraction of the run, during which the learning rate falls to zero"
     flag("--decay", about, 0.8, at_least(0.001, float))
-    flag("--clip", "maximum norm of the gradient", 1.0)
-    about = "seed for weights, batches, dropout and samples"
-    flag("--seed", about, 1337, at_least(0, below=2**62))
+    flag("--clip", "maximum norm of the gradient; 0: no maximum", 1.0)
+    flag("--seed", "seed for weights, batches, dropout and samples", 1337, at_least(0, below=2**62))
 
 
 def parse_args(argv: list[str] | None) -> Namespace:
@@ -448,7 +441,8 @@ class Run:
             loss += part.detach()
         process.sum_gradients(self.model)
         # without clipping, a rare batch with a huge gradient could undo many steps
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+        limit = self.args.clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = optimizer.defaults["lr"] * rate

@@ -55,8 +55,8 @@ def beam_search(
             beams, ended = extend_beams(engine, plan, beams, scores, width)
             answers = sorted(answers + ended, key=lambda answer: -answer[1])[:width]
     finally:
-        for request in list(engine.requests.values()):
-            engine.abort(request.id)
+        for id in list(engine.requests):
+            engine.abort(id)
     return answers
 
 

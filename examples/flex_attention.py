@@ -22,9 +22,9 @@ size, S block size.
 
 import sys
 import warnings
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -97,10 +97,7 @@ def answers(model, prompts, **operators):
 
 def main(directory="out/stdlib", *texts):
     warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
-    try:
-        model = load_checkpoint(directory)
-    except ValueError as error:
-        sys.exit(str(error))
+    model = load_checkpoint(directory)
     tokenizer = load_tokenizer(directory)
     prompts = [tokenizer.encode(text) for text in texts or TEXTS]
     plain = answers(model, prompts)
@@ -113,4 +110,7 @@ def main(directory="out/stdlib", *texts):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    try:
+        main(*sys.argv[1:])
+    except ValueError as error:  # about the model, or a text that is too long
+        sys.exit(str(error))

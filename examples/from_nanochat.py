@@ -16,11 +16,10 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
+    from common import end_with_one_line
 
-from common import end_with_one_line
-
-if __name__ == "__main__":
     end_with_one_line()
 
 import torch
@@ -66,8 +65,6 @@ class EncodingUnpickler(from_nanogpt.PlainUnpickler):
 
 def convert(path: Path, directory: Path):
     """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
-    if directory.exists():
-        raise ValueError(f"{directory} exists: name a new directory")
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
     sizes = read_json(meta)["model_config"]
     tokenizer = read_tokenizer(path.parents[2] / "tokenizer" / "tokenizer.pkl")

@@ -13,11 +13,10 @@ import pickle
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
+    from common import end_with_one_line
 
-from common import end_with_one_line
-
-if __name__ == "__main__":
     end_with_one_line()
 
 import torch
@@ -37,8 +36,6 @@ class PlainUnpickler(pickle.Unpickler):
 
 def convert(path: Path, directory: Path):
     """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
-    if directory.exists():
-        raise ValueError(f"{directory} exists: name a new directory")
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     args = saved["model_args"]
     tokenizer = read_tokenizer(path.parent)
@@ -79,9 +76,11 @@ def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
     """Convert the checkpoint, or exit with a one-line message. Also used by from_nanochat.py."""
     if len(paths) != 2:
         sys.exit(f"{len(paths)} arguments, wanted 2: {checkpoint}, and a new directory")
-    path, directory = paths
+    path, directory = map(Path, paths)
+    if directory.exists():
+        sys.exit(f"{directory} exists: name a new directory")
     try:
-        convert(Path(path), Path(directory))
+        convert(path, directory)
     except Exception as error:  # torch.load raises many types of error
         sys.exit(f"{path} cannot be converted: {error}")
     print(f"python serve.py --model {directory}")

@@ -23,13 +23,11 @@ KV heads, D head size, V vocabulary size.
 import argparse
 import sys
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
+    from common import end_with_one_line
 
-from common import end_with_one_line
-
-if __name__ == "__main__":
     end_with_one_line()
 
 import torch

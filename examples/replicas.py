@@ -38,13 +38,13 @@ from subprocess import DEVNULL, Popen
 from time import sleep
 from urllib.request import urlopen
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+if __name__ == "__main__":  # as a command, from any folder
+    sys.path[0] += "/.."
+    from common import end_with_one_line
 
-from common import end_with_one_line, positive
-
-if __name__ == "__main__":
     end_with_one_line()
 
+from common import positive
 from flags import parse_args
 from serve import api_keys, listen, terminate_on_hang_up
 from server.gate import base_url

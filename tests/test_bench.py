@@ -5,6 +5,7 @@ import math
 import re
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -242,6 +243,14 @@ def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
     for case, n in ("offline", 4), ("1 concurrent", 1), ("32 concurrent", 32):
         assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
         assert result[case]["vLLM"]["tok/s"] > 0
+
+
+def test_equality_with_a_short_context(toy, monkeypatch):
+    """Previously a model whose context was shorter than 256 tokens was refused."""
+    monkeypatch.setattr(bench, "offline_workload", partial(workloads.offline_workload, 4))
+    result = bench.bench_equality(str(toy))
+    assert result["tokens"] > 100
+    assert result["fp32, tokens unlike the dense model's"] == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -373,6 +373,14 @@ def test_they_are_commands_from_any_folder_and_train_names_them(checkpoint, path
             load_corpus("chat", ALONE)
 
 
+def test_a_folder_may_be_relative(checkpoint, path, tmp_path, monkeypatch):
+    """Previously `--data corpora/notes` was only looked for in this repo's data/."""
+    monkeypatch.chdir(tmp_path)
+    corpus = prepare("text", path, Path("corpora/notes"), f"--init={checkpoint}")
+    assert len(corpus.train) > 20
+    assert read_about("corpora/notes")["init"] == str(checkpoint)
+
+
 def test_a_model_keeps_its_tokenizer(checkpoint, path):
     """
     Previously --out, typed instead of --init, overwrote the chat template in tokenizer_config.json.

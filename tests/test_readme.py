@@ -168,7 +168,13 @@ def test_sizes_are_said_within_five_percent():
 
 # Programs that run with the files of each row: the post, its loop, the engine with the operators
 # that are there, and the HTTP server.
-POST = "import runpy; runpy.run_path('examples/post.py', run_name='__main__')"
+POST = """
+import runpy
+import sys
+
+sys.path[0] = "examples"  # as in `python examples/post.py`
+runpy.run_path("examples/post.py", run_name="__main__")
+"""
 LOOP = """
 from interleaved import interleaved_generate
 from model import GPT, GPTConfig

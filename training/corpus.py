@@ -136,15 +136,15 @@ def encode_documents(documents: Iterable, tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None):
+def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokenizer | None, **about):
     """
     Write a corpus of documents. A document is either a text or token ids, with ~id for each token
     that is not predicted. The tokenizer's BOS token is added before a text and its end-of-text
     token after it, if the tokenizer has them. Without a tokenizer, a byte-level BPE is learnt from
     the training texts. The files are the tokenizer, train.bin and val.bin (which contain only token
-    ids), and meta.json, which says how the ids are stored. meta.json is written last, and a folder
-    without it counts as not prepared. Exits with a message if there is nothing to predict, if a
-    file cannot be written, or if the directory contains a model.
+    ids), and meta.json, which says how the ids are stored, and what `about` says. meta.json is
+    written last, and a folder without it counts as not prepared. Exits with a message if there is
+    nothing to predict, if a file cannot be written, or if the directory contains a model.
     """
     if (directory / "config.json").exists():
         sys.exit(f"{directory} holds a model, which needs its own tokenizer: choose another --out")
@@ -165,7 +165,7 @@ def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokeniz
         for split, ids in ("train", train), ("val", val):
             tokens = np.array(ids, dtype)
             write_atomically(directory / f"{split}.bin", tokens.tofile)
-        write_json(directory / "meta.json", {"dtype": dtype})
+        write_json(directory / "meta.json", {"dtype": dtype, **about})
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): free space or choose another folder")
     print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
@@ -209,11 +209,10 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         split = (train, val.values()) if args.val else hold_out(train)
         folder = args.out.resolve()
         before = read_about(folder)
-        write_corpus(folder, *split, tokenizer)
+        sources = ", ".join(map(str, args.sources))
+        write_corpus(folder, *split, tokenizer, sources=sources, init=args.init)
         if before:
             print(f"this replaces the corpus made from {before.get('sources', 'other texts')}")
-        about = {"sources": ", ".join(map(str, args.sources)), "init": args.init}
-        write_json(folder / "meta.json", read_about(folder) | about)
     except (OSError, ValueError) as error:  # their messages are meant for users
         sys.exit(str(error))
 
@@ -230,13 +229,21 @@ def read_corpus(directory: Path, split: str) -> np.ndarray:
         raise ValueError(f"{directory} is an incomplete corpus ({error}): recreate it") from error
 
 
+def folder_of(name: str | Path) -> Path:
+    """Return the folder data/NAME, or the folder NAME if only that one has a corpus."""
+    folder = ROOT / "data" / name
+    if not (folder / "meta.json").is_file() and Path(name, "meta.json").is_file():
+        return Path(name)
+    return folder
+
+
 def read_about(name: str | Path) -> dict:
     """
-    Return what meta.json says about the corpus in data/NAME: its `sources`, and `init`, the
+    Return what meta.json says about a corpus (see `folder_of`): its `sources`, and `init`, the
     checkpoint whose tokenizer it uses. Return {} if the file is missing or damaged.
     """
     try:
-        return dict(read_json(ROOT / "data" / name / "meta.json"))
+        return dict(read_json(folder_of(name) / "meta.json"))
     except MALFORMED:
         return {}
 
@@ -268,11 +275,11 @@ class Corpus:
 
 def load_corpus(name: str, process) -> Corpus:
     """
-    Load the corpus in data/NAME, or in the folder NAME. If the corpus does not exist yet but has a
+    Load the corpus in data/NAME, or in the folder NAME. If there is none yet but data/NAME has a
     recipe, the main process creates it first. data/NAME_gpt2 has the same text in GPT-2's tokens.
     Exits with a message if there is no such corpus. `process`: see training/machine.py.
     """
-    folder = ROOT / "data" / name
+    folder = folder_of(name)
     if not (folder / "meta.json").is_file():
         recipe = ROOT / "data" / name.removesuffix("_gpt2") / "prepare.py"
         prepare = recipe.is_file() and runpy.run_path(str(recipe)).get("prepare")

@@ -34,6 +34,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from checkpoint import load_checkpoint, memory_of
 from common import plural
 from model import GPT, TORCH_OPS, Ops
+from ops.packed import can_pack
 from tokenizer import load_tokenizer
 from training.corpus import Corpus
 from training.fast import training_ops
@@ -115,8 +116,8 @@ class Process:
         Leave together, because a process that leaves while another still talks to it might be
         aborted.
         """
-        self.wait()
         if self.world > 1:
+            dist.barrier()
             dist.destroy_process_group()
 
     def print(self, text: str):
@@ -154,7 +155,7 @@ def has_bfloat16(device: torch.device) -> bool:
     features = torch.cpu.get_capabilities()
     in_hardware = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
     # ONEDNN_MAX_CPU_ISA may have limited oneDNN, which does the multiplications
-    return in_hardware and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return in_hardware and can_pack()
 
 
 def is_compiled(args: Namespace) -> bool:

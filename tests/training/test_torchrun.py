@@ -45,6 +45,19 @@ def test_bfloat16_where_a_cpu_has_it(monkeypatch, feature, onednn):
     assert process.compile is False
 
 
+def test_a_torch_without_onednn_trains_in_float32(monkeypatch):
+    """Previously training could not start there: only oneDNN has the function that was called."""
+
+    def missing():
+        raise AttributeError("'_OpNamespace' 'mkldnn' object has no such attribute")
+
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"bf16": True})
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", missing)
+    process = train.init_process(train.parse_args(["--device=cpu"]))
+    assert process.dtype == torch.float32
+
+
 GPUS = [
     (True, [], torch.bfloat16, True),
     (False, [], torch.float32, True),

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from runs import MACHINE
+from runs import MACHINE, same
 
 import train
 from model import TORCH_OPS
@@ -169,6 +169,19 @@ def test_four_updates_are_those_of_the_formulas(kind):
             )
     assert run.step == 4
     assert run.share == 4 / 6
+
+
+def test_a_clip_of_zero_is_no_clip():
+    """
+    As in nanoGPT. Previously it made all gradients zero, and the model silently learnt nothing.
+    """
+    runs = [make_run(f"{LLAMA} --clip={clip}") for clip in (0, 1000)]
+    for run in runs:
+        run.update(*run.next_batch())
+    weights, others = (run.model.state_dict() for run in runs)
+    assert same(weights, others)
+    run = make_run(LLAMA)
+    assert not same(weights, run.model.state_dict())
 
 
 def test_a_training_pass_drops_everywhere(monkeypatch):
