@@ -5,8 +5,10 @@ settings that must be made before torch is loaded. This module does not load tor
     write_json(Path("out/stdlib/config.json"), {"n_layer": 4})
     read_json(Path("out/stdlib/config.json"))       # {} if there is no such file
 
-    announce("loading torch") os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING) parser =
-    Parser() add_flag(parser, "--port", "port to listen on; 0: any free port", 8000, at_least(0))
+    announce("loading torch")
+    os.environ.setdefault("GOMP_SPINCOUNT", SPINS_SERVING)
+    parser = Parser()
+    add_flag(parser, "--port", "port to listen on; 0: any free port", 8000, at_least(0))
 """
 
 import argparse

@@ -78,8 +78,8 @@ def build_engine(args: Namespace):
     if args.record is not None:
         from engine.events import record_to
 
-        title = {"model": args.model, "machine": machine_name(device)}
-        record_to(args.record, engine, args.log_requests, **title)
+        machine = machine_name(device)
+        record_to(args.record, engine, args.log_requests, model=args.model, machine=machine)
     return engine
 
 
