@@ -104,8 +104,8 @@ class Drafts(Stage):
         Return whether the step in flight must end before the next one is planned, because it has
         drafts or because some text is likely to get one.
         """
-        if not self.is_on or step.plan.guesses:
-            return self.is_on
+        if step.plan.guesses:
+            return True
         scheduler = self.engine.scheduler
         capacity = self._capacity(scheduler.active)
         if capacity <= 0 or scheduler.prefilling:
@@ -119,7 +119,7 @@ class Drafts(Stage):
         budget and the free blocks allow.
         """
         plan = step.plan
-        capacity = self._capacity(plan.decodes) if self.is_on else 0
+        capacity = self._capacity(plan.decodes)
         if capacity <= 0 or plan.chunks:
             return
         for request in plan.decodes:
@@ -131,7 +131,12 @@ class Drafts(Stage):
                 capacity -= len(draft)
 
     def _capacity(self, decodes: list[Request]) -> int:
-        """Return how many guesses a step can compute in addition to these decodes."""
+        """
+        Return how many guesses a step can compute in addition to these decodes: none if the
+        settings do not turn drafts on.
+        """
+        if not self.is_on:
+            return 0
         engine = self.engine
         return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
