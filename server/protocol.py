@@ -191,13 +191,15 @@ def body_refusal(findings: ValidationError) -> ApiError:
 
 def check_encoding(content_encoding: str, data: bytes):
     """Raise ApiError (400) if a body is invalid because it is not plain UTF-8."""
-    forms = {
-        f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
-        "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
-        "UTF-16": 0 in data[:4],  # perhaps after its byte-order mark
-    }
-    for form in filter(forms.get, forms):
-        raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
+    if content_encoding not in ("", "identity"):
+        form = f"Content-Encoding {content_encoding}"
+    elif data.startswith(b"\xef\xbb\xbf"):
+        form = "a byte-order mark"
+    elif 0 in data[:4]:  # perhaps after its byte-order mark
+        form = "UTF-16"
+    else:
+        return
+    raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
 
 
 # --------------------------------------------------------------------------------------------------
