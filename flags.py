@@ -72,8 +72,8 @@ def engine_settings(args: argparse.Namespace) -> Settings:
 def add_model_flags(add):
     add(
         "--model",
-        "directory of a model made by train.py or downloaded from the Hugging Face Hub; default: "
-        + MODEL,
+        "directory of a model made by train.py or downloaded from the Hugging Face Hub; "
+        f"default: {MODEL}",
     )
     add("--device", "cpu, cuda or cuda:1; default: a GPU if there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
