@@ -21,6 +21,7 @@ from engine.stages import require
 from params import Settings, check_variables, model_defaults
 
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
+MODEL = "out/stdlib"  # if neither DIR nor --model is given
 TEMPERATURE = 0.8  # at the terminal, unless a flag or the model sets another
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
@@ -47,9 +48,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     directory = vars(args).pop("directory")
-    if directory and args.model != parser.get_default("model"):
+    if directory and args.model:
         parser.error(f"{directory} and --model {args.model}: give only one of them")
-    args.model = directory or args.model
+    args.model = directory or args.model or MODEL
     try:
         args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
     except ValueError as error:
@@ -71,8 +72,8 @@ def engine_settings(args: argparse.Namespace) -> Settings:
 def add_model_flags(add):
     add(
         "--model",
-        "directory of a model made by train.py or downloaded from the Hugging Face Hub",
-        "out/stdlib",
+        "directory of a model made by train.py or downloaded from the Hugging Face Hub; "
+        f"default: {MODEL}",
     )
     add("--device", "cpu, cuda or cuda:1; default: a GPU if there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]

@@ -65,12 +65,15 @@ def build_engine(args: Namespace):
     from engine.sizing import machine_name, packed_if_it_fits
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    count = torch.cuda.device_count()
-    if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
-        raise ValueError(
-            f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; choose "
-            "another device, or leave the flag out"
-        )
+    if device.startswith("cuda"):
+        index = torch.device(device).index or 0
+        count = torch.cuda.device_count()
+        if index >= count:
+            raise ValueError(
+                f"--device {device}: torch sees {plural(count, 'GPU')} here, numbered from 0; "
+                "choose another device, or leave the flag out"
+            )
+        torch.cuda.set_device(index)  # streams, events and kernels belong to the current device
     settings = engine_settings(args)
     dtype = serving_dtype(args.dtype, device)
     convert = partial(packed_if_it_fits, settings, device)
@@ -78,8 +81,8 @@ def build_engine(args: Namespace):
     if args.record is not None:
         from engine.events import record_to
 
-        title = {"model": args.model, "machine": machine_name(device)}
-        record_to(args.record, engine, args.log_requests, **title)
+        machine = machine_name(device)
+        record_to(args.record, engine, args.log_requests, model=args.model, machine=machine)
     return engine
 
 

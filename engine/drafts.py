@@ -40,7 +40,6 @@ class GrowingText:
         self.can_guess = can_guess(request)
         self.tokens: list[int] = []  # prompt and answer, as far as known at the last guess
         self.place_after: dict[tuple, int] = {}  # n-gram -> place after its last occurrence
-        self.num_indexed = MATCHED  # the next place to index; never the end of the text
         # set by `learn`, according to how well the text has been guessed so far
         self.length = 1  # maximum length of the next draft
         self.pause = 1  # number of tokens without a draft, after the next wrong draft
@@ -55,10 +54,11 @@ class GrowingText:
             return []
         request = self.request
         tokens = self.tokens
-        tokens += request.tokens_between(len(tokens), request.num_tokens - request.num_to_come)
-        for place in range(self.num_indexed, len(tokens)):
+        start = len(tokens)
+        tokens += request.tokens_between(start, request.num_tokens - request.num_to_come)
+        # the last n-gram of the text is indexed next time, or else it would find itself
+        for place in range(max(start, MATCHED), len(tokens)):
             self.place_after[tuple(tokens[place - MATCHED : place])] = place
-        self.num_indexed = max(self.num_indexed, len(tokens))
         place = self.place_after.get(tuple(tokens[-MATCHED:]))
         if place is None or len(tokens) < self.pause_ends:
             return []
@@ -104,8 +104,8 @@ class Drafts(Stage):
         Return whether the step in flight must end before the next one is planned, because it has
         drafts or because some text is likely to get one.
         """
-        if not self.is_on or step.plan.guesses:
-            return self.is_on
+        if step.plan.guesses:
+            return True
         scheduler = self.engine.scheduler
         capacity = self._capacity(scheduler.active)
         if capacity <= 0 or scheduler.prefilling:
@@ -119,7 +119,7 @@ class Drafts(Stage):
         budget and the free blocks allow.
         """
         plan = step.plan
-        capacity = self._capacity(plan.decodes) if self.is_on else 0
+        capacity = self._capacity(plan.decodes)
         if capacity <= 0 or plan.chunks:
             return
         for request in plan.decodes:
@@ -131,7 +131,12 @@ class Drafts(Stage):
                 capacity -= len(draft)
 
     def _capacity(self, decodes: list[Request]) -> int:
-        """Return how many guesses a step can compute in addition to these decodes."""
+        """
+        Return how many guesses a step can compute in addition to these decodes: none if the
+        settings do not turn drafts on.
+        """
+        if not self.is_on:
+            return 0
         engine = self.engine
         return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 

@@ -156,8 +156,6 @@ class Engine:
                 raise ValueError(f"request id {new!r} is in use: choose another")
 
     def _check_prompt(self, prompt_tokens: list[int], max_tokens: int):
-        if not prompt_tokens:
-            raise ValueError("the prompt is empty: give it at least one token")
         V = self.config.vocab_size
         for t in prompt_tokens:
             if type(t) is not int or not 0 <= t < V:  # this also refuses numpy's integers
@@ -317,8 +315,9 @@ class Engine:
         step.tokens = {r: t for r, t in tokens.items() if r.num_to_come and r not in dropped}
         for stage in self.acting["settled"]:
             stage.settled(step)
-        for request in [r for r, new in step.tokens.items() if NO_TOKEN in new]:
-            step.failed.setdefault(request, BROKEN)
+        for request, new in step.tokens.items():
+            if NO_TOKEN in new:
+                step.failed.setdefault(request, BROKEN)
         for request in step.failed:
             del step.tokens[request]
         for request in plan.guesses:

@@ -69,7 +69,7 @@ class Recorder(Stage):
         # the block tables as known to a reader of the lines so far
         self.tables = {r: r.block_table.copy() for r in everyone}
         self.changed: list[Request] = []  # requests whose block tables may differ from these
-        self.decodes: list[Request] | None = []
+        self.decodes: list[int] = []  # in the last step that was planned
         self.num_added = scheduler.num_added
         self.num_idled = scheduler.block_allocator.num_idled
         self.lines_left = LINES_A_SNAPSHOT  # number of lines until the next snapshot
@@ -105,9 +105,10 @@ class Recorder(Stage):
             return
         if is_step:
             self.line["step"] = step.number
-            if plan.decodes != self.decodes:
-                self.decodes = plan.decodes.copy()
-                self.line["decodes"] = numbers(plan.decodes)
+            decodes = numbers(plan.decodes)
+            if decodes != self.decodes:
+                self.decodes = decodes
+                self.line["decodes"] = decodes
         admitted = [[r.arrival_number, r.num_filled_slots, r.num_tokens] for r in plan.admitted]
         # A copy is attributed to the request that has the new block. If that request was preempted
         # in the same plan, no request has the block any more, and the copy is left out.
@@ -145,10 +146,6 @@ class Recorder(Stage):
             self._add(tokens=[(r.arrival_number, t) for r, new in tokens.items() for t in new])
         if not all(tokens.values()):  # a request was sent back, and is waiting
             self.failed()
-
-    def ended(self, request: Request):
-        if self.listeners and self.decodes and request in self.decodes:
-            self.decodes = None  # so that the next step's line lists the decodes again
 
     def failed(self):
         """Ask for a snapshot, because the lines do not contain this step's changes."""
@@ -250,7 +247,7 @@ class Recorder(Stage):
             "step": self.engine.num_steps,
             "overlap": self.engine.overlap,
             "requests": [self._describe(r) for r in self.tables],
-            "decodes": numbers(self.decodes or []),
+            "decodes": [r for r in numbers(self.tables) if r in self.decodes],
             "committed": [*self.scheduler.block_cache.contents],
             "idle": [*self.scheduler.block_allocator.idle],
             "totals": self.engine.counts(),

@@ -31,12 +31,18 @@ def to_line(message: dict) -> bytes:
     return orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
-def join_rows(row: Row, later: Row):
-    """Append `later`, a row from a later step of the same request, to `row` in place."""
-    row[1] += later[1]
-    row[2] = later[2]
-    if later[4]:
-        row[4] = (row[4] or []) + later[4]
+def add_row(rows: dict[str, Row], row: Row):
+    """
+    Add a row to `rows`, whose keys are request ids. If there is a row from an earlier step of the
+    same request, append to that row in place. Used at both ends of a link.
+    """
+    earlier = rows.setdefault(row[0], row)
+    if earlier is row:
+        return
+    earlier[1] += row[1]
+    earlier[2] = row[2]
+    if row[4]:
+        earlier[4] = (earlier[4] or []) + row[4]
 
 
 def read_messages(unread: bytearray, data: bytes) -> list[dict]:
@@ -96,9 +102,7 @@ class Link:
         """
         Queue a row for the next flush, or join it to a row that is queued for the same request.
         """
-        waiting = self.rows.setdefault(row[0], row)
-        if waiting is not row:
-            join_rows(waiting, row)
+        add_row(self.rows, row)
 
     def flush(self, stats: dict):
         """

@@ -121,7 +121,7 @@ class Library:
             (text, schemas), kind = json.loads(text), "lark"
         if kind == "grammar":
             if "x-guidance" in unescaped(text):
-                raise ValueError(f"the {kind} has x-guidance, whose options clients may not set")
+                raise ValueError("the grammar has x-guidance, whose options clients may not set")
             schemas = schemas_within(text)
             text = self.module.grammar_from("gbnf" if "::=" in text else "lark", text)
             kind = "lark"
@@ -247,22 +247,26 @@ def mask_of(matcher, otherwise: str = "") -> bytes | str:
     the reason, or `otherwise` if the library does not give one.
     """
     mask = matcher.compute_bitmask()
-    bits = int.from_bytes(mask, "little")
-    first = (bits & -bits).bit_length() - 1
+    first = first_token(mask)
     # The library's mask is wrong in two cases. After an error, it allows the end of the text. And
     # if no token contains the only byte that may come next, it allows tokens for what follows that
     # byte.
-    is_right = matcher.is_stopped() or matcher.validate_tokens([first]) if bits else False
+    is_right = first >= 0 and (matcher.is_stopped() or matcher.validate_tokens([first]))
     if is_right and not matcher.is_error():
         return mask
     return plain(matcher.get_error(), otherwise)
 
 
+def first_token(mask: bytes) -> int:
+    """Return the first token that a mask allows, or -1 if it does not allow any."""
+    bits = int.from_bytes(mask, "little")
+    return (bits & -bits).bit_length() - 1
+
+
 def check_start(answer, mask: bytes):
     """Try out the first tokens of an answer. Raises ValueError if the answer gets stuck."""
     for _ in range(TRIED):
-        bits = int.from_bytes(mask, "little")
-        answer.consume_token((bits & -bits).bit_length() - 1)
+        answer.consume_token(first_token(mask))
         if answer.is_stopped() and not answer.is_error():
             return
         mask = mask_of(answer, NO_TOKEN)

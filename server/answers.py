@@ -319,18 +319,15 @@ class Job:
     then sent as one event. However the call ends, it leaves no requests in the engine.
 
     service    app.Service
-    salt       for the prefix cache, derived from the client's API key
-    id         the call's X-Request-Id
-    owner      the client's API key or address; grammars are compiled for owners in turn
+    call       connection.Call
     """
 
-    def __init__(self, service, body, prompts: list[list[int]], salt: str, id: str, owner: str):
+    def __init__(self, service, body, prompts: list[list[int]], call):
         self.service = service
         self.client = service.client
         self.body = body
-        self.salt = salt
-        self.owner = owner
-        self.call_id = id
+        self.call = call
+        self.salt = f"{call.salt}:{body.cache_salt or ''}"  # for the prefix cache
         self.started = time.monotonic()
         self.changed = asyncio.Event()  # set when there may be something to send
         self.is_silent = False  # a ping is due if there is nothing else to send
@@ -359,7 +356,7 @@ class Job:
                 choice.siblings = siblings
             self.choices += siblings
         self.num_unfinished = len(self.choices)
-        self.id = f"{kind.id_prefix}{body.request_id or id}"
+        self.id = f"{kind.id_prefix}{body.request_id or call.id}"
         self.head = {"id": self.id, "object": kind.objects[body.stream]}
         self.head |= {"created": int(time.time()), "model": service.name}
         # if usage is requested, it is null in all chunks before the last
@@ -420,7 +417,7 @@ class Job:
             for task in tasks:
                 task.cancel()
             self.abort()
-            scope["call"].logged["tokens"] = sum(choice.num_tokens for choice in self.choices)
+            self.call.logged["tokens"] = sum(choice.num_tokens for choice in self.choices)
 
     def submit(self):
         if self.body.needs_engine:

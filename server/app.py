@@ -141,8 +141,7 @@ class Service:
             names |= {call.id: call.function.name for call in message.tool_calls or ()}
             message.name = message.name or names.get(message.tool_call_id)
         messages = [message.model_dump(exclude_none=True) for message in body.messages]
-        options = {"add_generation_prompt": body.add_generation_prompt}
-        options = body.chat_template_kwargs | options
+        options = body.chat_template_kwargs | {"add_generation_prompt": body.add_generation_prompt}
         if body.tools:
             options["tools"] = [tool.model_dump(exclude_unset=True) for tool in body.tools]
         with refusals_about("messages"):
@@ -152,26 +151,27 @@ class Service:
     # Starlette's request, and `kind` is the class for the body.
 
     def routes(self) -> list[Route]:
-        def post(path, call, kind):
-            return Route(path, partial(call, kind), methods=["POST"])
-
-        return [
-            post("/v1/completions", self.complete, protocol.CompletionRequest),
-            post("/v1/chat/completions", self.complete, protocol.ChatRequest),
-            post("/tokenize", self.tokenize, protocol.TokenizeRequest),
-            post("/detokenize", self.detokenize, protocol.DetokenizeRequest),
-            Route("/v1/models", self.list_models),
-            Route("/v1/models/{id:path}", self.show_model),  # a name may have slashes
-            Route("/", self.show_page),
-            Route("/events", self.show_events),
-            Route("/livez", self.show_liveness),
-            Route("/readyz", self.show_readiness),
-            Route("/health", self.show_readiness),
-            Route("/metrics", self.show_metrics),
-            Route("/server_info", self.show_info),
-            Route("/model_info", self.show_info),
-            Route("/v1/loads", self.show_loads),
-        ]
+        posts = {
+            "/v1/completions": partial(self.complete, protocol.CompletionRequest),
+            "/v1/chat/completions": partial(self.complete, protocol.ChatRequest),
+            "/tokenize": partial(self.tokenize, protocol.TokenizeRequest),
+            "/detokenize": partial(self.detokenize, protocol.DetokenizeRequest),
+        }
+        gets = {
+            "/v1/models": self.list_models,
+            "/v1/models/{id:path}": self.show_model,  # a name may have slashes
+            "/": self.show_page,
+            "/events": self.show_events,
+            "/livez": self.show_liveness,
+            "/readyz": self.show_readiness,
+            "/health": self.show_readiness,
+            "/metrics": self.show_metrics,
+            "/server_info": self.show_info,
+            "/model_info": self.show_info,
+            "/v1/loads": self.show_loads,
+        }
+        routes = [Route(path, answer, methods=["POST"]) for path, answer in posts.items()]
+        return routes + [Route(path, answer) for path, answer in gets.items()]
 
     async def complete(self, kind, http) -> Job:
         body = await self.parse_body(http, kind)
@@ -184,8 +184,7 @@ class Service:
             prompts = body.prompt  # token ids
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         call = http.scope["call"]
-        salt = f"{call.salt}:{body.cache_salt or ''}"
-        job = Job(self, body, prompts, salt, call.id, owner_of(http))
+        job = Job(self, body, prompts, call)
         call.logged["seed"] = job.seed  # the same call with this seed gets the same answer
         if self.args.log_requests:
             # these include the model's own defaults, but not the salt, which is secret
@@ -271,7 +270,8 @@ class Service:
             raise ApiError(400, absent("record"))
         if http.method == "HEAD":
             return Response(media_type="text/event-stream")
-        return self.listeners.join(http.scope["call"].salt, owner_of(http))
+        call = http.scope["call"]
+        return self.listeners.join(call.salt, call.owner)
 
     async def show_readiness(self, http):
         self.check_ready()
@@ -381,14 +381,6 @@ class Service:
         self.listeners.end()
         # uvicorn closes its sockets and waits until the last answers have been sent
         self.server.should_exit = True
-
-
-def owner_of(http) -> str:
-    """
-    Return the salt for the call's API key. Without API keys, return the client's address, or "" if
-    the client is gone.
-    """
-    return http.scope["call"].salt or (http.client.host if http.client else "")
 
 
 @contextlib.contextmanager

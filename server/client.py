@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import time
 
-from engine.link import join_rows, read_messages, to_line
+from engine.link import add_row, read_messages, to_line
 from server.protocol import ApiError
 
 STALL_SECONDS = 120  # an engine with work that sends nothing for this long counts as dead
@@ -103,12 +103,12 @@ class EngineClient(asyncio.Protocol):
             self.choices[choice.engine_id] = choice
         first = choices[0]
         body = first.body
-        options = {"n": len(choices), "priority": body.priority, "name": first.job.call_id}
+        options = {"n": len(choices), "priority": body.priority, "name": first.job.call.id}
         options |= {"cache_salt": first.job.salt, "prompt_logprobs": body.num_prompt_logprobs}
         params = body.sampling_params(len(first.prompt), self.info["max_model_len"])
         message = {"prompt": first.prompt, "params": params, "options": options}
         if first.job.grammar:
-            message |= {"grammar": first.job.grammar, "owner": first.job.owner}
+            message |= {"grammar": first.job.grammar, "owner": first.job.call.owner}
         self._write(op="add", id=id, **message)
 
     def abort(self, choice) -> bool:
@@ -188,9 +188,7 @@ class EngineClient(asyncio.Protocol):
                 self._on_message(message)
                 continue
             for row in message["out"]:
-                earlier = rows.setdefault(row[0], row)
-                if earlier is not row:
-                    join_rows(earlier, row)
+                add_row(rows, row)
             self.stats = message["stats"]
             self.on_stats(self.stats)
         self._deliver(rows)

@@ -67,6 +67,7 @@ class Call:
     id: str  # its X-Request-Id
     logged: dict = field(default_factory=dict)  # fields for its line in the log
     salt: str = ""  # for the prefix cache, derived from its API key; "" without API keys
+    owner: str = ""  # `salt` or, without API keys, the client's address; "" if the client is gone
     job: object = None  # answers.Job, if the call needs the engine
     has_answer: bool = False  # whether its answer has started
 

@@ -111,6 +111,7 @@ class Gate:
         try:
             check_head(scope["headers"])
             call.salt = self.admit(scope)
+            call.owner = call.salt or (scope["client"][0] if scope["client"] else "")
             await self.service.router(scope, receive, send)
             error = call.job and call.job.error  # set if a stream failed after it started
         except (Exception, asyncio.CancelledError) as problem:

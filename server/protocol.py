@@ -191,13 +191,15 @@ def body_refusal(findings: ValidationError) -> ApiError:
 
 def check_encoding(content_encoding: str, data: bytes):
     """Raise ApiError (400) if a body is invalid because it is not plain UTF-8."""
-    forms = {
-        f"Content-Encoding {content_encoding}": content_encoding not in ("", "identity"),
-        "a byte-order mark": data.startswith(b"\xef\xbb\xbf"),
-        "UTF-16": 0 in data[:4],  # perhaps after its byte-order mark
-    }
-    for form in filter(forms.get, forms):
-        raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
+    if content_encoding not in ("", "identity"):
+        form = f"Content-Encoding {content_encoding}"
+    elif data.startswith(b"\xef\xbb\xbf"):
+        form = "a byte-order mark"
+    elif 0 in data[:4]:  # perhaps after its byte-order mark
+        form = "UTF-16"
+    else:
+        return
+    raise ApiError(400, f"the body must be plain UTF-8, got {form:.99}")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -340,12 +342,12 @@ def grammar_of_outputs(value: dict) -> dict:
     """Convert vLLM's `structured_outputs` to the engine's grammar."""
     check_known(value, *KINDS, "structural_tag")
     match [field for field in value.items() if field[1] is not None]:
-        case (
-            [("json" as kind, str() | dict() as sent)]
-            | [("regex" | "grammar" as kind, str() as sent)]
-            | [("choice" as kind, [str(), *_] as sent)]
-        ) if kind != "choice" or is_list_of(str, sent):
-            return {"kind": kind, "text": (schema_text if kind == "json" else grammar_text)(sent)}
+        case [("json", str() | dict() as schema)]:
+            return {"kind": "json", "text": schema_text(schema)}
+        case [("regex" | "grammar" as kind, str() as text)]:
+            return {"kind": kind, "text": grammar_text(text)}
+        case [("choice", [_, *_] as choices)] if is_list_of(str, choices):
+            return {"kind": "choice", "text": grammar_text(choices)}
     forms = "json (an object, or JSON in a string), regex, choice (a list of strings), grammar"
     raise Refused(f"must have one of {forms}; structural_tag and others are not supported")
 

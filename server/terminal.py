@@ -57,9 +57,7 @@ def stream_answer(
     seed = secrets.randbits(32) if args.seed is None else args.seed
     flags = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
     params = SamplingParams(**args.sampling | flags)
-    # a new id each time, or an interrupted answer's late token would be added to the next answer
-    id = f"answer {engine.num_steps}"
-    engine.add_request(id, prompt, params)
+    engine.add_request("answer", prompt, params)
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
     pieces = []  # pieces of text, one for each token except a stop token
@@ -76,7 +74,7 @@ def stream_answer(
                         pieces.append(stream.push(token))
                         show(pieces[-1])
     finally:
-        engine.abort(id)
+        engine.abort("answer")
     rest = stream.flush()
     show(f"{rest}\n")
     rate = len(pieces) / (time.perf_counter() - started)

@@ -78,7 +78,7 @@ class Judge:
         self.call = call
         self.answer = answer
         self.id = f"r{call['id']}"
-        self.jobs = [job for job in world.jobs if job.call_id == self.id]
+        self.jobs = [job for job in world.jobs if job.call.id == self.id]
         # the content of a 200
         self.choices: dict[int, Choice] = {}
         self.usage = None

@@ -141,8 +141,8 @@ class Caller(Client):
         names = {f"r{call['id']}" for call in self.calls}
         since = self.world.now - 10 * self.world.args.turn_seconds
         for choice in self.world.client.choices.values() if self.world.is_running else ():
-            assert choice.job.call_id not in names or choice.job.started > since, (
-                f"call {choice.job.call_id} is still in work, although its client left long ago"
+            assert choice.job.call.id not in names or choice.job.started > since, (
+                f"call {choice.job.call.id} is still in work, although its client left long ago"
             )
 
 

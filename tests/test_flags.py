@@ -119,6 +119,20 @@ def test_a_gpu_that_is_not_there(device, count, monkeypatch):
         serve.build_engine(serve.parse_args(["--device", device]))
 
 
+def test_the_gpu_that_is_named_becomes_the_current_one(monkeypatch):
+    """
+    With --device cuda:1, the model was on GPU 1, but CUDA graphs and events were made on GPU 0, and
+    a record named GPU 0 as the machine.
+    """
+    set_device = Mock(side_effect=RuntimeError("set"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    for device in ("cuda:1", "cuda"):
+        with pytest.raises(RuntimeError, match="set"):
+            serve.build_engine(serve.parse_args(["--device", device]))
+    assert [call.args for call in set_device.call_args_list] == [(1,), (0,)]
+
+
 def test_the_engines_process_leaves_a_core_to_http(monkeypatch, capfd):
     engine, set_threads = Mock(), Mock()
     engine.statement.return_value = "what was built"

@@ -197,7 +197,7 @@ REFUSED = """
 {"prompt_tokens": [1, 12]} -> token 12, outside 0..11: encode it to a list with this model's
 {"prompt_tokens": [-1]} -> token -1, outside 0..11
 {"prompt_tokens": [true]} -> token True, outside
-{"prompt_tokens": []} -> the prompt is empty
+{"prompt_tokens": []} -> has an empty prompt: give it at least one token
 {"cache_salt": null} -> cache_salt is None: wanted a string
 {"n": 0} -> n is 0: wanted a whole number, at least 1
 {"n": true} -> n is True
@@ -330,7 +330,7 @@ def test_generate_leaves_the_requests_of_others_as_they_are():
     generate = partial(engine.generate, progress=False)
     engine.add_request("generate-2", [1, 2, 3], greedy(12))
     outputs = engine.step() + engine.step()
-    with raises(ValueError, "prompt is empty"):
+    with raises(ValueError, "an empty prompt"):
         generate([[1, 2], []], greedy(2))
     assert list(engine.requests) == ["generate-2"]
     outputs += finish(engine)

@@ -31,12 +31,11 @@ class Echo:
     Ctrl-C, and "#" is a step that fails.
     """
 
-    num_steps = 0
     max_model_len = 100
     device = SimpleNamespace(reason="")
 
     def __init__(self):
-        self.added = {}
+        self.added = []
         self.aborted = []
         self.to_come = []
 
@@ -47,12 +46,12 @@ class Echo:
     def add_request(self, id, prompt, params):
         if len(prompt) > self.max_model_len:
             raise ValueError("the prompt is too long")
-        self.added[id] = params
+        assert self.aborted == [id] * len(self.added), "the id is still in use"
+        self.added.append(params)
         self.to_come = prompt[: params.max_tokens]
 
     def step(self) -> list:
         token, *self.to_come = self.to_come
-        self.num_steps += 1
         if token == ord("!"):
             raise KeyboardInterrupt
         reason = None if self.to_come else "length"
@@ -88,8 +87,9 @@ def run(tmp_path, monkeypatch, capfd):
         with pytest.raises(SystemExit) as ended:
             serve.main(["--model", str(tmp_path), *flags])
         out, err = capfd.readouterr()
-        assert engine.aborted == [*engine.added]  # its blocks are freed, however an answer ends
-        seen = {"built": build.called, "params": [*engine.added.values()]}
+        # an answer's blocks are freed, however it ends
+        assert engine.aborted == ["answer"] * len(engine.added)
+        seen = {"built": build.called, "params": engine.added}
         return SimpleNamespace(out=out, err=err, problem=ended.value.code, **seen)
 
     return run
@@ -230,7 +230,7 @@ def test_flags_go_before_the_models_defaults(row):
     text = terminal.stream_answer(args, engine, [97, 195], bpe_tokenizer([]), 200)
     assert text == "a\ufffd"  # what was shown, including half a character
     own = {"max_tokens": length, "temperature": temperature, "seed": flags["seed"]}
-    (params,) = engine.added.values()
+    (params,) = engine.added
     assert params == SamplingParams(**sampling | own)
 
 

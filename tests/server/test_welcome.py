@@ -17,7 +17,7 @@ PARSERS["bench"] = build_parser("", bench.COMMANDS, bench.FLAGS).parse_args
 # the command, what is typed -> how the first line ends ("..." stands for any text). After the empty
 # row come flags of nanoGPT, transformers, vLLM, SGLang and llama.cpp. When only the spelling
 # counted, --max_iters got "did you mean --minutes?", --lr got --n_layer, and --ctx-size another
-# wrong one.
+# wrong one. While the default hid that --model was sent, `b --model out/stdlib` served b.
 WRONG = """
 serve --porte 3 -> unrecognized arguments: --porte; did you mean --port?
 serve --kv_blocks=3 -> unrecognized arguments: --kv_blocks=3; did you mean --kv-blocks?
@@ -49,6 +49,7 @@ serve --attention flex -> attention flex has been withdrawn; use `python example
 serve --prefill-share 1.5 -> prefill_share is 1.5, wanted a share of the token budget: 0 or more, below 1
 serve --device cuda: -> invalid choice: 'cuda:', wanted cpu, cuda or cuda:1
 serve --model a b -> b and --model a: give only one of them
+serve b --model out/stdlib -> b and --model out/stdlib: give only one of them
 serve --model a --ctx-size 9 -> unrecognized arguments: --ctx-size; --ctx-size is --max-model-len here
 serve a b -> unrecognized arguments: b
 serve --replay F -> arguments: --replay; --replay is `python assets/draw.py page FILE` here
