@@ -243,7 +243,8 @@ ROWS = """\
 --temperature: temp
 --token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
 --warmup: warmup-iters warmup-steps
-`python assets/draw.py page FILE`: replay"""
+`python assets/draw.py page FILE`: replay
+`vllm serve DIR --tensor-parallel-size N`: tensor-parallel-size tp"""
 FOREIGN = [row.split(": ") for row in ROWS.splitlines()]  # (ours, their names)
 
 

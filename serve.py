@@ -5,7 +5,7 @@ in a separate process.
     python serve.py                                     # out/stdlib at http://127.0.0.1:8000
     python serve.py --model out/shakespeare_char --port 9000
     python serve.py --prompt "def" --max-tokens 100     # no HTTP: continue a text at the terminal
-    python serve.py --chat                              # no HTTP: have a conversation there
+    python serve.py --chat --model DIR                  # no HTTP: talk to a chat model there
 
     curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
         -d '{"prompt": "def"}'

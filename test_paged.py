@@ -21,12 +21,14 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from signal import SIG_DFL, SIGPIPE, signal
 from types import FunctionType, MethodType, ModuleType
 
 from common import end_with_one_line
 
 if __name__ == "__main__":
     end_with_one_line()
+    signal(SIGPIPE, SIG_DFL)  # its reader may end first, as in `| head`
 
 import torch
 

@@ -22,11 +22,13 @@ import os
 import sys
 from contextlib import redirect_stdout, suppress
 from functools import partial
+from signal import SIG_DFL, SIGPIPE, signal
 
 from common import announce, end_with_one_line
 
 if __name__ == "__main__":
     end_with_one_line()
+    signal(SIGPIPE, SIG_DFL)  # its reader may end first, as in `| head`
     announce("loading torch")
 
 import torch
@@ -418,7 +420,8 @@ def show(number, before):
         print(f"{1e3 * median_seconds(lambda: compute().cpu(), 3):.1f} ms per step")
     if before is not None:
         torch.testing.assert_close(logits, before, atol=1e-4, rtol=0)
-        print(f"the same logits as before, within {(logits - before).abs().max():.0e}")
+        gap = (logits - before).abs().max()
+        print("the same logits as before,", f"within {gap:.0e}" if gap else "to the bit")
     print(question + "\n")
     return logits
 

@@ -85,6 +85,8 @@ def open_record(path: str | Path) -> BinaryIO:
     """Open a file that begins like a record. Raises RecordError if it does not."""
     try:
         file = Path(path).open("rb")  # noqa: SIM115 (the caller closes it)
+        if not file.peek(1):
+            raise RecordError("it is empty: the server was stopped before its engine was ready")
         if not any(state for state, _ in islice(replay(file), 2)):
             raise RecordError("not a record: it does not begin with a snapshot")
         file.seek(0)

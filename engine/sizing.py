@@ -73,10 +73,12 @@ def with_pool_size(settings: Settings, model: GPT) -> Settings:
     longest = min(context_length, num_blocks * S)
     max_model_len = settings.max_model_len or longest
     if max_model_len > longest:
+        change = "lower --max-model-len"
+        if longest < context_length:
+            change += " or raise --kv-blocks"
         raise ValueError(
             f"max_model_len is {max_model_len}, wanted 1 to {longest} (context length "
-            f"{context_length}, KV pool of {plural(num_blocks, 'block')} of {S}): lower "
-            "--max-model-len or raise --kv-blocks"
+            f"{context_length}, KV pool of {plural(num_blocks, 'block')} of {S}): {change}"
         )
     return replace(settings, num_blocks=num_blocks, max_model_len=max_model_len)
 

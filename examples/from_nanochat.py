@@ -10,6 +10,7 @@ Code in the files is never run. Models from later commits have parts that this d
 support; they are refused.
 """
 
+import json
 import re
 import sys
 from functools import partial
@@ -27,7 +28,6 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 
 from checkpoint import empty_model, save_checkpoint
-from common import read_json
 from examples import from_nanogpt
 from families import read_fields
 from tokenizer import ALPHABET, Tokenizer
@@ -66,7 +66,7 @@ class EncodingUnpickler(from_nanogpt.PlainUnpickler):
 def convert(path: Path, directory: Path):
     """Convert a checkpoint. Raises ValueError, OSError or, for a broken file, any other error."""
     meta = path.with_name(path.name.replace("model_", "meta_")).with_suffix(".json")
-    sizes = read_json(meta)["model_config"]
+    sizes = json.loads(meta.read_text())["model_config"]
     tokenizer = read_tokenizer(path.parents[2] / "tokenizer" / "tokenizer.pkl")
     ends = [tokenizer.control[END], tokenizer.control[BOS]]
     saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)

@@ -259,7 +259,7 @@ def main():
     except ValueError as error:
         sys.exit(str(error))
     for request in requests:
-        print(repr(tokenizer.decode(request.generated_tokens)))
+        print(f"{args.prompt!r} + {tokenizer.decode(request.generated_tokens)!r}")
 
 
 if __name__ == "__main__":

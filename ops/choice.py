@@ -141,7 +141,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
     fastest = next(iter(tables.values()))
     if can_call:
         command = os.environ.get("CC", "cc")
-        gain = "two to four times"
+        gain = "two to six times"
         if dtype == torch.int8:
             gain = "many times"
         reason = f"because there is no C compiler {command!r}: gcc would make it {gain} as fast"

@@ -131,8 +131,8 @@ def run(args: Namespace, build_engine: Callable):
     chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
     if args.chat and not chat:
         raise ValueError(
-            f"--chat needs a chat template, but {args.model} has none (or --raw is set): continue "
-            "a text with --prompt"
+            f"--chat needs a chat template, but {'--raw' if args.raw else args.model} has none: "
+            "continue a text with --prompt"
         )
     if args.prompt == "-":  # read as bytes, because text mode would change line endings
         try:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 
 from common import MALFORMED, plural, write_atomically
 
+BY_HEART = 0.1  # nats per token by which the held-out loss has to rise to be remarked on
 SAMPLE_TOKENS = 64
 TEMPERATURE = 0.6  # at 0.8, small models pick too many rare tokens; at 0.4, they repeat themselves
 
@@ -125,6 +126,7 @@ def report_result(run, nats: float, count: int):
     loss). Also print a sample, and draw loss.png. Only the main process prints and writes files.
     """
     bits = run.corpus.bits_per_byte(nats, count)
+    evaluated = curve(run.log, "val_loss")  # during the run, each on the same tokens
     run.record(step=run.step, val_loss=round(nats / count, 5), bits_per_byte=round(bits, 5))
     if not run.process.is_main:
         return
@@ -135,6 +137,13 @@ def report_result(run, nats: float, count: int):
     )
     print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
     print(f"bits per byte: {bits:.3f}")
+    losses = [loss for _, loss in evaluated]
+    if losses and losses[-1] > min(losses) + BY_HEART:
+        print(
+            f"warning: the held-out loss was {min(losses)} and rose to {losses[-1]}, because the "
+            f"model learnt its {len(run.corpus.train):,} tokens by heart: start again with more "
+            "text, fewer --steps or --minutes, --dropout 0.2, or another model (--init)"
+        )
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
     draw(curves, run.out / "loss.png")  # last, because the Makefile waits for this file
 
@@ -153,7 +162,9 @@ def compare(directories: list[str]):
                 f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
                 f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
             )
-        except (OSError, *MALFORMED):
+        except OSError as error:
+            sys.exit(f"{path}: {error.strerror}; name directories of runs")
+        except MALFORMED:
             sys.exit(f"{path} has no held-out loss: name directories of runs that were evaluated")
     draw(curves, Path("compare.png"))
 

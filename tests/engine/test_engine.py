@@ -6,6 +6,7 @@ are right; the simulator runs random lives, with the server's loop.
 
 import dataclasses
 import json
+import re
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -121,8 +122,10 @@ def test_settings_that_cannot_work_are_refused(settings, message, monkeypatch):
     monkeypatch.setattr(sizing, "bytes_per_block", lambda model, block_size: 8)
     sizes = {"num_blocks": 20, "token_budget": 8}
     simulated_engine(**sizes)
-    with raises(ValueError, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
         simulated_engine(**(sizes | settings))
+    # more blocks would not help if the context is the limit
+    assert ("raise --kv-blocks" in str(refused.value)) == (settings.get("num_blocks") == 10)
 
 
 @pytest.mark.parametrize(("free", "num_blocks"), [(10**13, 9 * 16), (640, 5), (639, 4), (9, 1)])

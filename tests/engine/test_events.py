@@ -543,7 +543,8 @@ TITLE = '{"event": "title", "name": "a"}'
 TOUR_LINES = (ROOT / "assets/tour.jsonl").read_text().splitlines()
 _, SNAPSHOT, STEP, *_ = TOUR_LINES
 BAD = [
-    ("", "not a record: line 1 is b''"),
+    ("", "file: it is empty: the server was stopped before"),
+    (" ", r"not a record: line 1 is b' \n'"),
     ("[1, 2]", "not a record: line 1 is"),
     ("[" * 10**6, "not a record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),

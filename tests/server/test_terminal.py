@@ -175,7 +175,7 @@ def test_a_slow_engine_says_why(run, tmp_path, monkeypatch):
     model = save_random_model(tmp_path / "slow")
     args = serve.parse_args(["--model", str(model), "--device", "cpu"])
     monkeypatch.setattr(Echo, "device", serve.build_engine(args).device)
-    slow = "[torch, because there is no C compiler 'nocc': gcc would make it two to four times"
+    slow = "[torch, because there is no C compiler 'nocc': gcc would make it two to six times"
     assert slow in run("--prompt", "x").err
 
 

@@ -160,7 +160,9 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     assert first == f"out: step 7, held-out loss {early}, bits per byte (at the end)"
     assert second == f"ended: step 6, held-out loss {points[-1][1]}, bits per byte {bits}"
     assert curves == [({"out": [(5, early)], "ended": points}, Path("compare.png"))]
-    for name in ("nowhere", *WITHOUT_LOSS):
+    with pytest.raises(SystemExit, match=r"^nowhere/log.jsonl: No such file or directory; name"):
+        train.main(["--compare", "nowhere"])
+    for name in WITHOUT_LOSS:
         with pytest.raises(SystemExit, match=f"^{name}/log.jsonl has no held-out loss: name dir"):
             train.main(["--compare", name])
 
@@ -186,6 +188,18 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     assert logged == [(5, 2.5), (10, 2.5), (15, 2.5), (20, 2.5)]
     shown = "step 5, 25% of the run: held-out loss 2.500 nats per token; a sample:"
     assert shown in capsys.readouterr().out
+
+
+HEART = "warning: the held-out loss was 2.0 and rose to 2.2, because the model learnt its "
+
+
+@pytest.mark.parametrize("losses", [(2.5, 2.0, 2.2, 1.0), (2.5, 2.0, 2.1, 9.0)])
+def test_a_text_that_is_learnt_by_heart_is_remarked_on(losses, tiny, monkeypatch, capsys):
+    """README's example read 92,000 tokens 15 times, and nothing said that it was too often."""
+    left = iter(losses)
+    monkeypatch.setattr(train, "evaluate", lambda *_: (3 * next(left), 3))
+    train.main([*tiny, "--steps=20"])
+    assert (HEART in capsys.readouterr().out) == (losses[2] > 2.1)
 
 
 # step, and how many are read together -> factors of its loss and norm, or of the weights, which an
