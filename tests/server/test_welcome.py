@@ -85,7 +85,7 @@ serve --n-predict -> ; --n-predict is --max-tokens here
 serve --max_new_tokens=9 -> ; --max_new_tokens is --max-tokens here
 serve --gpu-memory-utilization -> ; --gpu-memory-utilization is --kv-blocks here
 serve --enforce-eager -> ; --enforce-eager is --no-graphs here
-serve --tensor-parallel-size -> unrecognized arguments: --tensor-parallel-size
+serve --tensor-parallel-size 2 -> --tensor-parallel-size is `vllm serve DIR --tensor-parallel-size N` here
 serve --max_iters -> unrecognized arguments: --max_iters
 """  # noqa: E501
 
