@@ -544,7 +544,6 @@ TOUR_LINES = (ROOT / "assets/tour.jsonl").read_text().splitlines()
 _, SNAPSHOT, STEP, *_ = TOUR_LINES
 BAD = [
     ("", "file: it is empty: the server was stopped before"),
-    (" ", r"not a record: line 1 is b' \n'"),
     ("[1, 2]", "not a record: line 1 is"),
     ("[" * 10**6, "not a record: line 1 is"),
     (TITLE, "it does not begin with a snapshot"),
@@ -554,6 +553,7 @@ BAD = [
     (f'{SNAPSHOT}\n{{"event": "step", "ended": [[7, "abort", 0]]}}', "not a record: line 2 is"),
     (f'{SNAPSHOT}\n{{"event": "idle", "x": "{"y" * 20_000}"}}', "not a record: line 2 is"),
     (None, "file: No such file or directory; choose a file"),
+    (" ", r"not a record: line 1 is b' \n'"),
 ]
 
 
