@@ -22,6 +22,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+if sys.version_info < (3, 11):  # noqa: UP036  (before a package or a module is missing)
+    sys.exit(
+        f"pagedGPT needs Python 3.11 or later, but {sys.executable} is {sys.version.split()[0]}: "
+        "use .venv/bin/python, which `make run` creates"
+    )
+
 # --------------------------------------------------------------------------------------------------
 # Files
 

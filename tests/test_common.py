@@ -4,6 +4,8 @@ And the message for a directory without a model.
 """
 
 import os
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,10 @@ def test_a_start_without_memory_has_words(error, limit, available, monkeypatch):
 
 def test_the_last_words_about_a_bug_name_its_kind():
     assert common.last_words(KeyError("x")) == "KeyError: 'x'"
+
+
+def test_an_old_python_is_named(monkeypatch):
+    """Python 3.10 was told to install orjson."""
+    monkeypatch.setattr(sys, "version_info", (3, 10))
+    with pytest.raises(SystemExit, match=r"needs Python 3\.11 or later, but .*\.venv/bin/python"):
+        runpy.run_path(common.__file__)
