@@ -239,6 +239,7 @@ def test_a_block_has_its_text(live, open_page, server):
     live.click("#close")
     live.dispatch_event(".token >> nth=3", "pointerenter")  # a byte may have no width
     assert live("pointed") == table[1]
+    wait_for(live, "grid")  # laid out by the next frame
     x, y, *_ = live(f"cellOf({table[1]})")
     live.hover("#pool", position={"x": x + 9, "y": y + 9})
     assert live("[...document.querySelectorAll('.here')].map(({ i }) => i)") == [*range(10)]
