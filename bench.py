@@ -234,7 +234,8 @@ def by_turns(systems: dict[str, Callable], work_of: Callable) -> dict:
     """
     Measure each system's milliseconds per step (one token for each request), and its output tokens
     per second, including the time for the prompts. Both are medians of five turns after a warm-up
-    turn, each with new prompts. Also count how many of the answers are the first system's, too.
+    turn, each with new prompts. Also count how many of the answers are the same as the first
+    system's.
     """
     first, *_ = systems
     rates = defaultdict(list)

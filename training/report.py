@@ -140,9 +140,9 @@ def report_result(run, nats: float, count: int):
     losses = [loss for _, loss in evaluated]
     if losses and losses[-1] > min(losses) + BY_HEART:
         print(
-            f"warning: the held-out loss was {min(losses)} and rose to {losses[-1]}, because the "
-            f"model learnt its {len(run.corpus.train):,} tokens by heart: start again with more "
-            "text, fewer --steps or --minutes, --dropout 0.2, or another model (--init)"
+            f"warning: the held-out loss was {min(losses)} and rose to {losses[-1]}, probably "
+            f"because the model learnt its {len(run.corpus.train):,} tokens by heart: start again "
+            "with more text, fewer --steps or --minutes, --dropout 0.2, or another model (--init)"
         )
     curves = {"training": curve(run.log, "loss"), "held out": curve(run.log, "val_loss")}
     draw(curves, run.out / "loss.png")  # last, because the Makefile waits for this file
