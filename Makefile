@@ -94,7 +94,7 @@ clean:
 	rm -rf $(VENV) .venv .venv-clients .venv-ordinary .pytest_cache .ruff_cache .hypothesis .schemathesis
 	find . -path "./.*" -prune -o -name __pycache__ -prune -exec rm -rf {} +
 	rm -f $(CORPORA) compare.png out/replay.png out/page.html
-	@echo "kept: models in out/ (make clean-models), corpora made from your own files in data/"
+	@echo "kept: models and all else in out/ (make clean-models), corpora made from your own files in data/"
 
 clean-models:
 	@found=$$(du -sh out/* out/.[!.]* run.jsonl 2> /dev/null); \

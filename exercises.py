@@ -20,6 +20,9 @@ texts are in exercises.toml. `make .venv/tests-ready` installs what the tests ne
 seconds, or a minute on a busy machine.
 """
 
+from common import announce, end_with_one_line  # an old Python, without tomllib, is refused
+
+# isort: split
 import ast
 import json
 import os
@@ -35,9 +38,8 @@ from difflib import unified_diff
 from os.path import relpath
 from pathlib import Path
 from shlex import join, quote
-from textwrap import dedent
+from textwrap import dedent, fill
 
-from common import announce, end_with_one_line
 from tests.planting import copy_repo, plant, read_bugs
 
 ROOT = Path(__file__).parent
@@ -142,7 +144,7 @@ def plant_bug(copy: Path, name: str) -> str:
     draw = relpath(ROOT / "assets/draw.py")
     watch = f"\nwatch  python {draw} page {folder}/out/exercise/run.jsonl"
     return (
-        f"{name}, {text['level']}: there is a bug in {folder}.\n\n{text['text']}\n\n"
+        f"{name}, {text['level']}: there is a bug in {folder}.\n\n{fill(text['text'], 100)}\n\n"
         f"as it should be:\n{right}\nas it is:\n{wrong}\n"
         f"again  python {folder}/assets/symptoms.py{watch if 'waves' in text['show'] else ''}"
     )
@@ -191,7 +193,7 @@ def check(name: str):
     if failed and error:
         line = re.findall(r"^> +(.+)", output[: error.start()], re.M)[-1:]
         meaning = [tests[test] for test in tests if failed[1].startswith(test)]
-        print("not yet:", *line, error[1], *meaning, sep="\n")
+        print(fill(" ".join(["not yet:", *meaning]), 100), *line, error[1], sep="\n")
         sys.exit(f"cd {relpath(copy)}; python -m pytest -xvv {quote(failed[1])}  # with details")
     if " passed" not in output:
         sys.exit(f"{output}\nthe tests cannot run: make .venv/tests-ready installs their packages")

@@ -654,7 +654,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
     clock = Clock(run, started)
     if train(run, caught, clock):
-        process.print(f"scoring {len(corpus.val):,} held-out tokens ..")
+        process.print(f"scoring the held-out text, {len(corpus.val):,} tokens ..")
         # score every held-out token once, after the last checkpoint has been written
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)

@@ -99,8 +99,11 @@ def test_the_last_words_about_a_bug_name_its_kind():
     assert common.last_words(KeyError("x")) == "KeyError: 'x'"
 
 
-def test_an_old_python_is_named(monkeypatch):
-    """Python 3.10 was told to install orjson."""
+@pytest.mark.parametrize("file", ["train", "serve", "bench", "walkthrough", "exercises"])
+def test_an_old_python_is_named(file, monkeypatch):
+    """Python 3.10 was told to install orjson, or that it has no tomllib."""
     monkeypatch.setattr(sys, "version_info", (3, 10))
+    monkeypatch.setitem(sys.modules, "tomllib", None)
+    monkeypatch.delitem(sys.modules, "common")
     with pytest.raises(SystemExit, match=r"needs Python 3\.11 or later, but .*\.venv/bin/python"):
-        runpy.run_path(common.__file__)
+        runpy.run_path(f"{file}.py")
