@@ -210,7 +210,7 @@ def collect_garbage_rarely():
 
 
 # Our flags, and their names in nanoGPT, transformers, vLLM, SGLang or llama.cpp. If a row begins
-# with a command instead, that command has replaced the flags listed after it.
+# with something else, for example a command, it replaces the flags listed after it.
 ROWS = """\
 --accumulate: gradient-accumulation-steps
 --attention: attention-backend fa flash-attn
@@ -220,6 +220,7 @@ ROWS = """\
 --clip: grad-clip max-grad-norm
 --context_length: block-size max-seq-len seq-len
 --data: dataset
+--default-chat-template-kwargs: chat-template-kwargs
 --deterministic: enable-deterministic-inference
 --device: gpu-layers n-gpu-layers ngl
 --drain-seconds: shutdown-timeout
@@ -240,17 +241,25 @@ ROWS = """\
 --no-prefix-cache: disable-radix-cache no-enable-prefix-caching
 --out: out-dir output-dir
 --policy: schedule-policy scheduling-policy
+--preset: config
 --prompt: p start
 --quantize: quantization
+--reasoning: reasoning-format reasoning-parser
+--request-seconds: timeout
 --resume: resume-from-checkpoint
 --served-model-name: a alias
---speculate: speculative-config
+--speculate: draft draft-max speculative-config
 --steps: lr-decay-iters max-iters max-steps num-iterations
 --temperature: temp
 --token-budget: b batch-size chunked-prefill-size max-num-batched-tokens ub ubatch-size
 --warmup: warmup-iters warmup-steps
 `python assets/draw.py page FILE`: replay
-`vllm serve DIR --tensor-parallel-size N`: tensor-parallel-size tp"""
+`vllm serve DIR --tensor-parallel-size N`: tensor-parallel-size tp
+`python examples/replicas.py --replicas N`: data-parallel-size dp
+a field of requests: frequency-penalty min-p presence-penalty repeat-penalty top-k top-p
+fixed: beta1
+on by default: async-scheduling cb cont-batching decay-lr enable-auto-tool-choice
+on by default: enable-chunked-prefill enable-prefix-caching"""
 FOREIGN = [row.split(": ") for row in ROWS.splitlines()]  # (ours, their names)
 
 
@@ -269,7 +278,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             message = f"unrecognized arguments: {' '.join(unknown)}"
             for word in unknown:
-                message += self.hint(word.partition("=")[0]) if word.startswith("-") else ""
+                if word.startswith(("-", "config/")):  # nanoGPT's files of flags
+                    message += self.hint(re.split("[=/]", word)[0])
             self.error(message)
         return parsed, unknown
 
@@ -278,13 +288,15 @@ class Parser(argparse.ArgumentParser):
         flags = {name.replace("_", "-"): name for name in self._option_string_actions}
         name = flag.replace("_", "-")
         for ours, names in FOREIGN:
-            is_here = ours[0] == "`" or ours.split()[0] in self._option_string_actions
+            is_here = not ours.startswith("--") or ours.split()[0] in self._option_string_actions
             if is_here and name.lstrip("-") in names.split():
                 return f"; {flag} is {ours} here"
         similar = difflib.get_close_matches(name, flags, 1, 0.8)
         return f"; did you mean {flags[similar[0]]}?" if similar else ""
 
     def error(self, message: str):
+        if "ignored explicit argument" in message:
+            message += ": a switch has no value"
         self.exit(2, f"{self.prog}: {message}\n{self.prog} --help lists the flags\n")
 
 

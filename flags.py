@@ -23,6 +23,7 @@ from params import Settings, check_variables, model_defaults
 KEY_VARIABLE = "PAGEDGPT_API_KEY"
 MODEL = "out/stdlib"  # if neither DIR nor --model is given
 TEMPERATURE = 0.8  # at the terminal, unless a flag or the model sets another
+VLLM_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
@@ -77,7 +78,8 @@ def add_model_flags(add):
     )
     add("--device", "cpu, cuda or cuda:1; default: a GPU if there is one", None, device)
     dtypes = ["auto", "fp32", "bf16", "fp16"]
-    add("--dtype", "dtype of the weights; auto: bf16 on a GPU, else fp32", "auto", choices=dtypes)
+    about = "dtype of the weights; auto: bf16 on a GPU, else fp32"
+    add("--dtype", about, "auto", lambda name: VLLM_DTYPES.get(name, name), choices=dtypes)
     add(
         "--generation-config",
         "where to read generation_config.json, which has defaults for requests; auto: in the "

@@ -87,6 +87,13 @@ serve --gpu-memory-utilization -> ; --gpu-memory-utilization is --kv-blocks here
 serve --enforce-eager -> ; --enforce-eager is --no-graphs here
 serve --tensor-parallel-size 2 -> --tensor-parallel-size is `vllm serve DIR --tensor-parallel-size N` here
 serve --max_iters -> unrecognized arguments: --max_iters
+serve --enable-prefix-caching -> ; --enable-prefix-caching is on by default here
+serve --top-k 5 -> ; --top-k is a field of requests here
+serve --reasoning-parser qwen3 -> ; --reasoning-parser is --reasoning here
+train --decay_lr=True -> ; --decay_lr is on by default here
+train --beta1=0.9 -> ; --beta1 is fixed here
+train --compile=False -> ignored explicit argument 'False': a switch has no value
+train config/train_shakespeare_char.py -> ; config is --preset here
 """  # noqa: E501
 
 
@@ -102,6 +109,11 @@ def test_a_wrong_flag_has_two_lines(row, capsys):
     assert line.endswith(problem) or problem.endswith("...")
     assert end.value.code == 2
     assert usage.endswith(" --help lists the flags")
+
+
+def test_vllms_names_of_dtypes_are_known():
+    dtypes = [serve.parse_args(["--dtype", name]).dtype for name in ("bfloat16", "half", "fp32")]
+    assert dtypes == ["bf16", "fp16", "fp32"]
 
 
 def test_names_of_other_programs_lead_to_flags_that_are_there(capsys):
