@@ -138,11 +138,10 @@ function wordsOfColumn(i) {
 
 function followPlace() { // keep the current place in view, unless the user has panned
   const column = chart.columns[columnShown()]
-  if (!chart.follows || !column) return
   const wide = (paper.width - LEFT - 30) / chart.scale
-  const { start, end } = column
-  if (start < chart.left) chart.left = start - wide / 8
-  chart.left = Math.max(0, chart.left, end - wide)
+  if (!chart.follows || !column || wide < 0) return // below 0 if a phone shows another section
+  if (column.start < chart.left) chart.left = column.start - wide / 8
+  chart.left = Math.max(0, chart.left, column.end - wide)
 }
 
 function drawTimeline() {

@@ -695,6 +695,16 @@ def test_the_pool_is_shown_as_far_as_it_was_ever_used(open_page, size):
     assert told == [some, more, more, [1536, ""]]
 
 
+def test_steps_that_came_while_a_phone_showed_something_else(open_page):
+    """The timeline was laid out for a width of 0, and then was empty but for its left edge."""
+    page = live_page(lambda **more: open_page(size=(390, 844), **more))
+    say(page, LINES)
+    wait_for(page, "view.at === newest()")
+    page.click("label:has(#tab-steps)")
+    wait_for(page, "paper.width > 0 && chart.left > 0")
+    assert page("Math.round(paper.width - endOf(chart.columns[columnShown()]))") == 30
+
+
 def test_a_cell_is_what_is_pointed_at(open_record):
     """This includes the last cell. After it, and left and right of all cells, there is no block."""
     page = open_record()
