@@ -78,7 +78,7 @@ $(VENV)/ready: requirements.txt constraints.txt
 same-python:
 	@test -z "$(filter command,$(origin PYTHON))" -o ! -e $(VENV)/ready || \
 		test "$$($(PYTHON) -V)" = "$$($(BIN)/python -V)" || { echo "$(VENV) has $$($(BIN)/python -V), PYTHON is \
-	$$($(PYTHON) -V): name another VENV, or make clean first"; exit 1; }
+	$$($(PYTHON) -V 2>&1): name another VENV, or make clean first"; exit 1; }
 
 # The packages for tests may replace packages that make run uses, so make run is not ready in the meantime. Without a
 # network, the dry run fails before anything is replaced.

@@ -175,7 +175,8 @@ def start(name: str):
         for answers in ANSWERS:
             (copy / answers).unlink()
         copy.rename(OUT / name)
-    print(f"{told}\nthen   python {relpath(__file__)} check {name}")
+    then = f"python {relpath(__file__)} check {name}  # needs: make .venv/tests-ready"
+    print(f"{told}\nthen   {then}")
 
 
 def check(name: str):

@@ -23,6 +23,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import sys
 from collections import Counter
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from typing import NamedTuple
 from unittest import mock
 
 from assets.records import PoolState
+from common import end_with_one_line
 from engine import engine as engine_module
 from engine import process as loop
 from engine.drafts import GrowingText
@@ -882,7 +884,8 @@ def campaign(seed: int, steps: float, processes: int) -> tuple[int, str, Counter
     same as `life_of`, for all of them.
     """
     counts = Counter()
-    with multiprocessing.get_context("fork").Pool(processes) as pool:
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends them too, without a traceback each
+    with multiprocessing.get_context("fork").Pool(processes, signal.signal, quiet) as pool:
         for last, failure, new in pool.imap(life_of, count(seed), chunksize=8):
             counts += new
             if failure or counts["steps"] >= steps:
@@ -918,4 +921,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_one_line()
     sys.exit(main())

@@ -36,6 +36,7 @@ from pathlib import Path
 
 import httpx
 
+from common import end_with_one_line
 from tests.processes import ROOT, Process
 from training.corpus import bpe_tokenizer
 
@@ -328,7 +329,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hours", type=float, default=8.0)
+    parser.add_argument("--hours", type=float, default=8.0, help="the last round is played out")
     parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--url", help="of a server that runs, whose settings are not changed")
     args = parser.parse_args()
@@ -343,4 +344,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    end_with_one_line()
     sys.exit(main())
