@@ -20,7 +20,7 @@ import bench
 import serve
 from assets import draw
 from assets.commands import build_parser
-from params import SamplingParams, Settings
+from params import RANGES, SamplingParams, Settings
 from server import connection, live, protocol
 from tests.simulated_device import simulated_engine
 
@@ -302,7 +302,8 @@ def test_each_attention_backend_is_explained():
 # start of a row in the table of limits -> start of its second column
 LIMITS = {
     "a request's head": f"{connection.MAX_HEAD >> 10} KiB, {connection.MAX_HEADERS} headers",
-    "log-probabilities in one answer": f"{protocol.MAX_SCORES:,}: tokens",
+    "log-probabilities of a token; in one": f"{RANGES['logprobs'].bounds['le']}; "
+    f"{protocol.MAX_SCORES:,}: tokens",
     "`priority`": f"-{protocol.MAX_PRIORITY} to {protocol.MAX_PRIORITY};",
     "clients of `/events`": f"{live.MAX_LISTENERS}, {live.MAX_OF_ONE} of one key",
     "stop strings": f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together",
