@@ -605,10 +605,11 @@ def train(run: Run, caught: list[int], clock: Clock) -> bool:
             run.share = share
         print_progress(run, loss, step_seconds)
         ends = run.share == 1 or stop
-        if is_evaluated and not ends:
-            process.print(run.evaluate_and_sample())
+        text = run.evaluate_and_sample() if is_evaluated and not ends else None
         if is_evaluated or ends:
-            run.save()
+            run.save()  # before printing, which waits for a paused terminal
+        if text:
+            process.print(text)
     return run.share == 1
 
 
@@ -672,6 +673,8 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
 
 def main(argv: list[str] | None = None):
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that it cannot show
     try:
         args = parse_args(argv)
         if args.compare:

@@ -37,6 +37,7 @@ from common import (
     Parser,
     add_flag,
     read_json,
+    say,
     write_atomically,
     write_json,
 )
@@ -168,7 +169,8 @@ def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokeniz
         write_json(directory / "meta.json", {"dtype": dtype, **about})
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): free space or choose another folder")
-    print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
+    counts = f"{len(train):,} tokens to train on, {len(val):,} held out"
+    say(f"{directory.resolve()}: {counts}", sys.stdout)
 
 
 def hold_out(documents: list) -> tuple[list, list]:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
-from common import plural
+from common import plural, say
 from model import GPT, TORCH_OPS, Ops
 from ops.packed import can_pack
 from tokenizer import load_tokenizer
@@ -121,9 +121,12 @@ class Process:
             dist.destroy_process_group()
 
     def print(self, text: str):
-        """Print text, but only in the main process."""
+        """
+        Print text, but only in the main process. Training continues if a disk is full or the reader
+        of a pipe is gone.
+        """
         if self.is_main:
-            print(text, flush=True)
+            say(text, sys.stdout)
 
     def __str__(self) -> str:
         """Describe the processes as train.py prints them: "1 x CPU, 2 threads, bfloat16"."""
@@ -334,8 +337,9 @@ STOPPING = b"\nfinishing the current step and saving; a second signal ends the r
 
 def catch_signals() -> list[int]:
     """
-    Make Ctrl-C and SIGTERM append to the returned list, so that the run can end after its current
-    step. The first signal also prints a line, and a second one kills the process.
+    Make Ctrl-C, SIGTERM and SIGHUP append to the returned list, so that the run can end after its
+    current step. The first signal also prints a line, and a second one kills the process. Under
+    nohup, SIGHUP remains ignored.
     """
     caught = []
 
@@ -345,10 +349,13 @@ def catch_signals() -> list[int]:
             with suppress(OSError):
                 os.write(2, STOPPING)
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        # a terminal that closes may send SIGHUP twice, itself and through its shell
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, note)
     return caught
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common import MALFORMED, plural, write_atomically
+from common import MALFORMED, plural, say, write_atomically
 
 BY_HEART = 0.1  # nats per token by which the held-out loss has to rise to be remarked on
 SAMPLE_TOKENS = 64
@@ -64,7 +64,7 @@ def print_progress(run, loss: float, step_seconds: float):
     window.
     """
     process = run.process
-    if not (process.is_main and sys.stderr.isatty()):
+    if not (process.is_main and sys.stderr and sys.stderr.isatty()):  # None if it is closed
         return
     args = run.args
     rate = args.batch_size * args.context_length / step_seconds
@@ -76,7 +76,8 @@ def print_progress(run, loss: float, step_seconds: float):
         line += f", MFU {rate * operations / process.peak / process.world:.0%}"
     seconds = args.steps * step_seconds if args.steps else 60 * args.minutes
     line += f", {seconds * (1 - run.share) / 60:.1f} min left\x1b[K"
-    print(line, end="\r", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal is gone
+        print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def sample_prompt(run) -> list[int]:
@@ -131,15 +132,15 @@ def report_result(run, nats: float, count: int):
     if not run.process.is_main:
         return
     run.write_log()
-    print(
+    run.process.print(
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
-    print(f"bits per byte: {bits:.3f}")
+    run.process.print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
+    run.process.print(f"bits per byte: {bits:.3f}")
     losses = [loss for _, loss in evaluated]
     if losses and losses[-1] > min(losses) + BY_HEART:
-        print(
+        run.process.print(
             f"warning: the held-out loss was {min(losses)} and rose to {losses[-1]}, probably "
             f"because the model learnt its {len(run.corpus.train):,} tokens by heart: start again "
             "with more text, fewer --steps or --minutes, --dropout 0.2, or another model (--init)"
@@ -158,9 +159,10 @@ def compare(directories: list[str]):
         try:
             log = [*map(json.loads, path.read_text().splitlines())]
             curves[directory] = points = curve(log, "val_loss")
-            print(
+            say(
                 f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
-                f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
+                f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}",
+                sys.stdout,
             )
         except OSError as error:
             sys.exit(f"{path}: {error.strerror}; name directories of runs")
@@ -179,7 +181,7 @@ def draw(curves: dict[str, list[tuple]], path: Path):
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no {path.name}: matplotlib is not installed")
+        say(f"no {path.name}: matplotlib is not installed", sys.stdout)
         return
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()

@@ -3,6 +3,7 @@ train.py: what a run leaves behind, that it can be stopped and resumed, its flag
 if it cannot continue.
 """
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import string
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -449,6 +451,41 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     assert last["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
 
 
+STREAMS = {
+    "a full disk": partial(open, "/dev/full", "w"),
+    "closed": lambda: None,
+    "of few characters": lambda: io.TextIOWrapper(io.BytesIO(), "latin-1"),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch):
+    """Previously `train.py | head`, or a sample that the terminal could not show, ended it."""
+    monkeypatch.chdir(tmp_path)
+    for name in "stdout", "stderr":
+        stream = STREAMS[kind]()
+        if stream:
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(sys, name, stream)
+    for module in train, report:
+        monkeypatch.setattr(module, "generate_text", lambda run: "語")
+    train.main([*tiny, "--steps=6"])
+    assert (out / "loss.png").exists()
+    report.compare([str(out)])
+
+
+def test_a_checkpoint_is_saved_before_its_sample_is_printed(tiny, out, monkeypatch):
+    """A terminal that was paused with Ctrl-S keeps a run waiting."""
+    saved = {}
+
+    def note(process, text):
+        saved[text.partition(",")[0]] = (out / "train_state.pt").exists()
+
+    monkeypatch.setattr(train.Process, "print", note)
+    train.main([*tiny, "--steps=6"])
+    assert saved["step 5"]
+
+
 def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     tiny, corpus, monkeypatch
 ):
@@ -511,3 +548,13 @@ def test_a_second_signal_kills(rank, answers, monkeypatch, capfd):
         assert signal.getsignal(number) is signal.SIG_DFL
     answer = "a second signal ends the run unsaved\n"
     assert capfd.readouterr().err.count(answer) == answers
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_closes_asks_for_an_end_unless_nohup_ignores_it(before):
+    """Previously it killed the run unsaved. The shell and the terminal may each send SIGHUP."""
+    signal.signal(signal.SIGHUP, before)
+    caught = train.catch_signals()
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
+    assert caught == ([signal.SIGHUP] if before == signal.SIG_DFL else [])
