@@ -50,7 +50,7 @@ from common import write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer
-from training.corpus import Corpus, batch_rows, count_windows, load_corpus, read_about
+from training.corpus import Corpus, batch_rows, count_windows, folder_of, load_corpus, read_about
 from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
@@ -236,6 +236,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
     args.out = args.out or f"out/{Path(source).name}"
+    if folder_of(args.data) == Path(args.data):  # a path, which --resume may read from elsewhere
+        args.data = str(Path(args.data).resolve())
     args.short_context = min(args.short_context or args.context_length, args.context_length)
     return args
 
@@ -508,7 +510,7 @@ class Run:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
-        """Restore the state that `save` wrote."""
+        """Restore the state that `save` wrote, and the other files of --out."""
         self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             # keep this run's settings, because a GPU's differ from a CPU's
@@ -516,6 +518,9 @@ class Run:
         self.step = state["step"]
         self.share = state["share"]
         self.log = state["log"]
+        if self.process.is_main and not self.args.init:
+            with exit_if_unwritable(self.out):
+                self.corpus.tokenizer.save(self.out)  # it may be missing, or another run's
         self.save()  # after a kill, the checkpoint may be older
 
 

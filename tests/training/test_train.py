@@ -422,6 +422,22 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_p
     assert asked == [vars(train.parse_args([*tiny, "--steps=1"])) | changed]
 
 
+def test_a_run_resumes_from_another_folder_and_restores_its_tokenizer(
+    tiny, corpus, out, tmp_path, monkeypatch
+):
+    """
+    Previously a relative --data was not found from there. And without a tokenizer, or with that of
+    another run, what it left could not be served.
+    """
+    monkeypatch.chdir(corpus.parent)
+    stop_after(monkeypatch, [2])
+    train.main([*tiny, "--steps=4", f"--data={corpus.name}"])
+    char_tokenizer("abc").save(out)
+    monkeypatch.chdir(tmp_path)
+    train.main(["--resume", f"--out={out}"])
+    assert assert_loads(out)["step"] == 4
+
+
 def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
     """
     Previously the AdamW of a CPU, which is not `capturable`, kept a resumed GPU run from its graph.
