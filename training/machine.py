@@ -248,8 +248,12 @@ def init_process(args: Namespace) -> Process:
         torch.set_float32_matmul_precision("high")  # TF32 for float32 products
     if args.dtype is None:
         args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = os.environ.get("RANK") or "0"
+    world = os.environ.get("WORLD_SIZE") or "1"
+    if not (rank + world).isdecimal() or int(rank) >= int(world):
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are not torchrun's: unset both")
+    rank = int(rank)
+    world = int(world)
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]
         # On one machine, torchrun keeps the store when it restarts the processes. The new processes
@@ -286,8 +290,17 @@ def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> 
         f"{each} bytes each in every process, plus activations; "
         f"{process.device} has {free / 2**30:.2f} GiB free"
     )
-    if needed > free and not args.resume:  # when resuming, part is already in memory
+    if args.resume:  # part is already in memory
+        return text
+    if needed > free:
         raise ValueError(f"{text}: {remedy}")
+    # a step's tokens and targets are int64; its activations take far more
+    tokens = 16 * args.batch_size * args.context_length // process.world
+    if tokens > free:
+        raise ValueError(
+            f"the tokens of a step take {tokens / 2**30:.2f} GiB; {process.device} has "
+            f"{free / 2**30:.2f} GiB free: lower --batch_size {args.batch_size}"
+        )
     return text
 
 
