@@ -46,7 +46,7 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import COMPANIONS, copy_companions, empty_model, load_config, save_checkpoint
-from common import write_atomically
+from common import MALFORMED, write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer
@@ -465,7 +465,7 @@ class Run:
             self.write_log()
         numbers = ", ".join(f"{name} {value}" for name, value in line.items())
         sys.exit(
-            f"{numbers}: stopped; the last checkpoint is kept. Start again with a lower "
+            f"{numbers}: stopped; what was saved before is kept. Start again with a lower "
             f"--matrix_lr (now {self.args.matrix_lr}, no effect with --init) or --vector_lr "
             f"(now {self.args.vector_lr})"
         )
@@ -511,13 +511,19 @@ class Run:
 
     def load(self, state: dict):
         """Restore the state that `save` wrote, and the other files of --out."""
-        self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            # keep this run's settings, because a GPU's differ from a CPU's
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
-        self.step = state["step"]
-        self.share = state["share"]
-        self.log = state["log"]
+        try:
+            self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                # keep this run's settings, because a GPU's differ from a CPU's
+                optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
+            self.step = state["step"]
+            self.share = state["share"]
+            self.log = state["log"]
+        except (RuntimeError, *MALFORMED) as error:
+            raise ValueError(
+                f"this version of train.py cannot resume {self.out / 'train_state.pt'} "
+                f"({error!r:.200}): use the one that wrote it, or start again with --overwrite"
+            ) from error
         if self.process.is_main and not self.args.init:
             with exit_if_unwritable(self.out):
                 self.corpus.tokenizer.save(self.out)  # it may be missing, or another run's
@@ -654,7 +660,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
                     save_checkpoint(run.model, run.out)
                 else:
                     corpus.tokenizer.save(run.out)
-    except ValueError as error:  # about a model or a tokenizer; the message is for the user
+    except (OSError, ValueError) as error:  # about a file or a model; the message is for the user
         sys.exit(str(error))
     process.print(introduce(run))
 
@@ -685,7 +691,7 @@ def main(argv: list[str] | None = None):
         if args.compare:
             return compare(args.compare)
         state = open_out(args)
-    except ValueError as error:  # about a model; the message is for the user
+    except (OSError, ValueError) as error:  # about a path or a model; the message is for the user
         sys.exit(str(error))
     if is_compiled(args):
         start_compiler(args)

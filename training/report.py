@@ -73,7 +73,9 @@ def print_progress(run, loss: float, step_seconds: float):
         c = run.model.config
         weights = run.model.num_weights
         operations = 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * run.window()
-        line += f", MFU {rate * operations / process.peak / process.world:.0%}"
+        used = rate * operations / process.world
+        # a CPU may have been busy when its peak was measured
+        line += f", MFU {used / max(used, process.peak):.0%}"
     seconds = args.steps * step_seconds if args.steps else 60 * args.minutes
     line += f", {seconds * (1 - run.share) / 60:.1f} min left\x1b[K"
     with suppress(OSError):  # the terminal is gone
@@ -178,6 +180,7 @@ def curve(log: list[dict], name: str) -> list[tuple]:
 
 def draw(curves: dict[str, list[tuple]], path: Path):
     """Draw a picture of the losses by step, in which each curve has its name."""
+    os.environ["MPLBACKEND"] = "agg"  # draws to files; matplotlib refuses to load a misspelt one
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -187,7 +190,9 @@ def draw(curves: dict[str, list[tuple]], path: Path):
     axes = figure.subplots()
     for name, points in curves.items():
         style = "-" if name == "training" else "o-"
-        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=name)
+        # bytes that are not UTF-8 have no glyph, $ is for formulas, and _ at the start hides a name
+        label = " " + os.fsencode(name).decode(errors="replace").replace("$", r"\$")
+        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
@@ -202,8 +207,8 @@ def exit_if_unwritable(out: Path | str):
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         sys.exit(
-            f"{out} cannot be written ({error}): free space or choose another --out. A checkpoint "
-            "that was saved earlier is intact, and --resume continues it"
+            f"{out} cannot be written ({error}): free space or choose another --out. If a "
+            "checkpoint was saved earlier, it is intact, and --resume continues it"
         )
 
 
@@ -217,7 +222,7 @@ def only_run_in(out: str):
     """
     with exit_if_unwritable(out):
         os.makedirs(out, exist_ok=True)
-    lock = os.open(out, os.O_RDONLY)
+        lock = os.open(out, os.O_RDONLY)
     try:
         if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes to write
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import string
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from runs import (
+    ROOT,
     TINY,
     after_update,
     assert_loads,
@@ -170,6 +172,28 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
             train.main(["--compare", name])
 
 
+DRAWN = """
+import os, sys
+from pathlib import Path
+from training.report import draw
+for name in "a_$x^{2_$", os.fsdecode(bytes([255])), "_a":
+    draw({name: [(1, 2.0), (2, 1.0)]}, Path(sys.argv[1]))
+"""
+
+
+def test_any_name_is_drawn_with_any_backend(tmp_path):
+    """
+    Previously a formula or bytes in a name, or a misspelt MPLBACKEND, ended in a traceback, and a
+    name that begins with _ was left out.
+    """
+    picture = tmp_path / "compare.png"
+    command = [sys.executable, "-W", "error:No artists", "-c", DRAWN, picture]
+    environment = os.environ | {"MPLBACKEND": "misspelt"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, capsys):
     """
     A step has as many tokens in both. An evaluation on the way uses windows of the current length.
@@ -227,7 +251,8 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkey
 
     monkeypatch.setitem(train.STRIDES, "cpu", stride)
     after_update(monkeypatch, diverge)
-    with pytest.raises(SystemExit, match=f"{message}.* lower --matrix_lr"):
+    advice = "; what was saved before is kept. Start again with a lower --matrix_lr"
+    with pytest.raises(SystemExit, match=f"{message}{advice}"):
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
     assert state["step"] == kept
@@ -283,6 +308,9 @@ MISTAKES = """
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
 RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or create a corpus
 RUN --n_embd=1000000 -> GiB free: lower --n_embd or --n_layer
+RUN --batch_size=2000000000 -> GiB free: lower --batch_size 2000000000
+RUN --out=LONG -> File name too long: 'aaa
+--data=LONG -> File name too long
 RUN --n_head=3 -> n_embd 16 is not a multiple of n_head 3
 RUN --context_length=1000000 -> training tokens are too few for windows of 1000000
 """  # noqa: E501
@@ -311,7 +339,7 @@ def test_mistakes_get_a_message_and_delete_nothing(row, chat, tiny, out, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     typed, message = row.split(" -> ")
     run = " ".join([*tiny, "--steps=2 --overwrite"])
-    typed = typed.replace("RUN", run).replace("CHAT", chat)
+    typed = typed.replace("RUN", run).replace("CHAT", chat).replace("LONG", 300 * "a")
     with pytest.raises(SystemExit) as error:
         train.main(typed.split())
     assert error.value.code not in (0, None)
@@ -338,6 +366,26 @@ def test_nothing_to_resume(tmp_path):
         with pytest.raises(SystemExit, match=message) as error:
             train.main(["--resume", f"--out={tmp_path}"])
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
+
+
+CHANGES = {
+    "no log": lambda state: state.pop("log"),
+    "a weight less": lambda state: state["model"].popitem(),
+    "an optimizer less": lambda state: state["optimizers"].pop(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_state_with_other_contents_gets_a_message(change, tiny, out):
+    """Previously a state of another version with the same flags ended in a traceback."""
+    train.main([*tiny, "--steps=1"])
+    state = assert_loads(out)
+    CHANGES[change](state)
+    torch.save(state, out / "train_state.pt")
+    message = r"this version of train\.py cannot resume .*train_state\.pt \(.*\): use the one that"
+    with pytest.raises(SystemExit, match=message) as error:
+        train.main(["--resume", f"--out={out}"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "val", "train", "less to train"])
