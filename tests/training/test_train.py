@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import string
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 from runs import (
-    ROOT,
     TINY,
     after_update,
     assert_loads,
@@ -40,8 +38,13 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 # The whole run
 
 
-def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsys):
-    """It prints its result, logs each step, and draws the loss."""
+@pytest.mark.filterwarnings("error:No artists")  # in the legend
+def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, monkeypatch, capsys):
+    """
+    It prints its result, logs each step, and draws the loss. Previously a misspelt MPLBACKEND, or a
+    name with a formula or bytes, ended in a traceback, and a name that begins with _ was left out.
+    """
+    monkeypatch.setenv("MPLBACKEND", "misspelt")
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
     last = read_log(out, "val_loss")[-1]
@@ -49,6 +52,8 @@ def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsy
     assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # chance
     assert last["val_loss"] < steps[0]["loss"] - 1
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    for name in "a_$x^{2_$", os.fsdecode(b"\xff"), "_a":
+        report.draw({name: [(1, 2.0)]}, out / "compare.png")
     assert assert_loads(out)["step"] == 40
     printed = capsys.readouterr().out
     parameters = 300 * 16 + 4 * 16 * 16 + 3 * 40 * 16 + 3 * 16
@@ -170,28 +175,6 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
     for name in WITHOUT_LOSS:
         with pytest.raises(SystemExit, match=f"^{name}/log.jsonl has no held-out loss: name dir"):
             train.main(["--compare", name])
-
-
-DRAWN = """
-import os, sys
-from pathlib import Path
-from training.report import draw
-for name in "a_$x^{2_$", os.fsdecode(bytes([255])), "_a":
-    draw({name: [(1, 2.0), (2, 1.0)]}, Path(sys.argv[1]))
-"""
-
-
-def test_any_name_is_drawn_with_any_backend(tmp_path):
-    """
-    Previously a formula or bytes in a name, or a misspelt MPLBACKEND, ended in a traceback, and a
-    name that begins with _ was left out.
-    """
-    picture = tmp_path / "compare.png"
-    command = [sys.executable, "-W", "error:No artists", "-c", DRAWN, picture]
-    environment = os.environ | {"MPLBACKEND": "misspelt"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, capsys):
@@ -368,20 +351,11 @@ def test_nothing_to_resume(tmp_path):
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
 
 
-CHANGES = {
-    "no log": lambda state: state.pop("log"),
-    "a weight less": lambda state: state["model"].popitem(),
-    "an optimizer less": lambda state: state["optimizers"].pop(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_state_with_other_contents_gets_a_message(change, tiny, out):
+@pytest.mark.parametrize("changes", [{"model": {}}, {"optimizers": []}])
+def test_a_state_with_other_contents_gets_a_message(changes, tiny, out):
     """Previously a state of another version with the same flags ended in a traceback."""
     train.main([*tiny, "--steps=1"])
-    state = assert_loads(out)
-    CHANGES[change](state)
-    torch.save(state, out / "train_state.pt")
+    torch.save(assert_loads(out) | changes, out / "train_state.pt")
     message = r"this version of train\.py cannot resume .*train_state\.pt \(.*\): use the one that"
     with pytest.raises(SystemExit, match=message) as error:
         train.main(["--resume", f"--out={out}"])
@@ -540,14 +514,11 @@ def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch)
 
 def test_a_checkpoint_is_saved_before_its_sample_is_printed(tiny, out, monkeypatch):
     """A terminal that was paused with Ctrl-S keeps a run waiting."""
-    saved = {}
-
-    def note(process, text):
-        saved[text.partition(",")[0]] = (out / "train_state.pt").exists()
-
-    monkeypatch.setattr(train.Process, "print", note)
+    is_saved = []
+    path = out / "train_state.pt"
+    monkeypatch.setattr(train.Process, "print", lambda *_: is_saved.append(path.exists()))
     train.main([*tiny, "--steps=6"])
-    assert saved["step 5"]
+    assert is_saved[:2] == [False, True]  # the settings, and step 5
 
 
 def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
