@@ -46,11 +46,11 @@ import torch
 import torch.nn.functional as F
 
 from checkpoint import COMPANIONS, copy_companions, empty_model, load_config, save_checkpoint
-from common import write_atomically
+from common import MALFORMED, write_atomically
 from families import FAMILIES
 from model import GPT, GPTConfig, Rope
 from tokenizer import Tokenizer
-from training.corpus import Corpus, batch_rows, count_windows, load_corpus, read_about
+from training.corpus import Corpus, batch_rows, count_windows, folder_of, load_corpus, read_about
 from training.fast import CudaGraph, Muon, maps_of
 from training.machine import (
     Clock,
@@ -236,6 +236,8 @@ def parse_args(argv: list[str] | None) -> Namespace:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
     args.out = args.out or f"out/{Path(source).name}"
+    if folder_of(args.data) == Path(args.data):  # a path, which --resume may read from elsewhere
+        args.data = str(Path(args.data).resolve())
     args.short_context = min(args.short_context or args.context_length, args.context_length)
     return args
 
@@ -463,7 +465,7 @@ class Run:
             self.write_log()
         numbers = ", ".join(f"{name} {value}" for name, value in line.items())
         sys.exit(
-            f"{numbers}: stopped; the last checkpoint is kept. Start again with a lower "
+            f"{numbers}: stopped; what was saved before is kept. Start again with a lower "
             f"--matrix_lr (now {self.args.matrix_lr}, no effect with --init) or --vector_lr "
             f"(now {self.args.vector_lr})"
         )
@@ -508,14 +510,23 @@ class Run:
             write_atomically(self.out / "log.jsonl", lambda path: path.write_text(lines))
 
     def load(self, state: dict):
-        """Restore the state that `save` wrote."""
-        self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
-            # keep this run's settings, because a GPU's differ from a CPU's
-            optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
-        self.step = state["step"]
-        self.share = state["share"]
-        self.log = state["log"]
+        """Restore the state that `save` wrote, and the other files of --out."""
+        try:
+            self.model.load_state_dict(state.pop("model"))  # pop, so as not to keep a second copy
+            for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+                # keep this run's settings, because a GPU's differ from a CPU's
+                optimizer.load_state_dict(optimizer.state_dict() | {"state": saved["state"]})
+            self.step = state["step"]
+            self.share = state["share"]
+            self.log = state["log"]
+        except (RuntimeError, *MALFORMED) as error:
+            raise ValueError(
+                f"this version of train.py cannot resume {self.out / 'train_state.pt'} "
+                f"({error!r:.200}): use the one that wrote it, or start again with --overwrite"
+            ) from error
+        if self.process.is_main and not self.args.init:
+            with exit_if_unwritable(self.out):
+                self.corpus.tokenizer.save(self.out)  # it may be missing, or another run's
         self.save()  # after a kill, the checkpoint may be older
 
 
@@ -605,10 +616,11 @@ def train(run: Run, caught: list[int], clock: Clock) -> bool:
             run.share = share
         print_progress(run, loss, step_seconds)
         ends = run.share == 1 or stop
-        if is_evaluated and not ends:
-            process.print(run.evaluate_and_sample())
+        text = run.evaluate_and_sample() if is_evaluated and not ends else None
         if is_evaluated or ends:
-            run.save()
+            run.save()  # before printing, which waits for a paused terminal
+        if text:
+            process.print(text)
     return run.share == 1
 
 
@@ -648,7 +660,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
                     save_checkpoint(run.model, run.out)
                 else:
                     corpus.tokenizer.save(run.out)
-    except ValueError as error:  # about a model or a tokenizer; the message is for the user
+    except (OSError, ValueError) as error:  # about a file or a model; the message is for the user
         sys.exit(str(error))
     process.print(introduce(run))
 
@@ -672,12 +684,14 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
 
 def main(argv: list[str] | None = None):
+    if sys.stdout:  # None if it is closed
+        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that it cannot show
     try:
         args = parse_args(argv)
         if args.compare:
             return compare(args.compare)
         state = open_out(args)
-    except ValueError as error:  # about a model; the message is for the user
+    except (OSError, ValueError) as error:  # about a path or a model; the message is for the user
         sys.exit(str(error))
     if is_compiled(args):
         start_compiler(args)

@@ -12,6 +12,7 @@ tokenizer_config.json --local-dir out-NAME`). Code in the files is never run.
 import pickle
 import sys
 from pathlib import Path
+from zipfile import is_zipfile
 
 if __name__ == "__main__":  # as a command, from any folder
     sys.path[0] += "/.."
@@ -79,6 +80,8 @@ def main(*paths: str, convert=convert, checkpoint="nanoGPT's ckpt.pt"):
     path, directory = map(Path, paths)
     if directory.exists():
         sys.exit(f"{directory} exists: name a new directory")
+    if path.is_file() and not is_zipfile(path):
+        sys.exit(f"{path} is not a checkpoint of torch.save: name {checkpoint}")
     try:
         convert(path, directory)
     except Exception as error:  # torch.load raises many types of error

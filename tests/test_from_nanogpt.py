@@ -91,6 +91,13 @@ def test_a_file_that_cannot_be_converted(tmp_path, monkeypatch, changes, words):
     assert not Path("dir").exists()
 
 
+def test_a_file_that_is_no_checkpoint(tmp_path):
+    """Previously the message was torch's, about mmap."""
+    (tmp_path / "pt").write_text("# nanoGPT")
+    with pytest.raises(SystemExit, match=r"pt is not a checkpoint of torch\.save: name nanoGPT's"):
+        convert(tmp_path)
+
+
 def test_a_wrong_number_of_arguments_gets_a_message():
     """Previously it got a traceback."""
     for paths in ([], ["ckpt.pt"], ["ckpt.pt", "dir", "more"]):

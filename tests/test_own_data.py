@@ -127,6 +127,8 @@ def test_a_file_counts_once_whatever_its_names(notes, tmp_path):
     prepare("text", notes, out, f"--val={file}", *sources)
     assert documents(out, "val") == [file.read_bytes()]
     assert {*documents(out, "train")} == {*contents} - {file.read_bytes()}
+    with pytest.raises(SystemExit, match=r"--val .*03\.txt holds out every document: add files to"):
+        prepare("text", file, out, f"--val={file}")
 
 
 @pytest.mark.parametrize("inside", ["", "inner/out"])
@@ -297,7 +299,7 @@ TEMPLATES["fails"] = "{{ raise_exception('no') if messages[1:] else 'a' }}"
 UNFIT = r"""
 text     | grü           | \.txt is not UTF-8 \(.*0xfc in position 2
 text     |               | out: 0 tokens to train on and 0 to hold out are too few: add
-text     | MISSING       | No such file .*a\.txt
+text     | MISSING       | ^No such file or directory: .*a\.txt; name files that can be read
 text     | ab            | out: 1 tokens to train on and 1 to hold out are too few
 text     | unknown?      | character 'u' .* is not among the 3 that this tokenizer knows
 chatml   | {"messages": [                     | JSONDecodeError: .*; each line must be JSON like

@@ -37,6 +37,7 @@ from common import (
     Parser,
     add_flag,
     read_json,
+    say,
     write_atomically,
     write_json,
 )
@@ -168,7 +169,8 @@ def write_corpus(directory: Path, train: list, val: Iterable, tokenizer: Tokeniz
         write_json(directory / "meta.json", {"dtype": dtype, **about})
     except OSError as error:
         sys.exit(f"{directory} cannot be written ({error}): free space or choose another folder")
-    print(f"{directory.resolve()}: {len(train):,} tokens to train on, {len(val):,} held out")
+    counts = f"{len(train):,} tokens to train on, {len(val):,} held out"
+    say(f"{directory.resolve()}: {counts}", sys.stdout)
 
 
 def hold_out(documents: list) -> tuple[list, list]:
@@ -206,14 +208,19 @@ def run_recipe(read: Callable, folder: Path, argv=None):
             documents |= read(source, args.init)
         val = read(args.val, args.init) if args.val else {}
         train = [document for key, document in documents.items() if key not in val]
+        if val and not train:
+            sys.exit(f"--val {args.val} holds out every document: add files to train on")
         split = (train, val.values()) if args.val else hold_out(train)
         folder = args.out.resolve()
         before = read_about(folder)
         sources = ", ".join(map(str, args.sources))
         write_corpus(folder, *split, tokenizer, sources=sources, init=args.init)
         if before:
-            print(f"this replaces the corpus made from {before.get('sources', 'other texts')}")
-    except (OSError, ValueError) as error:  # their messages are meant for users
+            sources = before.get("sources", "other texts")
+            say(f"this replaces the corpus made from {sources}", sys.stdout)
+    except OSError as error:
+        sys.exit(f"{error.strerror}: {error.filename}; name files that can be read")
+    except ValueError as error:  # its message is meant for users
         sys.exit(str(error))
 
 

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
-from common import plural
+from common import plural, say
 from model import GPT, TORCH_OPS, Ops
 from ops.packed import can_pack
 from tokenizer import load_tokenizer
@@ -121,9 +121,12 @@ class Process:
             dist.destroy_process_group()
 
     def print(self, text: str):
-        """Print text, but only in the main process."""
+        """
+        Print text, but only in the main process. Training continues if a disk is full or the reader
+        of a pipe is gone.
+        """
         if self.is_main:
-            print(text, flush=True)
+            say(text, sys.stdout)
 
     def __str__(self) -> str:
         """Describe the processes as train.py prints them: "1 x CPU, 2 threads, bfloat16"."""
@@ -245,8 +248,12 @@ def init_process(args: Namespace) -> Process:
         torch.set_float32_matmul_precision("high")  # TF32 for float32 products
     if args.dtype is None:
         args.dtype = "bfloat16" if has_bfloat16(device) else "float32"
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
+    rank = os.environ.get("RANK") or "0"
+    world = os.environ.get("WORLD_SIZE") or "1"
+    if not (rank + world).isdecimal() or int(rank) >= int(world):
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={world} are not torchrun's: unset both")
+    rank = int(rank)
+    world = int(world)
     if world > 1:
         store = next(dist.rendezvous("env://"))[0]
         # On one machine, torchrun keeps the store when it restarts the processes. The new processes
@@ -283,8 +290,17 @@ def check_memory(model: GPT, args: Namespace, process: Process, remedy: str) -> 
         f"{each} bytes each in every process, plus activations; "
         f"{process.device} has {free / 2**30:.2f} GiB free"
     )
-    if needed > free and not args.resume:  # when resuming, part is already in memory
+    if args.resume:  # part is already in memory
+        return text
+    if needed > free:
         raise ValueError(f"{text}: {remedy}")
+    # a step's tokens and targets are int64; its activations take far more
+    tokens = 16 * args.batch_size * args.context_length // process.world
+    if tokens > free:
+        raise ValueError(
+            f"the tokens of a step take {tokens / 2**30:.2f} GiB; {process.device} has "
+            f"{free / 2**30:.2f} GiB free: lower --batch_size {args.batch_size}"
+        )
     return text
 
 
@@ -334,8 +350,9 @@ STOPPING = b"\nfinishing the current step and saving; a second signal ends the r
 
 def catch_signals() -> list[int]:
     """
-    Make Ctrl-C and SIGTERM append to the returned list, so that the run can end after its current
-    step. The first signal also prints a line, and a second one kills the process.
+    Make Ctrl-C, SIGTERM and SIGHUP append to the returned list, so that the run can end after its
+    current step. The first signal also prints a line, and a second one kills the process. Under
+    nohup, SIGHUP remains ignored.
     """
     caught = []
 
@@ -345,10 +362,13 @@ def catch_signals() -> list[int]:
             with suppress(OSError):
                 os.write(2, STOPPING)
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        # a terminal that closes may send SIGHUP twice, itself and through its shell
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, note)
     return caught
 
 

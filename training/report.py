@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common import MALFORMED, plural, write_atomically
+from common import MALFORMED, plural, say, write_atomically
 
 BY_HEART = 0.1  # nats per token by which the held-out loss has to rise to be remarked on
 SAMPLE_TOKENS = 64
@@ -64,7 +64,7 @@ def print_progress(run, loss: float, step_seconds: float):
     window.
     """
     process = run.process
-    if not (process.is_main and sys.stderr.isatty()):
+    if not (process.is_main and sys.stderr and sys.stderr.isatty()):  # None if it is closed
         return
     args = run.args
     rate = args.batch_size * args.context_length / step_seconds
@@ -73,10 +73,13 @@ def print_progress(run, loss: float, step_seconds: float):
         c = run.model.config
         weights = run.model.num_weights
         operations = 6 * weights + 12 * c.n_layer * c.n_head * c.head_size * run.window()
-        line += f", MFU {rate * operations / process.peak / process.world:.0%}"
+        used = rate * operations / process.world
+        # a CPU may have been busy when its peak was measured
+        line += f", MFU {used / max(used, process.peak):.0%}"
     seconds = args.steps * step_seconds if args.steps else 60 * args.minutes
     line += f", {seconds * (1 - run.share) / 60:.1f} min left\x1b[K"
-    print(line, end="\r", file=sys.stderr, flush=True)
+    with suppress(OSError):  # the terminal is gone
+        print(line, end="\r", file=sys.stderr, flush=True)
 
 
 def sample_prompt(run) -> list[int]:
@@ -131,15 +134,15 @@ def report_result(run, nats: float, count: int):
     if not run.process.is_main:
         return
     run.write_log()
-    print(
+    run.process.print(
         f"held out: {count:,} tokens, each scored once, in windows of {run.args.context_length}\n"
         f"val loss: {nats / count:.4f} nats a token"
     )
-    print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
-    print(f"bits per byte: {bits:.3f}")
+    run.process.print(f"a sample:\n{textwrap.indent(generate_text(run), '    ')}")
+    run.process.print(f"bits per byte: {bits:.3f}")
     losses = [loss for _, loss in evaluated]
     if losses and losses[-1] > min(losses) + BY_HEART:
-        print(
+        run.process.print(
             f"warning: the held-out loss was {min(losses)} and rose to {losses[-1]}, probably "
             f"because the model learnt its {len(run.corpus.train):,} tokens by heart: start again "
             "with more text, fewer --steps or --minutes, --dropout 0.2, or another model (--init)"
@@ -158,9 +161,10 @@ def compare(directories: list[str]):
         try:
             log = [*map(json.loads, path.read_text().splitlines())]
             curves[directory] = points = curve(log, "val_loss")
-            print(
+            say(
                 f"{directory}: step {log[-1]['step']}, held-out loss {points[-1][1]}, "
-                f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}"
+                f"bits per byte {log[-1].get('bits_per_byte', '(at the end)')}",
+                sys.stdout,
             )
         except OSError as error:
             sys.exit(f"{path}: {error.strerror}; name directories of runs")
@@ -176,16 +180,19 @@ def curve(log: list[dict], name: str) -> list[tuple]:
 
 def draw(curves: dict[str, list[tuple]], path: Path):
     """Draw a picture of the losses by step, in which each curve has its name."""
+    os.environ["MPLBACKEND"] = "agg"  # draws to files; matplotlib refuses to load a misspelt one
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print(f"no {path.name}: matplotlib is not installed")
+        say(f"no {path.name}: matplotlib is not installed", sys.stdout)
         return
     figure = Figure(figsize=(7, 4))
     axes = figure.subplots()
     for name, points in curves.items():
         style = "-" if name == "training" else "o-"
-        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=name)
+        # bytes that are not UTF-8 have no glyph, $ is for formulas, and _ at the start hides a name
+        label = " " + os.fsencode(name).decode(errors="replace").replace("$", r"\$")
+        axes.plot(*zip(*points, strict=True), style, lw=0.8, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a token")
     axes.legend()
     save = partial(figure.savefig, format="png", dpi=120, bbox_inches="tight")
@@ -200,8 +207,8 @@ def exit_if_unwritable(out: Path | str):
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch raises RuntimeError
         sys.exit(
-            f"{out} cannot be written ({error}): free space or choose another --out. A checkpoint "
-            "that was saved earlier is intact, and --resume continues it"
+            f"{out} cannot be written ({error}): free space or choose another --out. If a "
+            "checkpoint was saved earlier, it is intact, and --resume continues it"
         )
 
 
@@ -215,7 +222,7 @@ def only_run_in(out: str):
     """
     with exit_if_unwritable(out):
         os.makedirs(out, exist_ok=True)
-    lock = os.open(out, os.O_RDONLY)
+        lock = os.open(out, os.O_RDONLY)
     try:
         if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes to write
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -72,7 +72,8 @@ def nothing_slow(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def leave_signals_alone():
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

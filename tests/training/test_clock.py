@@ -188,6 +188,9 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     train.main([*tiny, "--steps=60", "--overwrite"])
     shown = "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, 0.6 min left\x1b[K\r"
     assert shown in capsys.readouterr().err
+    monkeypatch.setattr(train.Process, "peak", 1)  # the machine was busy when this was measured
+    train.main([*tiny, "--steps=60", "--overwrite"])
+    assert "MFU 100%, " in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", None)  # of another GPU
     train.main([*tiny, "--minutes=1", "--overwrite"])
     shown = capsys.readouterr().err

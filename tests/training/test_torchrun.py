@@ -190,6 +190,14 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
         assert (expected[name] - w).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("rank", ["x", "1"])
+def test_a_rank_that_torchrun_did_not_set_is_named(rank, tiny, monkeypatch):
+    """Previously one ended in a message about int(), and the other in a traceback."""
+    monkeypatch.setenv("RANK", rank)
+    with pytest.raises(SystemExit, match=f"^RANK={rank} and WORLD_SIZE=1 are not torchrun's"):
+        train.main([*tiny, "--steps=2"])
+
+
 RECIPE = """
 from training.corpus import char_tokenizer, write_corpus
 def prepare(folder, tokenizer=None):

@@ -3,6 +3,7 @@ train.py: what a run leaves behind, that it can be stopped and resumed, its flag
 if it cannot continue.
 """
 
+import io
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import shutil
 import signal
 import string
 import sys
+from functools import partial
 from pathlib import Path
 from unittest.mock import MagicMock
 
@@ -36,8 +38,13 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 # The whole run
 
 
-def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsys):
-    """It prints its result, logs each step, and draws the loss."""
+@pytest.mark.filterwarnings("error:No artists")  # in the legend
+def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, monkeypatch, capsys):
+    """
+    It prints its result, logs each step, and draws the loss. Previously a misspelt MPLBACKEND, or a
+    name with a formula or bytes, ended in a traceback, and a name that begins with _ was left out.
+    """
+    monkeypatch.setenv("MPLBACKEND", "misspelt")
     train.main([*tiny, "--steps=40"])
     steps = read_log(out, "loss")
     last = read_log(out, "val_loss")[-1]
@@ -45,6 +52,7 @@ def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, capsy
     assert steps[0]["loss"] == pytest.approx(math.log(300), abs=0.1)  # chance
     assert last["val_loss"] < steps[0]["loss"] - 1
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    report.draw({os.fsdecode(b"_$x^{2_$ \xff"): [(1, 2.0)]}, out / "compare.png")
     assert assert_loads(out)["step"] == 40
     printed = capsys.readouterr().out
     parameters = 300 * 16 + 4 * 16 * 16 + 3 * 40 * 16 + 3 * 16
@@ -61,13 +69,15 @@ STOPS = {"by hand": (7,), "by make run": (1, 2, 10, 16)}
 
 @pytest.mark.parametrize("typed", STOPS)
 def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
-    typed, tiny, out, tmp_path, monkeypatch, capsys
+    typed, tiny, corpus, out, tmp_path, monkeypatch, capsys
 ):
     """
     They are equal to the bit, including dropout, because batches and noise are functions of (seed,
     step). Previously, after `make run`, the command to continue used `python`, which has no torch
-    outside the environment.
+    outside the environment. From another folder, a relative --data was not found. And without a
+    tokenizer, or with that of another run, what was resumed could not be served.
     """
+    monkeypatch.chdir(corpus.parent)
     stops = STOPS[typed]
     monkeypatch.delenv("MAKELEVEL", raising=False)
     command = f"python train.py --resume --out {out}"
@@ -77,7 +87,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     whole = tmp_path / "whole"
     train.main([*tiny, "--steps=20", f"--out={whole}"])
     stop_after(monkeypatch, stops)
-    flags = [*tiny, "--steps=20"]
+    flags = [*tiny, "--steps=20", f"--data={corpus.name}"]
     for stop in stops:
         train.main(flags)  # returns: exit status 0
         flags = ["--resume", f"--out={out}"]
@@ -85,6 +95,8 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
         assert f"stopped and saved at step {stop}; to continue: `{command}`\n" in printed
         assert assert_loads(out)["step"] == stop
         assert read_log(out)[-1]["step"] == stop
+        char_tokenizer("abc").save(out)
+        monkeypatch.chdir(tmp_path)
     train.main(flags)
     # a run that is asked to stop does not evaluate first
     lines = read_log(whole)
@@ -225,7 +237,8 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkey
 
     monkeypatch.setitem(train.STRIDES, "cpu", stride)
     after_update(monkeypatch, diverge)
-    with pytest.raises(SystemExit, match=f"{message}.* lower --matrix_lr"):
+    advice = "; what was saved before is kept. Start again with a lower --matrix_lr"
+    with pytest.raises(SystemExit, match=f"{message}{advice}"):
         train.main([*tiny, "--steps=20"])
     state = torch.load(out / "train_state.pt", weights_only=True)
     assert state["step"] == kept
@@ -281,6 +294,9 @@ MISTAKES = """
 RUN --device=cuda -> --device cuda:0: the number of GPUs here is 0
 RUN --data=nowhere -> does not exist; choose stdlib or shakespeare_char, or create a corpus
 RUN --n_embd=1000000 -> GiB free: lower --n_embd or --n_layer
+RUN --batch_size=2000000000 -> GiB free: lower --batch_size 2000000000
+RUN --out=LONG -> File name too long: 'aaa
+--data=LONG -> File name too long
 RUN --n_head=3 -> n_embd 16 is not a multiple of n_head 3
 RUN --context_length=1000000 -> training tokens are too few for windows of 1000000
 """  # noqa: E501
@@ -309,7 +325,7 @@ def test_mistakes_get_a_message_and_delete_nothing(row, chat, tiny, out, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     typed, message = row.split(" -> ")
     run = " ".join([*tiny, "--steps=2 --overwrite"])
-    typed = typed.replace("RUN", run).replace("CHAT", chat)
+    typed = typed.replace("RUN", run).replace("CHAT", chat).replace("LONG", 300 * "a")
     with pytest.raises(SystemExit) as error:
         train.main(typed.split())
     assert error.value.code not in (0, None)
@@ -336,6 +352,17 @@ def test_nothing_to_resume(tmp_path):
         with pytest.raises(SystemExit, match=message) as error:
             train.main(["--resume", f"--out={tmp_path}"])
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
+
+
+@pytest.mark.parametrize("changes", [{"model": {}}, {"optimizers": []}])
+def test_a_state_with_other_contents_gets_a_message(changes, tiny, out):
+    """Previously a state of another version with the same flags ended in a traceback."""
+    train.main([*tiny, "--steps=1"])
+    torch.save(assert_loads(out) | changes, out / "train_state.pt")
+    message = r"this version of train\.py cannot resume .*train_state\.pt \(.*\): use the one that"
+    with pytest.raises(SystemExit, match=message) as error:
+        train.main(["--resume", f"--out={out}"])
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "val", "train", "less to train"])
@@ -449,6 +476,38 @@ def test_without_an_end_of_text_token_the_first_token_has_no_score(out, tmp_path
     assert last["bits_per_byte"] == pytest.approx(bits, abs=1e-4)
 
 
+STREAMS = {
+    "a full disk": partial(open, "/dev/full", "w"),
+    "closed": lambda: None,
+    "of few characters": lambda: io.TextIOWrapper(io.BytesIO(), "latin-1"),
+}
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch):
+    """Previously `train.py | head`, or a sample that the terminal could not show, ended it."""
+    monkeypatch.chdir(tmp_path)
+    for name in "stdout", "stderr":
+        stream = STREAMS[kind]()
+        if stream:
+            monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+        monkeypatch.setattr(sys, name, stream)
+    for module in train, report:
+        monkeypatch.setattr(module, "generate_text", lambda run: "語")
+    train.main([*tiny, "--steps=6"])
+    assert (out / "loss.png").exists()
+    report.compare([str(out)])
+
+
+def test_a_checkpoint_is_saved_before_its_sample_is_printed(tiny, out, monkeypatch):
+    """A terminal that was paused with Ctrl-S keeps a run waiting."""
+    is_saved = []
+    path = out / "train_state.pt"
+    monkeypatch.setattr(train.Process, "print", lambda *_: is_saved.append(path.exists()))
+    train.main([*tiny, "--steps=6"])
+    assert is_saved[:2] == [False, True]  # the settings, and step 5
+
+
 def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
     tiny, corpus, monkeypatch
 ):
@@ -511,3 +570,13 @@ def test_a_second_signal_kills(rank, answers, monkeypatch, capfd):
         assert signal.getsignal(number) is signal.SIG_DFL
     answer = "a second signal ends the run unsaved\n"
     assert capfd.readouterr().err.count(answer) == answers
+
+
+@pytest.mark.parametrize("before", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_terminal_that_closes_asks_for_an_end_unless_nohup_ignores_it(before):
+    """Previously it killed the run unsaved. The shell and the terminal may each send SIGHUP."""
+    signal.signal(signal.SIGHUP, before)
+    caught = train.catch_signals()
+    signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGHUP)
+    assert caught == ([signal.SIGHUP] if before == signal.SIG_DFL else [])
