@@ -22,7 +22,7 @@ from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -515,6 +515,22 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
         with raises(ValueError, path, "CC", "--attention torch", "no room on the device"):
             Engine(trained_model(), Settings(attention=attention))
     assert not list(tmp_path.glob("pagedgpt/*"))
+
+
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(source):
+    """Otherwise a power cut could leave a part of it, which ended every later engine."""
+    calls = Mock()
+    with patch.object(os, "fsync", calls.fsync), patch.object(Path, "rename", calls.rename):
+        cpu.library(COMPILER)
+    assert [call[0] for call in calls.mock_calls] == ["fsync", "rename"]
+
+
+def test_a_command_that_is_none_is_named(monkeypatch):
+    """Previously the message was only "No closing quotation"."""
+    monkeypatch.setenv("CC", "'")
+    with raises(ValueError, 'CC is "\'" (No closing quotation): correct it'):
+        cpu.c_compiler()
 
 
 def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
