@@ -258,7 +258,10 @@ class Service:
 
     async def show_page(self, http):
         """Send the page. Everyone gets the same page, and the page itself asks for the API key."""
-        page = live.page()
+        try:
+            page = live.page()
+        except FileNotFoundError:  # everything else works without it
+            raise ApiError(404, "this server has no page (server/page)") from None
         headers = live.page_headers(page) | {"Vary": "Accept-Encoding"}
         if "gzip" in http.headers.get("accept-encoding", "").replace(" ", "").split(","):
             headers["Content-Encoding"] = "gzip"
