@@ -193,11 +193,11 @@ def open_closed_streams():
     Open the null device in place of each standard stream that is closed, as in `serve.py >&-`.
     Otherwise, the next file or socket would get its number, and with it what libraries print.
     """
-    for name, mode in {"stdin": "r", "stdout": "w", "stderr": "w"}.items():
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
             os.set_inheritable(number, True)
-            setattr(sys, name, os.fdopen(number, mode))
+            setattr(sys, name, os.fdopen(number, "r+"))
 
 
 def end_with_one_line():

@@ -526,17 +526,17 @@ def test_a_library_is_on_the_disk_before_it_has_its_name(source):
     assert [call[0] for call in calls.mock_calls] == ["fsync", "rename"]
 
 
-def test_a_command_that_is_none_is_named(monkeypatch):
-    """Previously the message was only "No closing quotation"."""
-    monkeypatch.setenv("CC", "'")
-    with raises(ValueError, 'CC is "\'" (No closing quotation): correct it'):
-        cpu.c_compiler()
+NO_COMPILERS = {"false": "Its output:\n(none: is this a compiler?)"}
+NO_COMPILERS["'"] = 'CC is "\'" (No closing quotation): correct it'
 
 
-def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
-    """Previously, with CC=false, the message ended with "Its output:" and nothing more."""
-    monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its output:\n(none: is this a compiler?)"):
+@pytest.mark.parametrize("name", NO_COMPILERS)
+def test_a_compiler_without_a_word_is_told_as_such(name, source, monkeypatch):
+    """
+    Previously the message ended with "Its output:" and nothing more, or was "No closing quotation".
+    """
+    monkeypatch.setenv("CC", name)
+    with raises(ValueError, NO_COMPILERS[name]):
         cpu.library(cpu.c_compiler())
 
 
