@@ -153,8 +153,13 @@ def plural(count: float, noun: str) -> str:
 def not_installed(error: ModuleNotFoundError) -> str:
     """
     Return one line about a missing package. The usual cause: the virtual environment is not active.
+    A module in a folder of this repo is a missing file instead.
     """
-    package = error.name.partition(".")[0] if error.name else error
+    name = error.name or str(error)
+    package = name.partition(".")[0]
+    if "." in name and Path(__file__).with_name(package).is_dir():
+        file = name.replace(".", "/") + ".py"
+        return f"{file} is missing: restore it, or remove its feature from engine/stages.py"
     return (
         f"{package} is not installed for this Python, {sys.executable}: run `source "
         ".venv/bin/activate` first, or use .venv/bin/python instead (`make run` creates .venv; or "
@@ -183,8 +188,24 @@ def last_words(error: Exception) -> str:
     return message if is_users else f"{type(error).__name__}: {message}"
 
 
+def open_closed_streams():
+    """
+    Open the null device in place of each standard stream that is closed, as in `serve.py >&-`.
+    Otherwise, the next file or socket would get its number, and with it what libraries print.
+    """
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            os.set_inheritable(number, True)
+            setattr(sys, name, os.fdopen(number, "r+"))
+
+
 def end_with_one_line():
-    """Print one line instead of a traceback if Ctrl-C or a missing package ends the program."""
+    """
+    Print one line instead of a traceback if Ctrl-C or a missing package ends the program. Programs
+    call this first, so it also opens closed streams.
+    """
+    open_closed_streams()
 
     def explain(kind, error, traceback):
         if issubclass(kind, ModuleNotFoundError):

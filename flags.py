@@ -24,6 +24,8 @@ KEY_VARIABLE = "PAGEDGPT_API_KEY"
 MODEL = "out/stdlib"  # if neither DIR nor --model is given
 TEMPERATURE = 0.8  # at the terminal, unless a flag or the model sets another
 VLLM_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32"}
+# no machine has room for more, but trying to make it would take minutes
+BELOW = {"max_num_seqs": 2**20, "token_budget": 2**24}
 ENGINE_FLAGS = [field for field in fields(Settings) if "help" in field.metadata]
 
 
@@ -52,6 +54,10 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     if directory and args.model:
         parser.error(f"{directory} and --model {args.model}: give only one of them")
     args.model = directory or args.model or MODEL
+    try:
+        args.model.encode()
+    except UnicodeEncodeError:  # safetensors cannot open it
+        sys.exit(f"--model {args.model!r} is not UTF-8: rename the folder")
     try:
         args.sampling, args.sampling_note = model_defaults(args.model, args.generation_config)
     except ValueError as error:
@@ -127,7 +133,7 @@ def add_engine_flags(group):
             options["choices"] = about["choices"]
         kind = (get_args(field.type) or [field.type])[0]  # int for `int | None`
         if "least" in about:
-            kind = at_least(about["least"], kind)
+            kind = at_least(about["least"], kind, BELOW.get(field.name))
         add_flag(group, flag, about["help"], field.default, kind, **options)
 
 

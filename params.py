@@ -30,6 +30,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -303,11 +304,19 @@ def check_variables(variables: dict) -> dict:
     """
     if not isinstance(variables, dict):
         raise ValueError("must be a JSON object")
+    if len(start_of_json(variables, MAX_VARIABLES, allow_nan=False)) > MAX_VARIABLES:
+        raise ValueError(f"has more than {MAX_VARIABLES} characters: shorten it")
     for name in variables:
         if name in RESERVED_VARIABLES or name.endswith("_token"):
             remedy = "that a caller may not set: leave it out"
             raise ValueError(f"has a name {remedy}, got {name!r:.100}")
-    length = len(json.dumps(variables, allow_nan=False, ensure_ascii=False))
-    if length > MAX_VARIABLES:
-        raise ValueError(f"has {length} characters, but the limit is {MAX_VARIABLES}: shorten it")
     return variables
+
+
+def start_of_json(value, most: int, **options) -> str:
+    """
+    Return a value as JSON. If it has more than `most` characters, the rest may be missing, because
+    a caller's value may take a tenth of a second to convert.
+    """
+    pieces = json.JSONEncoder(ensure_ascii=False, **options).iterencode(value)
+    return "".join(islice(pieces, most + 1))  # none of them is empty

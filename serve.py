@@ -203,11 +203,11 @@ def listen(args: Namespace) -> socket.socket:
     """
     try:
         sock = open_port(args.host, args.port)
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
         # socket.create_server appends the address to the system's message
-        reason = error.strerror.partition(" (while")[0]
+        reason = getattr(error, "strerror", str(error)).partition(" (while")[0]
         remedy = "stop the program that uses this port, or choose another --port"
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        if isinstance(error, socket.gaierror | UnicodeError) or error.errno == errno.EADDRNOTAVAIL:
             remedy = "--host must be a name or address of this machine, without a port"
         sys.exit(f"cannot listen on {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
@@ -290,9 +290,9 @@ def main(argv: list[str] | None = None):
         if args.record is not None:
             create_record(args.record)
         if args.chat or args.prompt is not None:
-            from server import terminal
+            from server.terminal import run
 
-            problem = terminal.run(args, build_engine)
+            problem = run(args, build_engine)
         else:
             problem = serve_http(args)
     except (ValueError, RuntimeError, OSError, ModuleNotFoundError, MemoryError) as error:

@@ -684,8 +684,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
 
 def main(argv: list[str] | None = None):
-    if sys.stdout:  # None if it is closed
-        sys.stdout.reconfigure(errors="replace")  # a sample may have characters that it cannot show
+    sys.stdout.reconfigure(errors="replace")  # a sample may have characters that it cannot show
     try:
         args = parse_args(argv)
         if args.compare:

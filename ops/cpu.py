@@ -60,8 +60,15 @@ if platform.machine() == "x86_64":
 
 
 def c_compiler() -> list[str]:
-    """Return the C compiler's command, $CC or cc, or [] if there is no compiler."""
-    command = shlex.split(os.environ.get("CC", "cc"))
+    """
+    Return the C compiler's command, $CC or cc, or [] if there is no compiler. Raises ValueError if
+    $CC is not a command.
+    """
+    words = os.environ.get("CC", "cc")
+    try:
+        command = shlex.split(words)
+    except ValueError as error:  # a quotation without its end
+        raise ValueError(f"CC is {words!r} ({error}): correct it, or unset it") from None
     return command if command and shutil.which(command[0]) else []
 
 
@@ -98,6 +105,8 @@ def library(compiler: list[str]) -> Path:
                 "fix it, set CC to another compiler, or choose --attention torch. Its output:\n"
                 + (output[:2000] or "(none: is this a compiler?)")
             )
+        with open(new, "rb") as f:  # a library cut short, as by a power cut, would end the process
+            os.fsync(f.fileno())
         new.rename(path)  # another process may have written it already; the files are identical
     return path
 

@@ -207,7 +207,7 @@ class Service:
             counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
             return counts | {"tokens": ids, "token_strs": names}
 
-        return self.json_answer(answer, body)
+        return self.json_answer(answer, len(str(body)))
 
     async def detokenize(self, kind, http):
         body = await self.parse_body(http, kind)
@@ -217,15 +217,16 @@ class Service:
             with refusals_about("tokens"):
                 return {"prompt": await self.encoder.decode(body.tokens)}
 
-        return self.json_answer(answer, body)
+        return self.json_answer(answer, len(body.tokens))
 
-    def json_answer(self, answer, body):
+    def json_answer(self, answer, size: int):
         """
         Return the ASGI application that sends the result of `answer()`. The answer to a long body
         may take 30 MB, so at most MAX_LONG_ANSWERS of these are in memory at the same time. An
-        answer counts from its encoding until the client has read it.
+        answer counts from its encoding until the client has read it. `size` is the body's, in
+        characters or ids.
         """
-        is_short = len(str(body)) <= LONG
+        is_short = size <= LONG
 
         async def respond(scope, receive, send):
             async with contextlib.nullcontext() if is_short else self.long_answers:
@@ -257,7 +258,10 @@ class Service:
 
     async def show_page(self, http):
         """Send the page. Everyone gets the same page, and the page itself asks for the API key."""
-        page = live.page()
+        try:
+            page = live.page()
+        except FileNotFoundError:  # everything else works without it
+            raise ApiError(404, "this server has no page (server/page)") from None
         headers = live.page_headers(page) | {"Vary": "Accept-Encoding"}
         if "gzip" in http.headers.get("accept-encoding", "").replace(" ", "").split(","):
             headers["Content-Encoding"] = "gzip"

@@ -42,7 +42,7 @@ from starlette.responses import Response
 from common import plural
 from engine.schemas import drop_neutral
 from engine.stages import require
-from params import BIAS, RANGES, SamplingParams, check_variables
+from params import BIAS, RANGES, SamplingParams, check_variables, start_of_json
 
 # OpenAI's error types. Client libraries choose an exception by status and type.
 ERROR_TYPES = {429: "rate_limit_error", 500: "server_error", 503: "server_error"}
@@ -218,8 +218,8 @@ def list_of_prompts(value) -> list:
     """
     Convert the four formats of `prompt` to two: a list of strings, or a list of lists of token ids.
     """
-    is_one = isinstance(value, str) or is_list_of(int, value)
-    prompts = [value] if is_one else value
+    is_ids = isinstance(value, list) and is_list_of(int, value[:1])
+    prompts = [value] if is_ids or isinstance(value, str) else value
     if isinstance(prompts, list) and len(prompts) > MAX_PROMPTS:  # checked before the items
         raise Refused(f"has {len(prompts)} prompts, but the limit is {MAX_PROMPTS}: split it")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
@@ -282,13 +282,18 @@ def arguments_object(value):
         return from_json(value, allow_partial="trailing-strings")
 
 
-def few_calls(messages):
-    """Refuse messages with too many tool calls. Validating 60,000 calls would take seconds."""
-    if isinstance(messages, list):
-        calls = [m.get("tool_calls") for m in messages if isinstance(m, dict)]
-        count = sum(len(made) for made in calls if isinstance(made, list))
+def few_items(messages):
+    """
+    Refuse messages with too many tool calls or parts of content. Validating 60,000 calls would take
+    seconds.
+    """
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        return messages  # pydantic refuses them
+    for name, items in (("tool_calls", "calls"), ("content", "parts of content")):
+        lists = [m.get(name) for m in messages if isinstance(m, dict)]
+        count = sum(len(made) for made in lists if isinstance(made, list))
         if count > MAX_MESSAGES:
-            raise Refused(f"have {count} calls, but the limit is {MAX_MESSAGES}: leave some out")
+            raise Refused(f"have {count} {items}, but the limit is {MAX_MESSAGES}: leave some out")
     return messages
 
 
@@ -303,10 +308,9 @@ def grammar_text(value, *path) -> str:
         raise Refused(f"is not supported: {error}", *path) from None
     if not HAS_GRAMMARS:
         raise Refused("is not supported here: run `pip install llguidance`, or leave it out", *path)
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    size = len(text.encode())
-    if size > MAX_SCHEMA:
-        raise Refused(f"has {size} bytes, but the limit is {MAX_SCHEMA}: shorten it", *path)
+    text = value if isinstance(value, str) else start_of_json(value, MAX_SCHEMA)
+    if len(text.encode()) > MAX_SCHEMA:
+        raise Refused(f"has more than {MAX_SCHEMA} bytes: shorten it", *path)
     return text
 
 
@@ -430,7 +434,11 @@ class Body(BaseModel):
         # max_tokens: see `most_tokens`
         defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
         fields = {name: info.context[name] for name in defaults}
-        for name, value in body.items():
+        names = body
+        if cls.model_config["extra"] == "ignore":  # there may be hundreds of thousands of others
+            names = [name for name in (*cls.model_fields, *cls.not_served) if name in body]
+        for name in names:
+            value = body[name]
             if name in cls.ignored or (value is None and name not in cls.nullable):
                 continue
             if name in cls.model_fields:
@@ -441,7 +449,7 @@ class Body(BaseModel):
                 if value != neutral or not same_kind:
                     remedy = f"leave it out or send {json.dumps(neutral)}"
                     raise Refused(f"is not supported: {remedy}", name)
-            elif cls.model_config["extra"] == "forbid":
+            else:
                 raise unknown_field(name, cls.model_fields)
         return fields
 
@@ -538,8 +546,6 @@ class SamplingRequest(Body):
         """
         for name in ("stop_token_ids", "logit_bias"):
             check_vocabulary(name, getattr(self, name) or (), vocab_size)
-        for prompt in prompts:
-            check_vocabulary("prompt", prompt, vocab_size)
         if not all(prompts):
             message = "prompt is empty: the tokenizer has no tokens for its text, send another text"
             raise ApiError(400, message, "prompt")
@@ -558,6 +564,8 @@ class SamplingRequest(Body):
             numbers = f"{prompt} and max_tokens {wanted:,} make {longest + wanted:,}"
             message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
+        for prompt in prompts:  # none is longer than the context
+            check_vocabulary("prompt", prompt, vocab_size)
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
         if scores > MAX_SCORES:
             message = f"{scores} log-probabilities in one answer, but the limit is {MAX_SCORES}: "
@@ -686,7 +694,7 @@ Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Messages = Annotated[
     list[Message],
     Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
-    BeforeValidator(few_calls),
+    BeforeValidator(few_items),
 ]
 
 

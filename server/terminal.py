@@ -38,7 +38,10 @@ def note(text: str):
 def show(text: str):
     if sys.stdout.isatty():
         text = text.translate(PICTURES)
-    print(text, end="", flush=True)
+    try:
+        print(text, end="", flush=True)
+    except OSError as error:
+        raise OSError(f"standard output cannot be written: {error.strerror}") from None
 
 
 def stream_answer(
@@ -51,6 +54,8 @@ def stream_answer(
     a flag nor the model sets one. Raises ValueError if the request can never be served, and
     RuntimeError if a step fails.
     """
+    if not prompt:
+        raise ValueError("the prompt is empty: give it at least one token")
     # at least 1, so that the engine refuses a prompt that is too long, and says why
     longest = max(1, engine.max_model_len - len(prompt))
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
@@ -62,8 +67,8 @@ def stream_answer(
     started = time.perf_counter()
     pieces = []  # pieces of text, one for each token except a stop token
     reason = "interrupted"
-    show(opening)
     try:
+        show(opening)
         with contextlib.suppress(KeyboardInterrupt):
             while engine.has_work:
                 for output in engine.step():

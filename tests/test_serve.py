@@ -68,6 +68,7 @@ def test_sigterm_while_it_starts_is_no_failure():
 HOSTS = {  # what is typed -> the refusal, or none
     "no.invalid": r"cannot listen on no\.invalid:0: \w.*; --host must be a name or address of this",
     "localhost:8012": r"cannot listen on localhost:8012:0: \w.*; --host must be .*, without a port",
+    80 * "a": r"cannot listen on a+:0: .*label .*too long.*; --host must be a name or address",
     "192.0.2.1": r"cannot listen on 192\.0\.2\.1:0: \w.*; --host must be a name or address of this",
     "0.0.0.0": "--allow-remote",
     "::": "--allow-remote",
@@ -218,6 +219,34 @@ def test_a_missing_package_of_the_engine_is_one_line(start, tmp_path):
     """
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')")
     assert_one_line(start("serve.py --port 0 --model MODEL"), "torch")
+
+
+def test_a_server_starts_without_standard_streams(start, tmp_path):
+    """
+    Previously `serve.py >&-` ended with "Unable to configure formatter 'default'". The engine's
+    process must have the streams too, or its first files would get their numbers.
+    """
+    seen = f"open({str(tmp_path / 'seen')!r}, 'w')"
+    engine = f"import sys; print(sys.stdout.fileno(), sys.stderr.fileno(), file={seen})"
+    (tmp_path / "torch.py").write_text(f"{engine}; raise ModuleNotFoundError(name='torch')")
+    run = "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    close = f"import os, sys; os.closerange(0, 3); {run}"
+    done = start("serve.py --port 0 --model MODEL", "-c", close)
+    assert done.returncode == 1
+    assert (tmp_path / "seen").read_text() == "1 2\n"
+
+
+def test_a_missing_file_is_no_missing_package(monkeypatch):
+    """Previously it was a traceback, or the virtual environment was said to be inactive."""
+    monkeypatch.setitem(sys.modules, "server.terminal", None)
+    with pytest.raises(SystemExit, match=r"^server/terminal\.py is missing: restore it"):
+        serve.main(["--prompt", "x"])
+
+
+def test_a_folder_whose_name_safetensors_cannot_read():
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["a\udcff", "--prompt", "x"])
+    assert "udcff' is not UTF-8: rename the folder" in ascii(ended.value.code)
 
 
 NO_COMMANDS = {

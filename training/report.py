@@ -64,7 +64,7 @@ def print_progress(run, loss: float, step_seconds: float):
     window.
     """
     process = run.process
-    if not (process.is_main and sys.stderr and sys.stderr.isatty()):  # None if it is closed
+    if not (process.is_main and sys.stderr.isatty()):
         return
     args = run.args
     rate = args.batch_size * args.context_length / step_seconds

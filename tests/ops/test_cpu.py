@@ -22,7 +22,7 @@ from copy import deepcopy
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -517,10 +517,26 @@ def test_a_compiler_that_fails_is_one_message(how, source, tmp_path, monkeypatch
     assert not list(tmp_path.glob("pagedgpt/*"))
 
 
-def test_a_compiler_without_a_word_is_told_as_such(source, monkeypatch):
-    """Previously, with CC=false, the message ended with "Its output:" and nothing more."""
-    monkeypatch.setenv("CC", "false")
-    with raises(ValueError, "Its output:\n(none: is this a compiler?)"):
+@needs_compiler
+def test_a_library_is_on_the_disk_before_it_has_its_name(source):
+    """Otherwise a power cut could leave a part of it, which ended every later engine."""
+    calls = Mock()
+    with patch.object(os, "fsync", calls.fsync), patch.object(Path, "rename", calls.rename):
+        cpu.library(COMPILER)
+    assert [call[0] for call in calls.mock_calls] == ["fsync", "rename"]
+
+
+NO_COMPILERS = {"false": "Its output:\n(none: is this a compiler?)"}
+NO_COMPILERS["'"] = 'CC is "\'" (No closing quotation): correct it'
+
+
+@pytest.mark.parametrize("name", NO_COMPILERS)
+def test_a_compiler_without_a_word_is_told_as_such(name, source, monkeypatch):
+    """
+    Previously the message ended with "Its output:" and nothing more, or was "No closing quotation".
+    """
+    monkeypatch.setenv("CC", name)
+    with raises(ValueError, NO_COMPILERS[name]):
         cpu.library(cpu.c_compiler())
 
 

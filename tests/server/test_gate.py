@@ -272,6 +272,17 @@ def test_hosts_and_origins_are_checked(houses, row):
         assert hint.format(**headers) in message
 
 
+OLD = {"1.0\r\n": 200, "1.0\r\nHost:\r\n": 403, "1.0\r\nHost: evil\r\n": 403, "1.1\r\n": 403}
+
+
+@pytest.mark.parametrize("head", OLD)
+def test_only_http_1_0_needs_no_host(houses, head):
+    """Load balancers check servers in this way, but no browser does. All got a 403."""
+    caller = houses["plain"].connect()
+    caller.send(f"GET /health HTTP/{head}\r\n".encode())
+    assert caller.answer.status == OLD[head]
+
+
 def test_pages_of_allowed_origins_are_served(locked):
     """A browser asks first, without the key."""
     asked = locked.call("/tokenize", method="OPTIONS", Origin="null", **PREFLIGHT).answer

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from unittest.mock import Mock
 from urllib.parse import quote
 
 import pytest
@@ -175,6 +176,12 @@ def test_one_model_is_found_by_its_name(name):
         name = name.replace("\udcff", "?")
         for path in (quote(name), quote(name, safe="")):
             assert house.get(f"/v1/models/{path}").json["id"] == name
+
+
+def test_a_server_without_its_page_says_so(house, monkeypatch):
+    """Previously it was "a bug in this server: FileNotFoundError"."""
+    monkeypatch.setattr(live, "page", Mock(side_effect=FileNotFoundError))
+    assert house.call("/").refusal == (404, None, "this server has no page (server/page)")
 
 
 def test_the_page_is_the_same_for_all():

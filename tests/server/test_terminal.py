@@ -149,6 +149,7 @@ def test_each_answer_follows_the_conversation(run, length, answer):
     [
         (["--prompt", "-"], b"\xff", "standard input is not UTF-8"),
         (["--prompt", "-"], b"x" * 100, "the prompt is too long"),
+        (["--prompt", "", "--raw"], b"", "the prompt is empty: give it at least one token"),
         (["--chat", "--raw"], b"", "--chat needs a chat template, "),
     ],
 )
@@ -185,6 +186,14 @@ def test_a_terminal_that_cannot_show_a_character_shows_another(run, monkeypatch)
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
     run("--prompt", "a\u20ac", "--raw")
     assert data.getvalue() == b"a?a?\n"
+
+
+def test_a_disk_that_is_full_is_named(run, monkeypatch):
+    """Previously `serve.py --prompt x > FILE` ended in "[Errno 28] No space left on device"."""
+    error = OSError(28, "No space left on device")
+    monkeypatch.setattr(sys, "stdout", Mock(**{"write.side_effect": error}))
+    problem = run("--prompt", "x", "--raw").problem
+    assert problem == "standard output cannot be written: No space left on device"
 
 
 def test_a_reader_that_has_enough_ends_it_quietly(tmp_path):

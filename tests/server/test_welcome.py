@@ -33,7 +33,9 @@ serve --block-size 0 -> 0 is too small, wanted at least 1
 serve --kv-blocks 0 -> 0 is too small, wanted at least 1
 serve --max-model-len 0 -> 0 is too small, wanted at least 1
 serve --max-num-seqs 0 -> 0 is too small, wanted at least 1
-serve --token-budget 2147483648 -> is too large, wanted less than 2147483648
+serve --kv-blocks 2147483648 -> is too large, wanted less than 2147483648
+serve --token-budget 16777216 -> is too large, wanted less than 16777216
+serve --max-num-seqs 1048576 -> is too large, wanted less than 1048576
 serve --client-seconds -0.25 -> -0.25 is too small, wanted at least 0
 serve --request-seconds -0.25 -> -0.25 is too small, wanted at least 0
 serve --drain-seconds -0.25 -> -0.25 is too small, wanted at least 0

@@ -31,6 +31,7 @@ from test_checkpoint import random_model
 
 import train
 from checkpoint import load_checkpoint, save_checkpoint
+from common import end_with_one_line
 from training import report
 from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
@@ -494,6 +495,8 @@ def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch)
         monkeypatch.setattr(sys, name, stream)
     for module in train, report:
         monkeypatch.setattr(module, "generate_text", lambda run: "語")
+    monkeypatch.setattr(sys, "excepthook", None)  # end_with_one_line sets it
+    end_with_one_line()  # as the command does
     train.main([*tiny, "--steps=6"])
     assert (out / "loss.png").exists()
     report.compare([str(out)])
