@@ -307,7 +307,7 @@ LIMITS = {
     "`priority`": f"-{protocol.MAX_PRIORITY} to {protocol.MAX_PRIORITY};",
     "clients of `/events`": f"{live.MAX_LISTENERS}, {live.MAX_OF_ONE} of one key",
     "stop strings": f"{protocol.MAX_STOPS}, {protocol.MAX_STOP_BYTES >> 10} KiB together",
-    "prompts, messages, choices": f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, "
+    "prompts, messages (": f"{protocol.MAX_PROMPTS:,}, {protocol.MAX_MESSAGES:,}, "
     f"{protocol.MAX_CHOICES}, {protocol.MAX_BIASES:,}, {protocol.MAX_STOP_IDS}",
 }
 
