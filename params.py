@@ -279,8 +279,9 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
             defaults["top_k"] = 0  # in vLLM, both -1 and 0 mean all tokens
         SamplingParams(**defaults)
     except MALFORMED as error:
-        remedy = "correct it, or ignore it with --generation-config vllm"
-        raise ValueError(f"{path}: {error!s:.300}: {remedy}") from None
+        raise ValueError(
+            f"{path}: {error!s:.300}: correct it, or ignore it with --generation-config vllm"
+        ) from None
     taken = ", ".join(f"{name} {value}" for name, value in defaults.items())
     note = f"{path}: by default {taken} (to ignore this file: --generation-config vllm)"
     return defaults, note if defaults else ""
@@ -308,8 +309,9 @@ def check_variables(variables: dict) -> dict:
         raise ValueError(f"has more than {MAX_VARIABLES} characters: shorten it")
     for name in variables:
         if name in RESERVED_VARIABLES or name.endswith("_token"):
-            remedy = "that a caller may not set: leave it out"
-            raise ValueError(f"has a name {remedy}, got {name!r:.100}")
+            raise ValueError(
+                f"has a name that a caller may not set: leave it out, got {name!r:.100}"
+            )
     return variables
 
 

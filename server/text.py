@@ -166,9 +166,11 @@ def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
     """Raise TooLong if a text certainly has more than `most_tokens`, without encoding it."""
     least = tokenizer.least_tokens(text)
     if least > most_tokens:
-        # client libraries search for this phrase
-        limit = f"this model's maximum context length is {most_tokens} tokens"
-        raise TooLong(f"{limit}, but the prompt has at least {least:,}: shorten it")
+        # client libraries search for exactly the first words
+        raise TooLong(
+            f"this model's maximum context length is {most_tokens} tokens, but the prompt has at "
+            f"least {least:,}: shorten it"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,8 +309,10 @@ class Chat:
 
         def check_clock():
             if time.thread_time() > end:
-                limit = f"takes more than {MAX_RENDER_SECONDS} s for this conversation"
-                raise TokenizerError(f"the chat template {limit}: shorten it")
+                raise TokenizerError(
+                    f"the chat template takes more than {MAX_RENDER_SECONDS} s for this "
+                    "conversation: shorten it"
+                )
 
         unset = {"tools": None, "documents": None}
         has_tools = options.get("tools") is not None
