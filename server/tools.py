@@ -223,6 +223,6 @@ def thought(text: str) -> dict:
 def begun(text: str, marker: str) -> int:
     """Return how many of the marker's first characters the text ends with."""
     count = len(marker) - 1
-    while count > 0 and not text.endswith(marker[:count]):
+    while not text.endswith(marker[:count]):  # at the latest, it ends with none of them
         count -= 1
-    return max(count, 0)
+    return count
