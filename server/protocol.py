@@ -31,7 +31,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -440,9 +439,9 @@ class Body(BaseModel):
         """
         if not isinstance(body, dict):
             return body
-        # max_tokens: see `most_tokens`
-        defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
-        fields = {name: info.context[name] for name in defaults}
+        defaults = info.context or {}
+        fields = {name: defaults[name] for name in defaults if name in cls.model_fields}
+        fields.pop("max_tokens", None)  # see `most_tokens`
         names = body
         if cls.model_config["extra"] == "ignore":  # there may be hundreds of thousands of others
             names = [name for name in (*cls.model_fields, *cls.not_served) if name in body]
@@ -507,8 +506,8 @@ class SamplingRequest(Body):
     # printable ASCII, because it becomes part of the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
-    # the model's own default for max_tokens
-    _usual_tokens: int = PrivateAttr(INT32)
+    # the model's own default for max_tokens; private, because of the underscore
+    _usual_tokens: int = INT32
 
     @model_validator(mode="after")
     def check_combinations(self, info: ValidationInfo):

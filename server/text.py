@@ -359,9 +359,8 @@ def make_environment():
     def raise_exception(message: str):
         raise TokenizerError(message)
 
-    extensions = [loopcontrols, Generation]
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
