@@ -406,6 +406,7 @@ Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+NumTokens = Annotated[int, Field(**RANGES["max_tokens"].bounds)]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
@@ -721,9 +722,8 @@ class ChatRequest(SamplingRequest):
     tools: Tools = []
     tool_choice: Annotated[str | dict, PlainValidator(choice_of_tools)] = "auto"
     parallel_tool_calls: bool = True
-    max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
-    # takes precedence over the older max_tokens
-    max_completion_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None  # takes precedence over the older max_tokens
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True

@@ -138,13 +138,11 @@ class Encoder:
 
     async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
         """Return the token ids of a conversation. The arguments are the same as for Chat.encode."""
-
-        def work(lane) -> list[int]:
-            return lane.chat.encode(messages, *limits, **options)
-
         # templates also include options: a tool's description may be longer than all messages
         size = len(str([messages, options]))
-        return await self.lanes[size > LONG].run(work, size)
+        return await self.lanes[size > LONG].run(
+            lambda lane: lane.chat.encode(messages, *limits, **options), size
+        )
 
     async def _run(self, work: Callable, size: int):
         """
