@@ -230,10 +230,9 @@ class Service:
         answer counts from its encoding until the client has read it. `size` is the body's, in
         characters or ids.
         """
-        is_short = size <= LONG
 
         async def respond(scope, receive, send):
-            async with contextlib.nullcontext() if is_short else self.long_answers:
+            async with self.long_answers if size > LONG else contextlib.nullcontext():
                 await send_json(send, orjson.dumps(await answer()))
 
         return respond
