@@ -186,7 +186,7 @@ class Tokenizer:
         if self.is_byte_level:
             return piece_bytes(piece)
         if self.falls_back and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
-            return bytes([int(byte[1], 16)])
+            return bytes.fromhex(byte[1])
         return self._join(["a", piece])[1:].encode()
 
     def opening_bytes(self, token: int) -> bytes:
