@@ -35,8 +35,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     `sampling_note`, a line to print about these defaults. Exit with a message if something is
     wrong.
     """
-    about = "Serve a model over HTTP, or use it at the terminal."
-    parser = Parser(description=about, allow_abbrev=False)
+    parser = Parser(
+        description="Serve a model over HTTP, or use it at the terminal.", allow_abbrev=False
+    )
     parser.add_argument("directory", nargs="?", metavar="DIR", help="the same as --model DIR")
     add_model_flags(partial(add_flag, parser))
     add_engine_flags(parser.add_argument_group("engine"))
@@ -83,9 +84,13 @@ def add_model_flags(add):
         f"default: {MODEL}",
     )
     add("--device", "cpu, cuda or cuda:1; default: a GPU if there is one", None, device)
-    dtypes = ["auto", "fp32", "bf16", "fp16"]
-    about = "dtype of the weights; auto: bf16 on a GPU, else fp32"
-    add("--dtype", about, "auto", lambda name: VLLM_DTYPES.get(name, name), choices=dtypes)
+    add(
+        "--dtype",
+        "dtype of the weights; auto: bf16 on a GPU, else fp32",
+        "auto",
+        lambda name: VLLM_DTYPES.get(name, name),
+        choices=["auto", "fp32", "bf16", "fp16"],
+    )
     add(
         "--generation-config",
         "where to read generation_config.json, which has defaults for requests; auto: in the "
@@ -175,8 +180,12 @@ def add_http_flags(group):
         metavar="ORIGIN",
     )
     add("--served-model-name", "the model's name in the API; default: the value of --model")
-    reasoning = "off: leave a model's reasoning in the answer's text, not in a separate field"
-    add("--reasoning", reasoning, "on", choices=["on", "off"])
+    add(
+        "--reasoning",
+        "off: leave a model's reasoning in the answer's text, not in a separate field",
+        "on",
+        choices=["on", "off"],
+    )
     add("--log-requests", "log the fields of each request, including texts", False)
     add("--no-access-log", "do not log a line for each request", True, dest="access_log")
 

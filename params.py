@@ -116,7 +116,10 @@ class SamplingParams:
         fits = isinstance(ids, tuple | list) and set(map(type, ids)) <= {int}
         self._require("stop_token_ids", fits, "a tuple of token ids")
         self._require("ignore_eos", isinstance(self.ignore_eos, bool), "True or False")
-        fits = self.logit_bias is None or is_bias(self.logit_bias)
+        bias = {} if self.logit_bias is None else self.logit_bias
+        fits = isinstance(bias, dict) and all(
+            type(token) is int and BIAS.admits(value) for token, value in bias.items()
+        )
         wanted = "a dict from token ids to numbers from -100 to 100, or None"
         self._require("logit_bias", fits, wanted)
 
@@ -162,12 +165,6 @@ class SamplingParams:
         """True if top_k, top_p or min_p is set, and decoding is not greedy."""
         is_greedy = self.temperature < GREEDY_BELOW
         return bool(self.top_k or self.top_p < 1 or self.min_p) and not is_greedy
-
-
-def is_bias(bias) -> bool:
-    if not isinstance(bias, dict):
-        return False
-    return all(type(token) is int and BIAS.admits(value) for token, value in bias.items())
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -273,14 +270,18 @@ def model_defaults(model: str | Path, source: str = "auto") -> tuple[dict, str]:
         if source != "auto" and not path.is_file():
             raise ValueError("there is no such file")
         content = read_json(path)
-        given = [name for name in GENERATION_FIELDS if content.get(name) is not None]
-        defaults = {GENERATION_FIELDS[name]: content[name] for name in given}
+        defaults = {
+            ours: content[name]
+            for name, ours in GENERATION_FIELDS.items()
+            if content.get(name) is not None
+        }
         if defaults.get("top_k") == -1:
             defaults["top_k"] = 0  # in vLLM, both -1 and 0 mean all tokens
         SamplingParams(**defaults)
     except MALFORMED as error:
-        remedy = "correct it, or ignore it with --generation-config vllm"
-        raise ValueError(f"{path}: {error!s:.300}: {remedy}") from None
+        raise ValueError(
+            f"{path}: {error!s:.300}: correct it, or ignore it with --generation-config vllm"
+        ) from None
     taken = ", ".join(f"{name} {value}" for name, value in defaults.items())
     note = f"{path}: by default {taken} (to ignore this file: --generation-config vllm)"
     return defaults, note if defaults else ""
@@ -308,8 +309,9 @@ def check_variables(variables: dict) -> dict:
         raise ValueError(f"has more than {MAX_VARIABLES} characters: shorten it")
     for name in variables:
         if name in RESERVED_VARIABLES or name.endswith("_token"):
-            remedy = "that a caller may not set: leave it out"
-            raise ValueError(f"has a name {remedy}, got {name!r:.100}")
+            raise ValueError(
+                f"has a name that a caller may not set: leave it out, got {name!r:.100}"
+            )
     return variables
 
 

@@ -28,7 +28,6 @@ import multiprocessing
 import os
 import signal
 import socket
-import stat
 import sys
 from argparse import Namespace
 from functools import partial
@@ -179,7 +178,7 @@ def api_keys(args: Namespace) -> list[str]:
 
 def warn_of_readable_keys(path: str):
     """Print a warning on stderr if users other than the file's owner can read the keys."""
-    if os.stat(path).st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+    if os.stat(path).st_mode & 0o077:  # any permission for the group or for others
         print(
             f"warning: other users can read --api-key-file {path}: run chmod 600 {path}",
             file=sys.stderr,

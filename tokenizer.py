@@ -76,8 +76,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.control = {token.content: i for i, token in added.items() if token.special}
         # if normalization changes a token's name, the library does not treat the token as special
-        pairs = self.control.items()
-        self.names = {i: name for name, i in pairs if backend.id_to_token(i) == name}
+        self.names = {i: name for name, i in self.control.items() if backend.id_to_token(i) == name}
         self.vocab_size = max(backend.get_vocab().values(), default=-1) + 1
         self.eos_token_id: int | None = self.control.get(eos_token)
         steps = str([state(backend.normalizer), state(backend.pre_tokenizer)])
@@ -129,8 +128,9 @@ class Tokenizer:
     def _encode_text(self, text: str, add_special_tokens: bool) -> list[int]:
         text = text.encode(errors="replace").decode()  # UTF-8 has no lone surrogates
         try:  # a batch of one: `encode` takes twice as long, because it also computes offsets
-            encode = self.backend.encode_batch_fast
-            [encoding] = encode([text], add_special_tokens=add_special_tokens)
+            [encoding] = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:  # the library panics if a regular expression gives up
@@ -186,7 +186,7 @@ class Tokenizer:
         if self.is_byte_level:
             return piece_bytes(piece)
         if self.falls_back and (byte := re.fullmatch("<0x([0-9A-Fa-f]{2})>", piece)):
-            return bytes([int(byte[1], 16)])
+            return bytes.fromhex(byte[1])
         return self._join(["a", piece])[1:].encode()
 
     def opening_bytes(self, token: int) -> bytes:
@@ -209,11 +209,7 @@ class Tokenizer:
         """Return the text of some tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
-    def stream(
-        self,
-        context: Iterable[int] = (),
-        skip_special_tokens: bool = True,
-    ) -> "TextStream":
+    def stream(self, context: Iterable[int] = (), skip_special_tokens: bool = True) -> "TextStream":
         """Return a TextStream for tokens that follow `context`."""
         token_bytes = self.token_bytes if skip_special_tokens else self.spelled_bytes
         return TextStream(token_bytes, self.opening_bytes, context)

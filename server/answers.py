@@ -202,8 +202,11 @@ class Choice:
 
 
 def token_counts(prompt_tokens, completion_tokens) -> dict:
-    counts = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-    return counts | {"total_tokens": prompt_tokens + completion_tokens}
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
 
 
 def likeliest(token, score) -> dict[int, float]:
@@ -357,8 +360,12 @@ class Job:
             self.choices += siblings
         self.num_unfinished = len(self.choices)
         self.id = f"{kind.id_prefix}{body.request_id or call.id}"
-        self.head = {"id": self.id, "object": kind.objects[body.stream]}
-        self.head |= {"created": int(time.time()), "model": service.name}
+        self.head = {
+            "id": self.id,
+            "object": kind.objects[body.stream],
+            "created": int(time.time()),
+            "model": service.name,
+        }
         # if usage is requested, it is null in all chunks before the last
         usage = {"usage": None} if body.stream_options.include_usage else {}
         self.chunk_head = self.head | usage
@@ -585,5 +592,5 @@ async def send_json(send, data: bytes, more_headers=()):
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     for start in range(0, len(data), SLICE):
         end = start + SLICE
-        message = {"type": "http.response.body", "body": data[start:end]}
-        await send(message | {"more_body": end < len(data)})
+        more = end < len(data)
+        await send({"type": "http.response.body", "body": data[start:end], "more_body": more})

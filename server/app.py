@@ -154,8 +154,8 @@ class Service:
         posts = {
             "/v1/completions": partial(self.complete, protocol.CompletionRequest),
             "/v1/chat/completions": partial(self.complete, protocol.ChatRequest),
-            "/tokenize": partial(self.tokenize, protocol.TokenizeRequest),
-            "/detokenize": partial(self.detokenize, protocol.DetokenizeRequest),
+            "/tokenize": self.tokenize,
+            "/detokenize": self.detokenize,
         }
         gets = {
             "/v1/models": self.list_models,
@@ -193,8 +193,8 @@ class Service:
         call.job = job
         return job
 
-    async def tokenize(self, kind, http):
-        body = await self.parse_body(http, kind)
+    async def tokenize(self, http):
+        body = await self.parse_body(http, protocol.TokenizeRequest)
 
         async def answer() -> dict:
             (ids,) = await self.encode(body)
@@ -204,13 +204,17 @@ class Service:
                     message = f"works for at most {MAX_NAMES} tokens, not {len(ids)}: leave it out"
                     raise ApiError(400, f"return_token_strs {message}", "return_token_strs")
                 names = [token_name(self.encoder.tokenizer.spelled_bytes(i)) for i in ids]
-            counts = {"count": len(ids), "max_model_len": self.client.info["max_model_len"]}
-            return counts | {"tokens": ids, "token_strs": names}
+            return {
+                "count": len(ids),
+                "max_model_len": self.client.info["max_model_len"],
+                "tokens": ids,
+                "token_strs": names,
+            }
 
         return self.json_answer(answer, len(str(body)))
 
-    async def detokenize(self, kind, http):
-        body = await self.parse_body(http, kind)
+    async def detokenize(self, http):
+        body = await self.parse_body(http, protocol.DetokenizeRequest)
         protocol.check_vocabulary("tokens", body.tokens, self.client.info["vocab_size"])
 
         async def answer() -> dict:
@@ -226,10 +230,9 @@ class Service:
         answer counts from its encoding until the client has read it. `size` is the body's, in
         characters or ids.
         """
-        is_short = size <= LONG
 
         async def respond(scope, receive, send):
-            async with contextlib.nullcontext() if is_short else self.long_answers:
+            async with self.long_answers if size > LONG else contextlib.nullcontext():
                 await send_json(send, orjson.dumps(await answer()))
 
         return respond
@@ -246,12 +249,11 @@ class Service:
     def describe_model(self) -> dict:
         """Return a description of the model in OpenAI's format. Raises ApiError (503)."""
         self.check_ready()
-        limit = self.client.info["max_model_len"]
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
-            "max_model_len": limit,
+            "max_model_len": self.client.info["max_model_len"],
             "owned_by": "pagedgpt",
             "chat": self.encoder.chat is not None,  # if False, chat completions are refused
         }
@@ -287,8 +289,7 @@ class Service:
         return JSONResponse({"status": "alive"})
 
     async def show_metrics(self, http):
-        text = generate_latest(self.metrics.registry)
-        return Response(text, media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     # SGLang's paths, which routers in front of several servers call.
 

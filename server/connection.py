@@ -51,8 +51,7 @@ def check_head(headers: list[tuple[bytes, bytes]]):
     for name in SINGLE_HEADERS:
         count = names.count(name)
         if count > 1:
-            message = f"the header {name.decode()} was sent {count} times: send it once"
-            raise ApiError(400, message)
+            raise ApiError(400, f"the header {name.decode()} was sent {count} times: send it once")
 
 
 def request_id(name: bytes) -> str:

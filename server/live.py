@@ -61,9 +61,11 @@ class Listeners:
         """
         of_owner = sum(listener.owner == owner for listener in self.all)
         if len(self.all) >= MAX_LISTENERS or of_owner >= MAX_OF_ONE:
-            listening = f"{len(self.all)} clients are already listening, {of_owner} of them yours"
-            limits = f"at most {MAX_LISTENERS} may, and {MAX_OF_ONE} for each key or address"
-            message = f"{listening}; {limits}: close one, or try again later"
+            message = (
+                f"{len(self.all)} clients are already listening, {of_owner} of them yours; at most "
+                f"{MAX_LISTENERS} may, and {MAX_OF_ONE} for each key or address: close one, or try "
+                "again later"
+            )
             raise ApiError(429, message, code="too_many_listeners")
         return Listener(self, key, owner)
 

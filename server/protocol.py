@@ -31,7 +31,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    PrivateAttr,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -224,8 +223,9 @@ def list_of_prompts(value) -> list:
         raise Refused(f"has {len(prompts)} prompts, but the limit is {MAX_PROMPTS}: split it")
     of_ids = is_list_of(list, prompts) and all(is_list_of(int, prompt) for prompt in prompts)
     if not (of_ids or is_list_of(str, prompts)):
-        forms = "a string, a list of strings, a list of token ids, or a list of such lists"
-        raise Refused(f"must be {forms}")
+        raise Refused(
+            "must be a string, a list of strings, a list of token ids, or a list of such lists"
+        )
     if not all(prompts):
         raise Refused("is empty: each prompt needs at least one character or token id")
     return prompts
@@ -262,8 +262,11 @@ def content_text(value, info: ValidationInfo):
             ):
                 texts.append(text)
             case _:
-                only = "only parts of type text are supported"
-                raise Refused(f"cannot be read: {only}, got {reprlib.repr(part)}", number)
+                raise Refused(
+                    "cannot be read: only parts of type text are supported, got "
+                    f"{reprlib.repr(part)}",
+                    number,
+                )
     return "".join(texts)
 
 
@@ -337,8 +340,10 @@ def grammar_of_format(value) -> dict | None:
             check_known(value, "type", "json_schema")
             check_known(named, "name", "description", "schema", "strict", path=("json_schema",))
         case _:
-            kinds = "text, json_object, or json_schema with an object as json_schema.schema"
-            raise Refused(f"must be of type {kinds}")
+            raise Refused(
+                "must be of type text, json_object, or json_schema with an object as "
+                "json_schema.schema"
+            )
     return {"kind": "json", "text": schema_text(schema)}
 
 
@@ -352,8 +357,10 @@ def grammar_of_outputs(value: dict) -> dict:
             return {"kind": kind, "text": grammar_text(text)}
         case [("choice", [_, *_] as choices)] if is_list_of(str, choices):
             return {"kind": "choice", "text": grammar_text(choices)}
-    forms = "json (an object, or JSON in a string), regex, choice (a list of strings), grammar"
-    raise Refused(f"must have one of {forms}; structural_tag and others are not supported")
+    raise Refused(
+        "must have one of json (an object, or JSON in a string), regex, choice (a list of "
+        "strings), grammar; structural_tag and others are not supported"
+    )
 
 
 def choice_of_tools(value) -> str | dict:
@@ -365,8 +372,9 @@ def choice_of_tools(value) -> str | dict:
             check_known(value, "type", "function")
             check_known(function, "name", path=("function",))
             return {"name": name}
-    named = '{"type": "function", "function": {"name": ..}}'
-    raise Refused(f'must be "none", "auto", "required", or {named}')
+    raise Refused(
+        'must be "none", "auto", "required", or {"type": "function", "function": {"name": ..}}'
+    )
 
 
 def stops_that_fit(stops: list[str]) -> list[str]:
@@ -398,6 +406,7 @@ Bias = Annotated[dict[int, float], PlainValidator(bias_of_ids)]
 Content = Annotated[str, BeforeValidator(content_text)]
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(check_variables)]
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+NumTokens = Annotated[int, Field(**RANGES["max_tokens"].bounds)]
 NumLogprobs = Annotated[int, Field(**RANGES["logprobs"].bounds)]
 
 
@@ -431,9 +440,9 @@ class Body(BaseModel):
         """
         if not isinstance(body, dict):
             return body
-        # max_tokens: see `most_tokens`
-        defaults = cls.model_fields.keys() & (info.context or {}).keys() - {"max_tokens"}
-        fields = {name: info.context[name] for name in defaults}
+        defaults = info.context or {}
+        fields = {name: defaults[name] for name in defaults if name in cls.model_fields}
+        fields.pop("max_tokens", None)  # see `most_tokens`
         names = body
         if cls.model_config["extra"] == "ignore":  # there may be hundreds of thousands of others
             names = [name for name in (*cls.model_fields, *cls.not_served) if name in body]
@@ -498,8 +507,8 @@ class SamplingRequest(Body):
     # printable ASCII, because it becomes part of the answer's id
     request_id: str | None = Field(None, pattern="^[!-~]{1,128}$")
 
-    # the model's own default for max_tokens
-    _usual_tokens: int = PrivateAttr(INT32)
+    # the model's own default for max_tokens; private, because of the underscore
+    _usual_tokens: int = INT32
 
     @model_validator(mode="after")
     def check_combinations(self, info: ValidationInfo):
@@ -558,18 +567,21 @@ class SamplingRequest(Body):
         wanted = self.min_tokens if self.max_tokens is None else self.max_tokens
         wanted = max(wanted, int(self.needs_engine))
         if longest + wanted > max_model_len:
-            # client libraries search for exactly this phrase, and for the code
-            limit = f"this model's maximum context length is {max_model_len} tokens"
-            prompt = plural(longest, "prompt token")
-            numbers = f"{prompt} and max_tokens {wanted:,} make {longest + wanted:,}"
-            message = f"{limit}, {numbers}: shorten the prompt or lower max_tokens"
+            # client libraries search for exactly the first words, and for the code
+            message = (
+                f"this model's maximum context length is {max_model_len} tokens, "
+                f"{plural(longest, 'prompt token')} and max_tokens {wanted:,} make "
+                f"{longest + wanted:,}: shorten the prompt or lower max_tokens"
+            )
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         for prompt in prompts:  # none is longer than the context
             check_vocabulary("prompt", prompt, vocab_size)
         scores = sum(self.num_scores(len(prompt), max_model_len) for prompt in prompts)
         if scores > MAX_SCORES:
-            message = f"{scores} log-probabilities in one answer, but the limit is {MAX_SCORES}: "
-            message += "lower max_tokens, n or the number of log-probabilities, or split the call"
+            message = (
+                f"{scores} log-probabilities in one answer, but the limit is {MAX_SCORES}: lower "
+                "max_tokens, n or the number of log-probabilities, or split the call"
+            )
             raise ApiError(400, message, "prompt" if self.echo else "logprobs")
 
     def _check_constraints(self, eos_token_ids):
@@ -578,8 +590,8 @@ class SamplingRequest(Body):
         names += ["max_tokens 0"] * (self.max_tokens == 0)
         names += ["a model without an end-of-text token"] * (not eos_token_ids)
         if self.constraints and names[1:]:
-            message = f"cannot be combined with {names[1]}: leave one of them out"
-            raise ApiError(400, f"{names[0]} {message}", names[0])
+            message = f"{names[0]} cannot be combined with {names[1]}: leave one of them out"
+            raise ApiError(400, message, names[0])
 
     @property
     def needs_engine(self) -> bool:
@@ -710,9 +722,8 @@ class ChatRequest(SamplingRequest):
     tools: Tools = []
     tool_choice: Annotated[str | dict, PlainValidator(choice_of_tools)] = "auto"
     parallel_tool_calls: bool = True
-    max_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
-    # takes precedence over the older max_tokens
-    max_completion_tokens: int | None = Field(None, **RANGES["max_tokens"].bounds)
+    max_tokens: NumTokens | None = None
+    max_completion_tokens: NumTokens | None = None  # takes precedence over the older max_tokens
     logprobs: bool = False
     top_logprobs: NumLogprobs | None = None
     add_generation_prompt: bool = True

@@ -61,8 +61,7 @@ def stream_answer(
     length = args.max_tokens or args.sampling.get("max_tokens", usual)
     seed = secrets.randbits(32) if args.seed is None else args.seed
     flags = {"temperature": args.temperature, "max_tokens": min(length, longest), "seed": seed}
-    params = SamplingParams(**args.sampling | flags)
-    engine.add_request("answer", prompt, params)
+    engine.add_request("answer", prompt, SamplingParams(**args.sampling | flags))
     stream = tokenizer.stream(prompt)
     started = time.perf_counter()
     pieces = []  # pieces of text, one for each token except a stop token

@@ -138,13 +138,11 @@ class Encoder:
 
     async def encode_chat(self, messages: Messages, /, *limits, **options) -> list[int]:
         """Return the token ids of a conversation. The arguments are the same as for Chat.encode."""
-
-        def work(lane) -> list[int]:
-            return lane.chat.encode(messages, *limits, **options)
-
         # templates also include options: a tool's description may be longer than all messages
         size = len(str([messages, options]))
-        return await self.lanes[size > LONG].run(work, size)
+        return await self.lanes[size > LONG].run(
+            lambda lane: lane.chat.encode(messages, *limits, **options), size
+        )
 
     async def _run(self, work: Callable, size: int):
         """
@@ -166,9 +164,11 @@ def check_length(tokenizer: Tokenizer, text: str, most_tokens: float):
     """Raise TooLong if a text certainly has more than `most_tokens`, without encoding it."""
     least = tokenizer.least_tokens(text)
     if least > most_tokens:
-        # client libraries search for this phrase
-        limit = f"this model's maximum context length is {most_tokens} tokens"
-        raise TooLong(f"{limit}, but the prompt has at least {least:,}: shorten it")
+        # client libraries search for exactly the first words
+        raise TooLong(
+            f"this model's maximum context length is {most_tokens} tokens, but the prompt has at "
+            f"least {least:,}: shorten it"
+        )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -307,8 +307,10 @@ class Chat:
 
         def check_clock():
             if time.thread_time() > end:
-                limit = f"takes more than {MAX_RENDER_SECONDS} s for this conversation"
-                raise TokenizerError(f"the chat template {limit}: shorten it")
+                raise TokenizerError(
+                    f"the chat template takes more than {MAX_RENDER_SECONDS} s for this "
+                    "conversation: shorten it"
+                )
 
         unset = {"tools": None, "documents": None}
         has_tools = options.get("tools") is not None
@@ -355,9 +357,8 @@ def make_environment():
     def raise_exception(message: str):
         raise TokenizerError(message)
 
-    extensions = [loopcontrols, Generation]
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

@@ -44,9 +44,9 @@ def find_tags(source: str) -> list[str]:
     format, such as XML (Qwen3-Coder).
     """
     source = source.replace("\\", "")  # quotes may be escaped
-    parts = ["tools", "<tool_call>", '"arguments": ']
-    is_known = all(part in source for part in parts)
-    return ["<tool_call>", "</tool_call>"] if is_known else NO_TAGS
+    if all(part in source for part in ("tools", "<tool_call>", '"arguments": ')):
+        return ["<tool_call>", "</tool_call>"]
+    return NO_TAGS
 
 
 def schema_of(function) -> dict:
@@ -223,6 +223,6 @@ def thought(text: str) -> dict:
 def begun(text: str, marker: str) -> int:
     """Return how many of the marker's first characters the text ends with."""
     count = len(marker) - 1
-    while count > 0 and not text.endswith(marker[:count]):
+    while not text.endswith(marker[:count]):  # at the latest, it ends with none of them
         count -= 1
-    return max(count, 0)
+    return count
