@@ -195,10 +195,10 @@ def open_port(host: str, port: int) -> socket.socket:
     return sock
 
 
-def listen(args: Namespace) -> socket.socket:
+def listen(args: Namespace, keys: list[str]) -> socket.socket:
     """
     Open the listening socket before anything is loaded. Exit with a message if this fails, or if
-    other machines could use the server without an API key.
+    other machines could use the server although there are no API keys.
     """
     try:
         sock = open_port(args.host, args.port)
@@ -210,7 +210,7 @@ def listen(args: Namespace) -> socket.socket:
             remedy = "--host must be a name or address of this machine, without a port"
         sys.exit(f"cannot listen on {args.host}:{args.port}: {reason}; {remedy}")
     is_local = ipaddress.ip_address(sock.getsockname()[0]).is_loopback
-    if not (api_keys(args) or is_local or args.allow_remote):
+    if not (keys or is_local or args.allow_remote):
         sys.exit(
             f"--host {args.host} opens the model to other machines without an API key: set "
             f"${KEY_VARIABLE} or --api-key-file, or add --allow-remote if that is intended"
@@ -247,8 +247,8 @@ def serve_http(args: Namespace) -> str | None:
     from server.app import Service  # here, so that a missing package is found before loading
 
     check_model(args.model)  # report a wrong model name before a port that is in use
-    sock = listen(args)
-    keys = api_keys(args)
+    keys = api_keys(args)  # read once: the file may be a pipe
+    sock = listen(args, keys)
     import uvicorn
 
     # use uvloop if it is installed: 25% more tokens per second with 32 streams on 2 cores

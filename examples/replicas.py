@@ -71,7 +71,7 @@ def shares_of_the_machine(replicas: int, device: str | None) -> list[str]:
     return [f"CUDA_VISIBLE_DEVICES={gpu}" for gpu in gpus]
 
 
-def router_command(args, ports: range) -> list[str]:
+def router_command(args, keys: list[str], ports: range) -> list[str]:
     """
     Return the command that starts smg in front of the servers at these ports. Exits if smg is not
     installed.
@@ -92,7 +92,7 @@ def router_command(args, ports: range) -> list[str]:
     options += f" --control-plane-api-keys nobody:nobody:admin:{secrets.token_hex()}"
     command = [smg, "launch", *options.split(), "--worker-urls"]
     command += [f"http://127.0.0.1:{port}" for port in ports]
-    for number, key in enumerate(api_keys(args)):
+    for number, key in enumerate(keys):
         # smg itself uses the first key to ask the servers for their load
         command.append(f"--tenant-api-key={number}:{key}" if number else f"--api-key={key}")
     return [*command, "--host", args.host, "--port", str(args.port)]
@@ -131,12 +131,13 @@ def main():
     args = parse_args(flags)
     if args.record or args.prompt or args.chat:
         sys.exit("--record, --prompt and --chat only work with one server: leave them out")
-    with listen(args) as sock:
+    keys = api_keys(args)
+    with listen(args, keys) as sock:
         url = base_url(sock)
         args.host, args.port = sock.getsockname()[:2]  # resolves a host name and port 0
     os.environ["no_proxy"] = f"127.0.0.1,{args.host}"
     ports = range(args.port + 1, args.port + 1 + options.replicas)
-    router = router_command(args, ports)  # may exit, so before torch is loaded (seconds)
+    router = router_command(args, keys, ports)  # may exit, so before torch is loaded (seconds)
     serve = [sys.executable, f"{sys.path[0]}/serve.py", *flags, "--host", "127.0.0.1", "--port"]
     shares = shares_of_the_machine(options.replicas, args.device)
     commands = [["env", shares[i], *serve, str(port)] for i, port in enumerate(ports)]

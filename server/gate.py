@@ -73,7 +73,8 @@ class Gate:
         self.unlogged = UNLOGGED_PATHS + PAGE_PATHS if sys.stderr.isatty() else UNLOGGED_PATHS
         self.salts = {}  # digest of an API key -> its salt for the prefix cache
         for number, key in enumerate(service.keys):
-            self.salts[hashlib.sha256(key.encode()).digest()] = f"key {number}"
+            sent = key.encode(errors="surrogateescape")  # bytes of a flag that are not UTF-8
+            self.salts[hashlib.sha256(sent).digest()] = f"key {number}"
         hosts = ["localhost", self.args.host, *self.args.allowed_hosts]
         self.hosts = set(map(str.lower, hosts))
         # CORS: pages from --allowed-origins may read answers, including errors. Before a call, the

@@ -25,7 +25,7 @@ def test_answers_do_not_wait_for_acknowledgements():
     host = "::" if socket.has_dualstack_ipv6() else "127.0.0.1"
     args = serve.parse_args(["--host", host, "--port", "0", "--allow-remote"])
     with (
-        serve.listen(args) as sock,
+        serve.listen(args, []) as sock,
         socket.create_connection(("127.0.0.1", sock.getsockname()[1])),
     ):
         accepted, _ = sock.accept()
@@ -82,9 +82,9 @@ HOSTS = {  # what is typed -> the refusal, or none
 def test_other_machines_are_kept_out_unless_forced(typed):
     args = serve.parse_args(["--port", "0", "--host", *typed.split()])
     if not HOSTS[typed]:
-        return serve.listen(args).close()
+        return serve.listen(args, []).close()
     with pytest.raises(SystemExit, match=HOSTS[typed]):
-        serve.listen(args)
+        serve.listen(args, [])
 
 
 def test_the_greeting_has_an_address_to_open():

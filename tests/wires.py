@@ -110,7 +110,8 @@ def request(
         lines |= {"Content-Type": "application/json", "Content-Length": str(len(data))}
     lines |= {name.replace("_", "-"): value for name, value in headers.items()}
     head = [f"{name}: {value}\r\n" for name, value in lines.items() if value is not None]
-    return f"{method} {path} HTTP/1.1\r\n{''.join(head)}\r\n".encode() + data
+    text = f"{method} {path} HTTP/1.1\r\n{''.join(head)}\r\n"
+    return text.encode(errors="surrogateescape") + data
 
 
 ASK = request("/v1/completions", {"prompt": "ab", "max_tokens": 4})

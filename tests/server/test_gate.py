@@ -4,9 +4,11 @@ log, with a line per call.
 """
 
 import json
+import os
 import re
 import sys
 from contextlib import ExitStack
+from unittest.mock import Mock
 
 import pytest
 from wires import ASK, House
@@ -28,7 +30,7 @@ ORIGINS = [
 @pytest.fixture(scope="module")
 def locked():
     flags = ["--max-num-seqs", "1", "--max-queue", "0", "--allowed-origins", *ORIGINS]
-    with House(*flags, keys=["sesame", "simsim"]) as house:
+    with House(*flags, keys=["sesame", "simsim", "s\udcffsam"]) as house:
         yield house
 
 
@@ -53,8 +55,11 @@ def test_every_path_but_four_needs_the_key(locked):
             caller.hang_up()
 
 
-@pytest.mark.parametrize("key", ["Bearer sesame", "bearer  sesame ", "BEARER simsim"])
+@pytest.mark.parametrize(
+    "key", ["Bearer sesame", "bearer  sesame ", "BEARER simsim", "Bearer s\udcffsam"]
+)
 def test_a_key_is_one_of_the_keys(locked, key):
+    """Bytes that are not UTF-8 previously ended the server, after the model had been loaded."""
     assert locked.get("/v1/models", Authorization=key).status == 200
 
 
@@ -114,10 +119,23 @@ def test_keys_come_from_a_flag_the_environment_or_a_file(
     args = serve.parse_args(["--host", "0.0.0.0", "--port", "0", *flags])
     if isinstance(expected, str):
         with pytest.raises(ValueError, match=expected):
-            serve.listen(args)
+            serve.api_keys(args)
     else:
         assert serve.api_keys(args) == expected
-        serve.listen(args).close()
+        serve.listen(args, expected).close()
+
+
+def test_a_key_file_may_be_a_pipe(monkeypatch):
+    """Previously it was read twice, and the second time nothing was left."""
+    reader, writer = os.pipe()
+    os.write(writer, b"sesame")
+    os.close(writer)
+    monkeypatch.setattr(serve.signal, "signal", Mock())
+    monkeypatch.setattr(serve, "check_model", Mock())
+    monkeypatch.setattr(serve, "client_and_encoder", Mock(side_effect=ZeroDivisionError))
+    with pytest.raises(ZeroDivisionError):  # the step after the keys
+        serve.serve_http(serve.parse_args(["--port", "0", "--api-key-file", f"/dev/fd/{reader}"]))
+    os.close(reader)
 
 
 def test_a_key_file_that_others_can_read_is_reported(tmp_path, capsys):
