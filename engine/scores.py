@@ -62,8 +62,7 @@ class Scores(Stage):
         Score the sampled tokens on the device, for the requests that want scores. Returns these
         requests and the tensors from `Device.sampled_logprobs`.
         """
-        scored = [r for r in step.plan.sampled if r in self.wanted]
-        scored = [r for r in scored if r.params.logprobs is not None]
+        scored = [r for r in step.plan.sampled if r.params.logprobs is not None]
         tensors = []
         if scored:
             index_of = step.launched.token_indices()
