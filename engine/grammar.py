@@ -29,21 +29,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
-from engine.matcher import (
-    COUNT,
-    END,
-    MASK,
-    MOST_BYTES,
-    OFFER,
-    STEP_MIB,
-    STEP_SECONDS,
-)
+from engine.matcher import COUNT, END, MASK, MOST_BYTES, OFFER, STEP_MIB, STEP_SECONDS
 from engine.step import STUCK, Answer, Stage, Step
 from model import GPTConfig
 from paged import Request
@@ -159,15 +152,15 @@ class Grammars:
         self.process.wait()
 
 
+@dataclass
 class Question:
     """
     A question to a grammar's process, and the `reply`. `reply` is None until it arrives. If the
     process ends without replying, `reply` is the reason (str).
     """
 
-    def __init__(self, kind: int | None = None):
-        self.kind = kind
-        self.reply: int | bytes | str | tuple | None = None
+    kind: int | None = None
+    reply: int | bytes | str | tuple | None = None
 
 
 class Compiled:
@@ -495,8 +488,9 @@ class Constraints(Stage):
                 del guesses[r]
         constrained = [r for r in step.plan.sampled if r in self.grammars]
         # while a request's token is still to come, its mask is for that token
-        masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
-        step.notes[self] = masked
+        step.notes[self] = [
+            r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()
+        ]
 
     def launched(self, step: Step):
         masked = step.notes[self]
