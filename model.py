@@ -527,13 +527,13 @@ class Attention(nn.Module):
     averages of the values, and project back.
     """
 
-    def __init__(self, config: GPTConfig, window: int, rope: int | None = None):
+    def __init__(self, config: GPTConfig, window: int, rope: int):
         super().__init__()
         self.H = config.n_head
         self.Hk = config.n_kv_head
         self.D = config.head_size
         self.window = window
-        self.rope = window if rope is None else rope  # key of config.rope
+        self.rope = rope  # key of config.rope
         self.scale = config.attention_scale
         if config.rope and not config.qk_norm_late:
             self.scale *= config.rope[self.rope].attention_factor ** 2
