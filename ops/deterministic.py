@@ -58,7 +58,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
     """Like linear.head, but use matrix_kernel whatever the number of rows."""
     logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
-    return model.soft_cap(logits, softcap) if softcap else logits
+    return model.soft_cap(logits, softcap)
 
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):

@@ -505,7 +505,7 @@ def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
         logits = launch_linear(x, layer, is_head=True)
     else:
         logits = layer(x)
-    return model.soft_cap(logits, softcap) if softcap else logits
+    return model.soft_cap(logits, softcap)
 
 
 def launch_linear(
