@@ -47,11 +47,15 @@ COMPILE_POLL = 0.002  # how often, in seconds, an idle engine checks whether a g
 KEPT_MIB = 256  # maximum total size of the compiled grammars that are kept
 PROCESS_MIB = 4  # added to the size of each grammar to account for its process
 
-NOTHING_ALLOWED = "no token is left: the vocabulary has none of those that the grammar allows next"
-NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
+NOTHING_ALLOWED = (
+    "no token is left: the vocabulary has none of those that the grammar allows next, or "
+    "min_tokens and logit_bias forbid them"
+)
 GONE = "the process that compiles grammars has ended: try again"
-TOO_SLOW = f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB "
-TOO_SLOW += "in all: make the grammar simpler"
+TOO_SLOW = (
+    f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB in "
+    "all: make the grammar simpler"
+)
 
 
 class Refused(ValueError):
