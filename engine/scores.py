@@ -45,8 +45,7 @@ class Scores(Stage):
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
-                most = request.prompt_logprobs
-                tensors = device.prompt_logprobs(launched, rows, targets, most)
+                tensors = device.prompt_logprobs(launched, rows, targets, request.prompt_logprobs)
                 prompts.append((request, start, to_host(tensors)))
             first += n
         # without overlap, it is too early to score sampled tokens, because a grammar may replace

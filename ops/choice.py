@@ -123,8 +123,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
 
         compiler = cpu.c_compiler()
     if attention in ("auto", "cpu") and compiler:
-        machine = cpu.CpuKernels(compiler)
-        return machine.table(TORCH_OPS), "the fastest on a CPU"
+        return cpu.CpuKernels(compiler).table(TORCH_OPS), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         names = ["auto", *tables]
