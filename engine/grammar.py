@@ -284,10 +284,13 @@ class CompileQueue:
                 self._forget(message["id"])
             yield message
         while self.waiting:
-            message = next(iter(self.waiting.values()))[0]
+            owner, [message, *others] = next(iter(self.waiting.items()))
             if message["grammar"] and not self._compile(message):
                 return
-            self._end_turn()
+            self.compiled = None  # a process that is still compiling ends when it is dropped
+            del self.waiting[owner]
+            if others:
+                self.waiting[owner] = others  # at the end of the queue
             if message["grammar"]:
                 yield message
 
@@ -305,14 +308,6 @@ class CompileQueue:
             outcome.set_exception(error)
         message["grammar"] = outcome
         return True
-
-    def _end_turn(self):
-        """Move the owner whose turn it was to the end of the queue."""
-        self.compiled = None  # a process that is still compiling ends when it is dropped
-        owner = next(iter(self.waiting))
-        _, *others = self.waiting.pop(owner)
-        if others:
-            self.waiting[owner] = others
 
     def _forget(self, id: str):
         """Drop the grammar of an aborted request, so that it is not compiled."""
