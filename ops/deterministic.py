@@ -37,9 +37,8 @@ def tiles_for(R: int, layer, P=1) -> Tiles:
         tiles = layer_tiles(R, N, layer.weight.numel())
         return tiles._replace(apart=P)
     for tiles in (LARGE, MIDDLE, SMALL):
-        down = triton.cdiv(R, tiles.rows)
-        across = triton.cdiv(N, tiles.cols)
-        if down * across >= ENOUGH_PROGRAMS:
+        programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
+        if programs >= ENOUGH_PROGRAMS:
             break
     return tiles._replace(together=P)
 
