@@ -344,7 +344,6 @@ def at_least(
 
 
 positive = at_least(1)
-not_negative = at_least(0, float)
 
 
 def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = None, **options):
@@ -358,7 +357,7 @@ def add_flag(group, flag: str, help: str, default=None, kind: Callable | None = 
     if isinstance(default, bool):
         options.setdefault("action", "store_false" if default else "store_true")
     elif "action" not in options:
-        kinds = {int: positive, float: not_negative}
+        kinds = {int: positive, float: at_least(0, float)}
         options["type"] = kind or kinds.get(type(default), str)
         if default not in (None, []):
             help += " (default: %(default)s)"

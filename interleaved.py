@@ -94,9 +94,8 @@ def interleaved_generate(
     layers = config.n_layer, config.n_kv_head, config.head_size
     pool = KVBlockPool(*blocks, *layers, device, weight.dtype)
     sampling = SamplingRows(scheduler.max_num_seqs, config.vocab_size, device)
-    step = 0
     while not scheduler.is_done():
-        plan = scheduler.plan(step)
+        plan = scheduler.plan()
         for request in plan.admitted:
             sampling.fill(sampling_row(request))
         batch = flat_batch(plan, model, pool)
@@ -106,5 +105,4 @@ def interleaved_generate(
         positions = upload([r.num_tokens for r in plan.sampled], device)  # of the new tokens
         tokens = sample_torch(logits, rows, positions, sampling)
         scheduler.update(plan, tokens.tolist())
-        step += 1
     return scheduler

@@ -487,9 +487,10 @@ def plan_attention_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> 
     """
     _, _, Hk, S, D = kv.shape
     B = batch.num_decodes
-    assert padded(D) <= 256, f"head size {D} exceeds the kernels' limit of 256"
+    width = padded(D)
+    assert width <= 256, f"head size {D} exceeds the kernels' limit of 256"
     processors = num_processors(kv.device)
-    at_once = processors * programs_at_once(D)
+    at_once = processors * programs_at_once(width)
 
     # Use at most 5/8 of the programs that the chip can run at once, which measured fastest.
     programs = 1
@@ -498,7 +499,7 @@ def plan_attention_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> 
     # 3 stages are too many for a program with only a tile or two. Also, each multiprocessor can run
     # two more programs if there are only 2 stages. Take 2 if all programs can then run at once.
     launched = B * Hk * programs
-    few = at_once if padded(D) <= 64 else at_once // 2
+    few = at_once if width <= 64 else at_once // 2
     num_stages = max(2, stages_that_fit(kv))  # 2 always fit, as a decode's query tile is small
     if programs > 8 or few < launched <= few + 2 * processors:
         num_stages = 2
@@ -519,7 +520,7 @@ def plan_attention_triton(batch: Batch, H: int, kv: Tensor, window: int = 0) -> 
     if launched <= at_once:  # all programs start together, so order does not matter
         order = None
     split_sums = torch.empty(B * H * splits * 2, device=kv.device)
-    split_acc = split_sums.new_empty(B * H * splits * padded(D))
+    split_acc = split_sums.new_empty(B * H * splits * width)
     side = None
     if kv.is_cuda and 0 < B < len(batch.query_lens_host):
         side = torch.cuda.Stream(kv.device)
@@ -539,7 +540,7 @@ def prefill_tiles(batch: Batch) -> tuple[Tensor | None, Tensor | None]:
     chunks = len(batch.query_start) - 1 - decodes
     if not chunks:
         return None, None
-    lens = batch.query_start[decodes + 1 :] - batch.query_start[decodes:-1]
+    lens = batch.query_start[decodes:].diff()
     ends = ((lens + PREFILL_ROWS - 1) // PREFILL_ROWS).cumsum(0)  # end of each chunk in tiles
     most = triton.cdiv(len(batch.tokens) - decodes, PREFILL_ROWS) + chunks
     tile = torch.arange(most, device=lens.device)
@@ -636,9 +637,9 @@ MERGED_AT_ONCE = 4096  # numbers to load together: at most 8 states of one row, 
 TILES_OF_STAGES = (1.76, 3.5)  # tiles of K and V in shared memory, with 2 stages and with 3
 
 
-def programs_at_once(D: int) -> int:
+def programs_at_once(width: int) -> int:
     """Return how many decode programs run concurrently on each multiprocessor."""
-    return 6 if padded(D) <= 64 else 4
+    return 6 if width <= 64 else 4
 
 
 def num_processors(device: torch.device) -> int:

@@ -238,8 +238,7 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v = q.to(wide), k.to(wide), v.to(wide)
     scores = q @ k.mT * scale  # (.., n, m)
-    if softcap:
-        scores = soft_cap(scores, softcap)
+    scores = soft_cap(scores, softcap)
     if attn_mask is not None:
         scores = scores + attn_mask
     weights = scores.softmax(-1)
@@ -248,8 +247,8 @@ def attention(q, k, v, attn_mask: Tensor | None, scale: float, dropout_p=0.0, so
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
-    """Squeeze x smoothly into the range -cap to cap."""
-    return cap * (x / cap).tanh()
+    """Squeeze x smoothly into the range -cap to cap. If cap is 0, return x unchanged."""
+    return cap * (x / cap).tanh() if cap else x
 
 
 def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_sums=False):
@@ -264,8 +263,7 @@ def linear(x: Tensor, layer: nn.Module, activation=None, gated=False, partial_su
 
 
 def head(x: Tensor, layer: nn.Module, softcap: float = 0.0) -> Tensor:
-    logits = layer(x)
-    return soft_cap(logits, softcap) if softcap else logits
+    return soft_cap(layer(x), softcap)
 
 
 def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> Tensor:
@@ -274,8 +272,7 @@ def loss(x: Tensor, layer: nn.Module, targets: Tensor, softcap: float = 0.0) -> 
     (B, T) int64. Targets of -100 are ignored. For softcap, see `attention`.
     """
     logits = layer(x.flatten(0, 1)).float()  # (B T, V)
-    if softcap:
-        logits = soft_cap(logits, softcap)
+    logits = soft_cap(logits, softcap)
     targets = targets.flatten()
     total = F.cross_entropy(logits, targets, reduction="sum")
     return total / (targets >= 0).sum().clamp(min=1)  # 0, not NaN, if there are no targets
@@ -439,8 +436,10 @@ class GPTConfig:
         check_multiple(self, "n_head", "n_kv_head")
         for token in self.eos_token_ids:
             if type(token) is not int or not 0 <= token < self.vocab_size:
-                expected = f"a token id, 0 to {self.vocab_size - 1}, or none"
-                raise ValueError(f"eos_token_id is {token!r}, wanted {expected}")
+                raise ValueError(
+                    f"eos_token_id is {token!r}, wanted a token id, 0 to {self.vocab_size - 1}, "
+                    "or none"
+                )
         for window in self.windows:
             if window != 0:
                 check_value(int, "sliding_window", window)
@@ -451,8 +450,10 @@ class GPTConfig:
         if self.no_rope:
             self.rope = self.rope | {NO_ROPE: Rope(1.0, math.inf)}  # all angles are 0
         if self.rope and not self.rope.keys() >= set(self.windows):
-            windows = f"rope has windows {list(self.rope)}, layers have {self.windows}"
-            raise ValueError(f"{windows}: give rotary positions for each window")
+            raise ValueError(
+                f"rope has windows {list(self.rope)}, layers have {self.windows}: give rotary "
+                "positions for each window"
+            )
         if self.qk_norm and self.norm != "rms":
             raise ValueError("qk_norm needs norm 'rms': change one of them")
         if self.rope and self.head_size % 2:
@@ -527,13 +528,13 @@ class Attention(nn.Module):
     averages of the values, and project back.
     """
 
-    def __init__(self, config: GPTConfig, window: int, rope: int | None = None):
+    def __init__(self, config: GPTConfig, window: int, rope: int):
         super().__init__()
         self.H = config.n_head
         self.Hk = config.n_kv_head
         self.D = config.head_size
         self.window = window
-        self.rope = window if rope is None else rope  # key of config.rope
+        self.rope = rope  # key of config.rope
         self.scale = config.attention_scale
         if config.rope and not config.qk_norm_late:
             self.scale *= config.rope[self.rope].attention_factor ** 2

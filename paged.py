@@ -283,7 +283,7 @@ class Request:
     @property
     def num_known(self) -> int:
         """Number of answer tokens that are not TO_COME."""
-        return len(self.generated_tokens) - self.num_to_come
+        return self.num_generated - self.num_to_come
 
     @property
     def is_done(self) -> bool:

@@ -172,7 +172,6 @@ class Device:
         self.graphs: dict[StepShape, tuple] = {}  # -> (graph, its outputs)
         # graphs send their tokens to the rows of a ring, and count the rows sent: see fused.send
         self.ring: Tensor | None = None
-        self.num_sent: Tensor | None = None
         self.last_inputs = array("q")  # the inputs last written to `static_inputs`
         if settings.graphs and self.shapes:
             self.capture_all()
@@ -281,8 +280,7 @@ class Device:
         rows = upload([r.row for r in requests], self.device)
         known = [r.num_tokens - r.num_to_come + n for r, n in requests.items()]
         positions = upload(known, self.device)
-        allowed = torch.from_numpy(np.stack(masks))
-        allowed = upload(allowed, self.device, torch.int32)
+        allowed = upload(np.stack(masks), self.device, torch.int32)
         tokens = launched.tokens
         self.sampling.uncount(rows, tokens[indices])
         params = [r.params for r in requests]

@@ -86,7 +86,6 @@ class Drafts(Stage):
 
     def __init__(self, engine):
         super().__init__(engine)
-        self.is_on = engine.settings.speculate
         self.texts: dict[Request, GrowingText] = {}
         self.promised: set[Request] = set()  # requests whose drafts the engine has waited for
         self.num_guessed = 0  # tokens
@@ -135,9 +134,9 @@ class Drafts(Stage):
         Return how many guesses a step can compute in addition to these decodes: none if the
         settings do not turn drafts on.
         """
-        if not self.is_on:
-            return 0
         engine = self.engine
+        if not engine.settings.speculate:
+            return 0
         return min(engine.device.cheap_rows, engine.scheduler.token_budget) - len(decodes)
 
     def _guess(self, request: Request, capacity: int) -> list[int]:

@@ -221,9 +221,6 @@ class Recorder(Stage):
         self._add(tables=tables)
 
     def _add_ended(self):
-        scheduler = self.scheduler
-        if len(scheduler.waiting) + len(scheduler.running) == len(self.tables):
-            return
         ended = [r for r in self.tables if r.status == "done"]
         for r in ended:
             del self.tables[r]
@@ -339,10 +336,8 @@ class Publisher:
         if self.due_in() == 0:
             self.sent_at = now
             has_room = not self.link.unsent
-            if has_room and self.is_up_to_date:
-                self.send(self.lines)
-            elif has_room:
-                self.send([self.recorder.snapshot()])
+            if has_room:
+                self.send(self.lines if self.is_up_to_date else [self.recorder.snapshot()])
             self.is_up_to_date = has_room
             self.lines.clear()
         if now > self.ends_at:

@@ -29,21 +29,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
 
-from engine.matcher import (
-    COUNT,
-    END,
-    MASK,
-    MOST_BYTES,
-    OFFER,
-    STEP_MIB,
-    STEP_SECONDS,
-)
+from engine.matcher import COUNT, END, MASK, MOST_BYTES, OFFER, STEP_MIB, STEP_SECONDS
 from engine.step import STUCK, Answer, Stage, Step
 from model import GPTConfig
 from paged import Request
@@ -54,11 +47,15 @@ COMPILE_POLL = 0.002  # how often, in seconds, an idle engine checks whether a g
 KEPT_MIB = 256  # maximum total size of the compiled grammars that are kept
 PROCESS_MIB = 4  # added to the size of each grammar to account for its process
 
-NOTHING_ALLOWED = "no token is left: the vocabulary has none of those that the grammar allows next"
-NOTHING_ALLOWED += ", or min_tokens and logit_bias forbid them"
+NOTHING_ALLOWED = (
+    "no token is left: the vocabulary has none of those that the grammar allows next, or "
+    "min_tokens and logit_bias forbid them"
+)
 GONE = "the process that compiles grammars has ended: try again"
-TOO_SLOW = f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB "
-TOO_SLOW += "in all: make the grammar simpler"
+TOO_SLOW = (
+    f"its grammar takes more than {1000 * STEP_SECONDS:.0f} ms for a token or {STEP_MIB} MB in "
+    "all: make the grammar simpler"
+)
 
 
 class Refused(ValueError):
@@ -159,15 +156,15 @@ class Grammars:
         self.process.wait()
 
 
+@dataclass
 class Question:
     """
     A question to a grammar's process, and the `reply`. `reply` is None until it arrives. If the
     process ends without replying, `reply` is the reason (str).
     """
 
-    def __init__(self, kind: int | None = None):
-        self.kind = kind
-        self.reply: int | bytes | str | tuple | None = None
+    kind: int | None = None
+    reply: int | bytes | str | tuple | None = None
 
 
 class Compiled:
@@ -287,10 +284,13 @@ class CompileQueue:
                 self._forget(message["id"])
             yield message
         while self.waiting:
-            message = next(iter(self.waiting.values()))[0]
+            owner, [message, *others] = next(iter(self.waiting.items()))
             if message["grammar"] and not self._compile(message):
                 return
-            self._end_turn()
+            self.compiled = None  # a process that is still compiling ends when it is dropped
+            del self.waiting[owner]
+            if others:
+                self.waiting[owner] = others  # at the end of the queue
             if message["grammar"]:
                 yield message
 
@@ -308,14 +308,6 @@ class CompileQueue:
             outcome.set_exception(error)
         message["grammar"] = outcome
         return True
-
-    def _end_turn(self):
-        """Move the owner whose turn it was to the end of the queue."""
-        self.compiled = None  # a process that is still compiling ends when it is dropped
-        owner = next(iter(self.waiting))
-        _, *others = self.waiting.pop(owner)
-        if others:
-            self.waiting[owner] = others
 
     def _forget(self, id: str):
         """Drop the grammar of an aborted request, so that it is not compiled."""
@@ -495,8 +487,9 @@ class Constraints(Stage):
                 del guesses[r]
         constrained = [r for r in step.plan.sampled if r in self.grammars]
         # while a request's token is still to come, its mask is for that token
-        masked = [r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()]
-        step.notes[self] = masked
+        step.notes[self] = [
+            r for r in constrained if not r.num_to_come and self.grammars[r].has_mask()
+        ]
 
     def launched(self, step: Step):
         masked = step.notes[self]

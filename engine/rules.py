@@ -83,5 +83,7 @@ def check_tokens(lark: str, ends: dict[int, str]):
             if is_among != ids.startswith("^"):
                 found.append(f"<[{ids}]>")
     if found:
-        reason = "an answer ends where its grammar does: leave the end-of-text token out"
-        raise ValueError(f"{found[0]:.99} would end the answer, and {reason}")
+        raise ValueError(
+            f"{found[0]:.99} would end the answer, and an answer ends where its grammar does: "
+            "leave the end-of-text token out"
+        )

@@ -92,11 +92,8 @@ class Runner:
         # `computed` is longer than the list of decodes: padding and chunks come after them
         tokens = {r: [token] for r, token in zip(plan.decodes, computed)}  # noqa: B905
         if plan.guesses:
-            start = 0
-            for request in plan.decodes:
-                end = start + plan.num_sampled(request)
-                tokens[request] = computed[start:end]
-                start = end
+            for request, start in launched.token_indices().items():
+                tokens[request] = computed[start : start + plan.num_sampled(request)]
         for request, index in zip(plan.prefilled, launched.packed.prefilled_indices, strict=True):
             tokens[request] = [computed[index]]
         return tokens

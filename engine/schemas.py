@@ -30,8 +30,10 @@ NEUTRAL = {
     "not": [False],
     "propertyNames": [True, {}, {"type": "string"}],
 }
-DRAFTS = r"https://json-schema.org/draft/20(19-09|20-12)/schema#?|"
-DRAFTS += r"http://json-schema.org/draft-0[467]/schema#?|"
+DRAFTS = (
+    r"https://json-schema.org/draft/20(19-09|20-12)/schema#?|"
+    r"http://json-schema.org/draft-0[467]/schema#?|"
+)
 DRAFT_3 = ("divisibleBy", "disallow", "extends")
 UPPER = {"maximum", "exclusiveMaximum"}
 BOUNDS = UPPER | {"minimum", "exclusiveMinimum"}
@@ -119,12 +121,16 @@ def check_keywords(node: dict):
             raise ValueError(f"{key} is from draft 3, wanted draft 4 or a later one: rewrite it")
     required = node.get("required", [])
     if not isinstance(required, list):
-        wanted = "wanted a list of names, next to the properties"
-        raise ValueError(f"required is {json.dumps(required):.40}, {wanted}")
+        raise ValueError(
+            f"required is {json.dumps(required):.40}, wanted a list of names, next to the "
+            "properties"
+        )
     draft = node.get("$schema", "")
     if isinstance(draft, str) and not re.fullmatch(DRAFTS, draft):
-        wanted = "wanted the address of draft 4, 6, 7, 2019-09 or 2020-12"
-        raise ValueError(f"$schema is {draft:.99}, {wanted}: leave it out")
+        raise ValueError(
+            f"$schema is {draft:.99}, wanted the address of draft 4, 6, 7, 2019-09 or 2020-12: "
+            "leave it out"
+        )
 
 
 def check_numbers(node: dict):
@@ -142,8 +148,10 @@ def check_numbers(node: dict):
     if is_number(step):
         digits = re.sub(r"e.*|\D", "", repr(step)).strip("0")
         if step <= 0 or int(digits or 0) > MOST_REMAINDERS:
-            wanted = f"wanted above 0, and at most {MOST_REMAINDERS:,} without trailing zeros"
-            raise ValueError(f"multipleOf is {step!r:.40}, {wanted}: choose another step")
+            raise ValueError(
+                f"multipleOf is {step!r:.40}, wanted above 0, and at most {MOST_REMAINDERS:,} "
+                "without trailing zeros: choose another step"
+            )
 
 
 def check_constant(digits: str):
@@ -170,5 +178,7 @@ def check_count(node: dict):
     most = len({*map(str, node.get("required", []))}) + 1
     is_open = node.get("additionalProperties") is not False or node.get("patternProperties")
     if is_number(least) and least > most and is_open:
-        wanted = f"wanted at most {most}, because other names may occur twice"
-        raise ValueError(f"minProperties is {least}, {wanted}: lower it, or name more in required")
+        raise ValueError(
+            f"minProperties is {least}, wanted at most {most}, because other names may occur "
+            "twice: lower it, or name more in required"
+        )

@@ -45,8 +45,7 @@ class Scores(Stage):
                 start = request.prefill_cursor
                 targets = request.prompt_tokens[start + 1 : start + 1 + count]
                 rows = slice(first, first + count)
-                most = request.prompt_logprobs
-                tensors = device.prompt_logprobs(launched, rows, targets, most)
+                tensors = device.prompt_logprobs(launched, rows, targets, request.prompt_logprobs)
                 prompts.append((request, start, to_host(tensors)))
             first += n
         # without overlap, it is too early to score sampled tokens, because a grammar may replace
@@ -62,8 +61,7 @@ class Scores(Stage):
         Score the sampled tokens on the device, for the requests that want scores. Returns these
         requests and the tensors from `Device.sampled_logprobs`.
         """
-        scored = [r for r in step.plan.sampled if r in self.wanted]
-        scored = [r for r in scored if r.params.logprobs is not None]
+        scored = [r for r in step.plan.sampled if r.params.logprobs is not None]
         tensors = []
         if scored:
             index_of = step.launched.token_indices()

@@ -9,15 +9,15 @@ or a field that needs the file is then refused with a message that names the fil
 also reads these tables but does not need any stage, so only `build_stages` imports the stages.
 """
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 # in the order in which they act
 STAGES = {
-    "drafts": "engine.drafts.Drafts",  # guesses tokens, which a step then checks
-    "grammar": "engine.grammar.Constraints",  # checks tokens and guesses; server/tools.py needs it
-    "scores": "engine.scores.Scores",  # scores the tokens that the grammars accept
-    "windows": "engine.window.Window",  # frees the blocks that no token can see any more
-    "record": "engine.events.Recorder",  # last, because it records what the others have done
+    "drafts": "engine.drafts:Drafts",  # guesses tokens, which a step then checks
+    "grammar": "engine.grammar:Constraints",  # checks tokens and guesses; server/tools.py needs it
+    "scores": "engine.scores:Scores",  # scores the tokens that the grammars accept
+    "windows": "engine.window:Window",  # frees the blocks that no token can see any more
+    "record": "engine.events:Recorder",  # last, because it records what the others have done
 }
 FILES = {
     "drafts": "engine/drafts.py",
@@ -42,7 +42,6 @@ def require(name: str):
 def build_stages(engine) -> dict:
     """Return the stages (`step.Stage`) of an engine, by name."""
     stages = {}
-    for name, path in STAGES.items():
-        module, _, kind = path.rpartition(".")
-        stages[name] = getattr(import_module(module), kind)(engine)
+    for name, kind in STAGES.items():
+        stages[name] = resolve_name(kind)(engine)
     return stages

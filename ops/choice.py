@@ -37,13 +37,7 @@ def triton_tables() -> tuple[Ops, Ops]:
     """
     Return TRITON and DETERMINISTIC. Their modules are imported here because only a GPU needs them.
     """
-    from ops import (
-        deterministic,
-        fused,
-        linear,
-        prefix,
-        sampling_kernels,
-    )
+    from ops import deterministic, fused, linear, prefix, sampling_kernels
 
     fastest = TORCH_OPS._replace(
         name="triton",
@@ -78,7 +72,7 @@ NEEDS = {
 }
 
 
-def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Ops]:
+def tables_for(on_gpu: bool, dtype: torch.dtype) -> dict[str, Ops]:
     """Return the tables that work on this kind of device without cpu.c, the fastest one first."""
     fastest = TORCH_OPS
     if dtype == torch.bfloat16:
@@ -86,7 +80,7 @@ def tables_for(on_gpu: bool, dtype: torch.dtype = torch.float32) -> dict[str, Op
     if on_gpu:
         fastest = triton_tables()[0] if kernels.triton else TORCH_OPS
     tables = {fastest.name: fastest, "torch": TORCH_OPS}
-    if kernels.triton and kernels.INTERPRETED:
+    if kernels.INTERPRETED:
         tables["triton"] = triton_tables()[0]
     return tables
 
@@ -129,8 +123,7 @@ def find_ops(attention: str, device: str | torch.device, dtype: torch.dtype) -> 
 
         compiler = cpu.c_compiler()
     if attention in ("auto", "cpu") and compiler:
-        machine = cpu.CpuKernels(compiler)
-        return machine.table(TORCH_OPS), "the fastest on a CPU"
+        return cpu.CpuKernels(compiler).table(TORCH_OPS), "the fastest on a CPU"
     if attention != "auto":
         why = NEEDS.get(attention, "is unknown")
         names = ["auto", *tables]

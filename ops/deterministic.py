@@ -37,9 +37,8 @@ def tiles_for(R: int, layer, P=1) -> Tiles:
         tiles = layer_tiles(R, N, layer.weight.numel())
         return tiles._replace(apart=P)
     for tiles in (LARGE, MIDDLE, SMALL):
-        down = triton.cdiv(R, tiles.rows)
-        across = triton.cdiv(N, tiles.cols)
-        if down * across >= ENOUGH_PROGRAMS:
+        programs = triton.cdiv(N, tiles.cols) * triton.cdiv(R, tiles.rows)
+        if programs >= ENOUGH_PROGRAMS:
             break
     return tiles._replace(together=P)
 
@@ -58,7 +57,7 @@ def linear(x: Tensor, layer, activation=None, gated=False, partial_sums=False) -
 def head(x: Tensor, layer, softcap: float = 0.0) -> Tensor:
     """Like linear.head, but use matrix_kernel whatever the number of rows."""
     logits = launch_linear(x, layer, tiles=head_tiles(len(x)))
-    return model.soft_cap(logits, softcap) if softcap else logits
+    return model.soft_cap(logits, softcap)
 
 
 def project_qkv(y: Tensor, attn: model.Attention, kv: Tensor, batch: Batch):

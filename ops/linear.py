@@ -130,10 +130,11 @@ def norm_now(x: Tensor, delta: Tensor | None, norm: nn.Module):
     R, K = x.shape
     P = 0 if delta is None else delta.numel() // x.numel()
     y = torch.empty_like(x)
-    operands = (x, delta, norm.weight, norm.bias)
-    width = triton.next_power_of_2(K)
-    shape = {"P": P, "K": K, "RMS": isinstance(norm, model.RMSNorm), "WIDTH": width}
-    add_norm_kernel[(R,)](*operands, y, norm.eps, R, **shape, **pdl_options(x))
+    add_norm_kernel[(R,)](
+        x, delta, norm.weight, norm.bias, y, norm.eps, R,
+        P=P, K=K, RMS=isinstance(norm, model.RMSNorm), WIDTH=triton.next_power_of_2(K),
+        **pdl_options(x),
+    )  # fmt: skip
     return x, y
 
 
@@ -505,7 +506,7 @@ def head(x: Tensor | LazyNorm, layer, softcap: float = 0.0) -> Tensor:
         logits = launch_linear(x, layer, is_head=True)
     else:
         logits = layer(x)
-    return model.soft_cap(logits, softcap) if softcap else logits
+    return model.soft_cap(logits, softcap)
 
 
 def launch_linear(
@@ -529,17 +530,16 @@ def launch_linear(
         N //= 2
     assert layer.weight.is_contiguous(), "weights must be contiguous"
     assert not (partial_sums and activation), "an activation applies to the sum, not to its parts"
-    # without a pool, D is 0, so no columns belong to k or v
-    shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated}
-    shape |= {"Hk": 1, "S": 1, "D": 0}
+    Hk, S, D = 1, 1, 0  # without a pool, D is 0, so no columns belong to k or v
     pool = (None, None, None)
     rotation = (None, None)
     if targets:
         kv, slots, *rotation = targets
         assert kv.is_contiguous(), "the pool of a layer must be contiguous"
-        shape["Hk"], shape["S"], shape["D"] = kv.shape[2:]
+        Hk, S, D = kv.shape[2:]
         pool = (kv, slots, kv.stride(0))  # offset from K to V
-    width = N - 2 * shape["Hk"] * shape["D"]  # number of columns in the result
+    shape = {"N": N, "K": K, "ACTIVATION": activation, "GATED": gated, "Hk": Hk, "S": S, "D": D}
+    width = N - 2 * Hk * D  # number of columns in the result
     dtype = torch.float32 if partial_sums else layer.weight.dtype
     R = len(x)
     if R == 1 and tiles is None:

@@ -125,10 +125,8 @@ class GroupFinder:
         time to spare for padding.
         """
         least = LEAST_REQUESTS
-        if least > N:
-            return []
-        fewer = [n for n in (least, *range(2 * least, N, 2 * least)) if n < N]
-        return [self.shape(n) for n in (*fewer, N)]
+        numbers = {least, *range(2 * least, N, 2 * least), N}
+        return [self.shape(n) for n in sorted(numbers) if least <= n <= N]
 
     def worth_it(self, found: list[tuple[int, int, int]]) -> Groups | None:
         """Return the groups that save the most reads, or None if together they save too few."""

@@ -108,9 +108,8 @@ def sampling_row(request: Request) -> SamplingRow:
 def bias_vector(params: SamplingParams, V: int) -> Tensor:
     """Return logit_bias as a vector [V] fp32."""
     bias = torch.zeros(V)
-    if params.logit_bias:
-        values = list(params.logit_bias.values())
-        bias[list(params.logit_bias)] += torch.tensor(values)
+    values = list(params.logit_bias.values())
+    bias[list(params.logit_bias)] += torch.tensor(values)
     return bias
 
 
@@ -118,9 +117,9 @@ def token_flags(request: SamplingRow, V: int) -> Tensor:
     """Return a request's row for SamplingRows.token_flags, [V] int64."""
     generated = torch.tensor(request.generated_tokens, dtype=torch.int64)
     flags = 4 * generated.bincount(minlength=V)
-    stops = [token for token in set(request.stop_token_ids) if 0 <= token < V]
-    flags[stops] += 2
     # += counts a repeated index only once
+    stops = [token for token in request.stop_token_ids if 0 <= token < V]
+    flags[stops] += 2
     flags[list(request.prompt_tokens)] += 1
     return flags
 

@@ -5,6 +5,7 @@ works as before, and a request for it gets a message that says what is missing.
 
 import io
 import json
+import re
 import subprocess
 import sys
 import tokenize
@@ -109,7 +110,7 @@ def test_a_feature_can_be_deleted(feature, model, expected, tmp_path):
 @pytest.mark.parametrize("name", ["engine/engine.py", "engine/device.py", "engine/runner.py"])
 def test_no_stage_has_a_name_in_the_engine(name):
     """Only the list in engine/stages.py has it. Would catch: a stage that cannot be deleted."""
-    parts = {part for path in STAGES.values() for part in path.split(".")[1:]}
+    parts = {part for kind in STAGES.values() for part in re.split("[.:]", kind)[1:]}
     names = {*STAGES, *parts, "recorder", "prefix"} - {"record", "windows"}
     source = io.StringIO((ROOT / name).read_text())
     tokens = tokenize.generate_tokens(source.readline)

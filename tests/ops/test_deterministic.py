@@ -105,7 +105,8 @@ def test_queries_keys_and_values_do_not_depend_on_the_other_rows(rope, norm, D, 
     kind = {"rope": {0: model_module.Rope(1e4)}, "norm": "rms", "qk_norm": norm} if rope else {}
     sizes = {"n_embd": 600, "n_head": 4, "n_kv_head": 2, "head_size": D}
     torch.manual_seed(0)
-    attention = model_module.Attention(GPTConfig(64, 64, n_layer=1, **kind, **sizes), 0).to(DEVICE)
+    config = GPTConfig(64, 64, n_layer=1, **kind, **sizes)
+    attention = model_module.Attention(config, 0, 0).to(DEVICE)
     y = torch.randn(20, 600).to(DEVICE)
     frequencies = torch.arange(D // 2, device=DEVICE) / D
 

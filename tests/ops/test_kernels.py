@@ -599,7 +599,7 @@ def project(R: int, H: int, Hk: int, D: int, first: int, rope: Rope | None = Non
     if rope:
         config = replace(config, rope={0: rope})
     dtype = torch.float16 if first else torch.float32
-    attention = Attention(config, 0).requires_grad_(False).to(dtype)
+    attention = Attention(config, 0, 0).requires_grad_(False).to(dtype)
     x = torch.randn(R, H * D).to(dtype)
     slots = torch.randperm(20 * 8)[:R]
     q, k, v = attention.c_attn(x).view(R, H + 2 * Hk, D).split([H, Hk, Hk], 1)
