@@ -221,6 +221,9 @@ class Recorder(Stage):
         self._add(tables=tables)
 
     def _add_ended(self):
+        scheduler = self.scheduler
+        if len(scheduler.waiting) + len(scheduler.running) == len(self.tables):
+            return
         ended = [r for r in self.tables if r.status == "done"]
         for r in ended:
             del self.tables[r]
