@@ -142,8 +142,8 @@ class Grammars:
             raise OSError(report)
         if len(report) == 2:
             raise Refused(*report)
-        compiled.set_report(*report)
-        self.kept.pop(compiled.key, None)
+        if self.kept.pop(compiled.key, None) is not compiled:  # later, it may have grown
+            compiled.set_report(*report)
         self.kept[compiled.key] = compiled
         for one in self.kept.values():
             one.receive_all()

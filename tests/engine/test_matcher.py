@@ -243,7 +243,8 @@ def test_a_grammar_has_the_size_that_it_takes(grammars):
 def test_what_answers_leave_is_counted(grammars):
     """
     The memory is counted when an answer ends. Would catch: 68 kept grammars that take 534 MB
-    together but are counted as when they were compiled; a verdict taken for a size.
+    together but are counted as when they were compiled; or counted so again when they are used
+    again; a verdict taken for a size.
     """
     grammar = grammars.compile("regex", r"[\p{L} ]{1990}")
     compiled, before = grammar.compiled, grammar.compiled.size
@@ -255,6 +256,9 @@ def test_what_answers_leave_is_counted(grammars):
     del grammar
     grammars.compile("regex", "abc")
     wait_until(lambda: compiled.receive_all() or compiled.size > before + 2**19)
+    grown = compiled.size
+    assert grammars.compile(*compiled.key).compiled is compiled
+    assert compiled.size >= grown
 
 
 def test_one_that_was_killed_is_compiled_anew_whatever_it_has_sent(grammars):
