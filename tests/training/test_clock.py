@@ -151,7 +151,7 @@ STOPS = {"once": ([12], [0, 11 / 41], 42), "twice": ([1, 8], [0, 0, 6 / 41], 44)
 
 @pytest.mark.parametrize("case", STOPS)
 def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
-    case, tiny, out, monkeypatch, seconds
+    case, train_tiny, out, monkeypatch, seconds
 ):
     """
     Previously a resumed run took all its --minutes again. Loading does not count, nor does the
@@ -160,7 +160,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
     stops, begins, steps = STOPS[case]
     seconds.corpus = 10.0
     stop_after(monkeypatch, stops)
-    train.main([*tiny, "--minutes=0.75", "--eval_every=1000"])
+    train_tiny("--minutes=0.75", "--eval_every=1000")
     for _ in stops:
         seconds.now += 3600  # however long it lay there
         train.main(["--resume", f"--out={out}"])
@@ -171,7 +171,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
 
 
 def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
-    tiny, out, monkeypatch, seconds, capsys
+    train_tiny, out, monkeypatch, seconds, capsys
 ):
     """
     The log has its loss and the norm of its gradient. A terminal also shows tokens per second, the
@@ -179,20 +179,20 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     """
     with monkeypatch.context() as patch:
         patch.setitem(train.STRIDES, "cpu", 4)  # as on a GPU: the last steps are fewer
-        train.main([*tiny, "--steps=6"])
+        train_tiny("--steps=6")
     assert "loss" not in capsys.readouterr().err  # no terminal
     logged = [(line["loss"], line["norm"]) for line in read_log(out, "loss")]
     assert logged == [(8 - step / 16, 1.5) for step in range(6)]
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr(train.Process, "peak", 2 * 128 * (6 * 7792 + 12 * 16 * 16))
-    train.main([*tiny, "--steps=60", "--overwrite"])
+    train_tiny("--steps=60", "--overwrite")
     shown = "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, 0.6 min left\x1b[K\r"
     assert shown in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", 1)  # the machine was busy when this was measured
-    train.main([*tiny, "--steps=60", "--overwrite"])
+    train_tiny("--steps=60", "--overwrite")
     assert "MFU 100%, " in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", None)  # of another GPU
-    train.main([*tiny, "--minutes=1", "--overwrite"])
+    train_tiny("--minutes=1", "--overwrite")
     shown = capsys.readouterr().err
     assert "0.1k tokens/s, 1.0 min left" in shown
     assert shown.endswith("0.1k tokens/s, 0.0 min left\x1b[K\r")

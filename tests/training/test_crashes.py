@@ -183,19 +183,21 @@ def full_disk(room: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
+def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(
+    train_tiny, out, monkeypatch
+):
     """
     Previously it was a traceback, torch's about an unexpected position, and half a file stayed.
     """
     stop_after(monkeypatch, [5])
-    train.main([*tiny, "--steps=20"])
+    train_tiny("--steps=20")
     with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* free space"):
         train.main(["--resume", f"--out={out}"])
     assert assert_loads(out)["step"] == 5
     assert not [*out.glob("*.tmp")]
     (out / "file").touch()
     with pytest.raises(SystemExit, match=r"file/out cannot be written .* choose another --out"):
-        train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
+        train_tiny("--steps=2", f"--out={out / 'file' / 'out'}")
     (out / "loss.png.tmp").mkdir()  # cannot be written
     with pytest.raises(SystemExit, match=r"loss\.png cannot be written .*\. If a check"):
         report.draw({"training": [(1, 2.0)]}, out / "loss.png")

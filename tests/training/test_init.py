@@ -120,7 +120,9 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
         assert (moved / name).read_bytes() == companions[name]
 
 
-def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
+def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(
+    base, train_tiny, corpus, out
+):
     """
     Previously the generation_config.json of a larger vocabulary made it unreadable. But then any
     *token*.json was deleted, even the user's. And the overwritten config.json described the new
@@ -133,7 +135,7 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     assert read_json(out / "config.json") == config
     write_json(out / "generation_config.json", {"eos_token_id": 310})
     (out / "my_tokens.json").touch()
-    train.main([*tiny, "--steps=1", "--overwrite"])
+    train_tiny("--steps=1", "--overwrite")
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not any((out / name).exists() for name in COMPANIONS)
     assert (out / "my_tokens.json").exists()

@@ -191,11 +191,11 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
 
 
 @pytest.mark.parametrize("rank", ["x", "1"])
-def test_a_rank_that_torchrun_did_not_set_is_named(rank, tiny, monkeypatch):
+def test_a_rank_that_torchrun_did_not_set_is_named(rank, train_tiny, monkeypatch):
     """Previously one ended in a message about int(), and the other in a traceback."""
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit, match=f"^RANK={rank} and WORLD_SIZE=1 are not torchrun's"):
-        train.main([*tiny, "--steps=2"])
+        train_tiny("--steps=2")
 
 
 RECIPE = """
@@ -226,12 +226,14 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     assert len(is_prepared) == 2  # a single process does not wait
 
 
-def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
+def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(
+    train_tiny, out, monkeypatch
+):
     monkeypatch.setattr(train, "init_process", lambda args: replace(MACHINE, world=3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     message = "--batch_size 4 is not divisible by 3, the number of processes"
     with pytest.raises(SystemExit, match=message):
-        train.main([*tiny, "--steps=2"])
+        train_tiny("--steps=2")
     assert not out.exists()
 
 
