@@ -25,13 +25,13 @@ def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) ->
 
 
 def after_update(monkeypatch, react):
-    """Have `react(run, result)` called after each step; it may return another result."""
+    """Have `react(run, result)` called after each step."""
     update = train.Run.update
 
     def update_and_react(self, *batch):
         result = update(self, *batch)
-        replaced = react(self, result)
-        return result if replaced is None else replaced
+        react(self, result)
+        return result
 
     monkeypatch.setattr(train.Run, "update", update_and_react)
 
