@@ -8,10 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 import torch
+from test_data import ALONE
 
 import bench
 from assets import workloads
@@ -283,7 +283,7 @@ def test_quality_scores_each_token_once(llama, toy, run):
     """
     result = run("quality --model DIR --data DIR --limit 450")
     model = load_checkpoint(toy)
-    corpus = load_corpus(str(toy), SimpleNamespace(is_main=True, wait=tuple))
+    corpus = load_corpus(str(toy), ALONE)
     tokens = corpus.val[:450].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]))[0].log_softmax(-1)
