@@ -382,8 +382,9 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
     figures are milliseconds per token, output tokens per second, how many of the answers are the
     same, and tokens per step with drafts.
     """
-    settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
-    settings = replace(settings, max_num_seqs=8)
+    settings = Settings(
+        quantize=quantize, deterministic=deterministic, prefix_cache=False, max_num_seqs=8
+    )
     gpt = build_model(model, DEVICE)
     engines = {}
     engines["with"] = Engine(gpt, replace(settings, speculate=True))
