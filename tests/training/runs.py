@@ -19,9 +19,9 @@ TINY = FLAGS.split()
 PICTURE = b"the curve of a loss"
 
 
-def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) -> train.Run:
+def new_run(flags: list[str], machine: train.Process = MACHINE) -> train.Run:
     args = train.parse_args(flags)
-    return train.Run(args, train.load_corpus(str(corpus), MACHINE), machine)
+    return train.Run(args, train.load_corpus(args.data, MACHINE), machine)
 
 
 def after_update(monkeypatch, react):

@@ -62,13 +62,13 @@ def seconds(monkeypatch) -> Time:
     return time
 
 
-def test_the_clock_keeps_time_for_the_end(tiny, corpus):
+def test_the_clock_keeps_time_for_the_end(tiny):
     """
     The end has 1,001 held-out tokens and 64 passes of a sample, at 0.4 of the time of a step of 4 x
     32, and 5 seconds for the rest. Previously samples of a model of 135M parameters took minutes
     for which no time was reserved.
     """
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     forward = 0.4 * 2.0 * (1001 + 64 * 129) / 128
     assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
 

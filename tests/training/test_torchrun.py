@@ -237,10 +237,10 @@ def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(
     assert not out.exists()
 
 
-def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
+def test_all_stop_when_one_is_asked_to(tiny, out, monkeypatch):
     """If one went on by itself, it would wait for the others' gradients for ever."""
     out.mkdir()
-    run = new_run([*tiny, "--steps=9"], corpus)
+    run = new_run([*tiny, "--steps=9"])
 
     def mean(process, x):
         return x + torch.tensor([0.25, 0.0]) if x.shape == (2,) else x

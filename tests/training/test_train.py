@@ -40,9 +40,7 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 
 @pytest.mark.filterwarnings("error:No artists")  # in the legend
-def test_a_run_learns_and_leaves_a_checkpoint(
-    pictures, train_tiny, corpus, out, monkeypatch, capsys
-):
+def test_a_run_learns_and_leaves_a_checkpoint(pictures, train_tiny, out, monkeypatch, capsys):
     """
     It prints its result, logs each step, and draws the loss. Previously a misspelt MPLBACKEND, or a
     name with a formula or bytes, ended in a traceback, and a name that begins with _ was left out.
@@ -426,8 +424,8 @@ def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row
 
 def test_a_llama_has_the_weights_of_a_gpt2(corpus):
     """Only GPT-2 has biases and GPT-2's activation."""
-    flags = ["--device=cpu", "--preset=gpt2-124M", "--arch=llama", "--n_layer=1"]
-    config = new_run(flags, corpus).model.config
+    flags = f"--data={corpus} --device=cpu --preset=gpt2-124M --arch=llama --n_layer=1"
+    config = new_run(flags.split()).model.config
     assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
     assert (config.n_inner, config.bias, config.tied) == (2048, False, True)
     widths = {1: 8, 128: 344, 376: 1000, 384: 1024}
@@ -452,14 +450,14 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(
     assert asked == [vars(train.parse_args([*tiny, "--steps=1"])) | changed]
 
 
-def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, train_tiny, corpus, out):
+def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, train_tiny, out):
     """
     Previously the AdamW of a CPU, which is not `capturable`, kept a resumed GPU run from its graph.
     """
     train_tiny("--steps=2")
     state = assert_loads(out)
     state["optimizers"][1]["param_groups"][0]["capturable"] = True
-    run = new_run([*tiny, "--steps=2"], corpus)
+    run = new_run([*tiny, "--steps=2"])
     run.load(state)
     assert run.optimizers[1].param_groups[0]["capturable"] is False
 
@@ -515,16 +513,14 @@ def test_a_checkpoint_is_saved_before_its_sample_is_printed(train_tiny, out, mon
     assert is_saved[:2] == [False, True]  # the settings, and step 5
 
 
-def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
-    tiny, corpus, monkeypatch
-):
+def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(tiny, monkeypatch):
     """
     The text after the end of a text is another text; a BOS comes before that end. Of two tokens,
     the second is drawn as often as softmax(difference / temperature) says. Previously a chat
     model's samples followed an end of text, and looked broken. Now they answer the first held-out
     question.
     """
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     logits = torch.tensor([0.0, 1.0]).repeat(20_000, 1)
