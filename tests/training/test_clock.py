@@ -106,7 +106,7 @@ AGAIN = {
 
 @pytest.mark.parametrize("row", SCENES.strip().splitlines())
 def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
-    row, tiny, out, monkeypatch, seconds, capsys
+    row, train_tiny, out, monkeypatch, seconds, capsys
 ):
     """
     Previously a slow first step, which allocates, ended the run. One slow step determined the time
@@ -125,9 +125,9 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
     monkeypatch.delenv("MAKELEVEL", raising=False)
     if who == "make":
         monkeypatch.setenv("MAKELEVEL", "1")
-    flags = [*tiny, "--eval_every=20", "--overwrite"]
+    flags = ["--eval_every=20", "--overwrite"]
     number, unit = length.split()
-    train.main([*flags, f"--{unit.removesuffix('s')}s={number}"])
+    train_tiny(*flags, f"--{unit.removesuffix('s')}s={number}")
     printed = capsys.readouterr().out
     steps = len(seconds.steps)
     assert done == f"{steps} {seconds.steps[-1][1]:.3f}"
@@ -141,7 +141,7 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
             expected = [WARNING.format(steps, length, least, again, minutes, out, then)]
         assert re.findall("warning: (.*)", text) == expected
     if expected:
-        train.main([*flags, f"--minutes={minutes}"])
+        train_tiny(*flags, f"--minutes={minutes}")
         assert "warning:" not in capsys.readouterr().out.partition("scoring")[2]
 
 

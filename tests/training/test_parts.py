@@ -213,7 +213,7 @@ def start(monkeypatch):
     gc.set_threshold(*before)
 
 
-def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
+def test_the_compiler_is_started_where_it_is_wanted(train_tiny, start, monkeypatch):
     """
     It starts before the run's lock is taken, which its processes would inherit, and before signals
     are caught.
@@ -223,8 +223,8 @@ def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
     monkeypatch.setattr(train, "catch_signals", lambda: events.append("signals"))
     monkeypatch.setattr(train, "only_run_in", lambda out: nullcontext(events.append("lock")))
     monkeypatch.setattr(train, "train_and_report", lambda *args: events.append("run"))
-    train.main(tiny)
-    train.main([*tiny, "--device=cuda"])
+    train_tiny()
+    train_tiny("--device=cuda")
     assert events == ["signals", "lock", "run", 100_000, "signals", "lock", "run"]
     assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"  # a value set by the user stays
 
@@ -254,7 +254,7 @@ def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_pat
     assert subprocess.run(command, cwd=ROOT, env=environment, timeout=40).returncode == 0
 
 
-def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
+def test_without_a_compiler_no_model_is_given_up(train_tiny, out, start, monkeypatch):
     """
     Previously it failed at the first step, when --overwrite had already deleted the model. If a
     process cannot be forked, those forked before are ended, because torch would wait for them for
@@ -268,11 +268,11 @@ def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
     monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
     monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
-    flags = [*tiny, "--compile", "--overwrite"]
+    flags = ["--compile", "--overwrite"]
     with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., set CXX to a C.. compiler"):
-        train.main(flags)
+        train_tiny(*flags)
     with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
-        train.main([*flags, "--device=cuda"])
+        train_tiny(*flags, "--device=cuda")
     assert model.exists()
     child.kill.assert_called_once_with()
 
