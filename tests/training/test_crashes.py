@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from runs import MACHINE, PICTURE, after_update, assert_loads, read_log, same, stop_after
+from runs import MACHINE, PICTURE, TINY, after_update, assert_loads, read_log, same, stop_after
 from test_data import shakespeare
 
 import train
@@ -24,8 +24,7 @@ from tokenizer import load_tokenizer
 from training import report
 from training.corpus import bpe_tokenizer, char_tokenizer, write_corpus
 
-FLAGS = """--device=cpu --dtype=float32 --n_layer=1 --n_head=1 --n_embd=16
-    --context_length=16 --batch_size=2 --eval_tokens=32 --eval_every=1"""
+FLAGS = [*TINY, "--steps=2", "--eval_every=1", "--overwrite"]
 TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
 TEXTS = {1: TEXT, 2: TEXT.upper()}
 
@@ -103,11 +102,10 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
         tokenizer = char_tokenizer(text)
         ids = tokenizer.encode(text)
         write_corpus(corpus, [ids], [ids[:100]], tokenizer)
-        flags = [*FLAGS.split(), "--steps=2", f"--seed={seed}", f"--data={corpus}", f"--out={out}"]
         with pytest.MonkeyPatch.context() as patch:
             after_update(patch, note_weights)
             disk = Disk(out, patch)
-            train.main(flags if seed == 1 else [*flags, "--overwrite"])
+            train.main([*FLAGS, f"--seed={seed}", f"--data={corpus}", f"--out={out}"])
         moments += disk.moments
         logs[seed] = read_log(out)
     verdicts = []
