@@ -24,6 +24,10 @@ def new_run(flags: list[str], machine: train.Process = MACHINE) -> train.Run:
     return train.Run(args, train.load_corpus(args.data, MACHINE), machine)
 
 
+def resume(out: Path, *flags: str):
+    train.main(["--resume", f"--out={out}", *flags])
+
+
 def after_update(monkeypatch, react):
     """Have `react(run, result)` called after each step."""
     update = train.Run.update

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs import new_run, read_log, stop_after
+from runs import new_run, read_log, resume, stop_after
 
 import train
 from training import machine
@@ -163,7 +163,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
     train_tiny("--minutes=0.75", "--eval_every=1000")
     for _ in stops:
         seconds.now += 3600  # however long it lay there
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     shares = [share for share, _ in seconds.steps]
     assert [shares[i] for i in (0, *stops)] == pytest.approx(begins)
     assert sorted(shares) == shares

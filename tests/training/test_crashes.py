@@ -15,7 +15,17 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from runs import MACHINE, PICTURE, TINY, after_update, assert_loads, read_log, same, stop_after
+from runs import (
+    MACHINE,
+    PICTURE,
+    TINY,
+    after_update,
+    assert_loads,
+    read_log,
+    resume,
+    same,
+    stop_after,
+)
 from test_data import shakespeare
 
 import train
@@ -74,7 +84,7 @@ def whose(folder: Path, saved: dict) -> tuple | None:
 def resumed(folder: Path, saved: dict) -> tuple | None:
     """Return (seed, step) of the save that --resume finds, None if there is nothing to resume."""
     try:
-        train.main(["--resume", "--out", str(folder)])
+        resume(folder)
     except SystemExit as error:
         assert "nothing to resume" in str(error)
         return None
@@ -190,7 +200,7 @@ def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(
     stop_after(monkeypatch, [5])
     train_tiny("--steps=20")
     with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* free space"):
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert assert_loads(out)["step"] == 5
     assert not [*out.glob("*.tmp")]
     (out / "file").touch()

@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, read_log, same, stop_after
+from runs import MACHINE, read_log, resume, same, stop_after
 
 import train
 from checkpoint import load_checkpoint
@@ -115,7 +115,7 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
     shutil.rmtree(base)
     moved = out.rename(tmp_path / "moved")
     for _ in range(2):
-        train.main(["--resume", f"--out={moved}"])
+        resume(moved)
     assert read_log(moved) == read_log(whole)
     ours, theirs = (load_checkpoint(folder).state_dict() for folder in (moved, whole))
     assert same(ours, theirs)
@@ -180,7 +180,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
     assert f"memory: {needed}" in capsys.readouterr().out
     free = 0  # to resume, what was saved is already in memory when this is checked
-    train.main(["--resume", f"--out={out}"])
+    resume(out)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     args = train.parse_args(flags)
     loaded = load_corpus(args.data, MACHINE)

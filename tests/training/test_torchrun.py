@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, new_run, read_log
+from runs import MACHINE, ROOT, new_run, read_log, resume
 
 import train
 from checkpoint import load_checkpoint
@@ -180,7 +180,7 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
     assert printed.startswith("device: 2 x CPU, 1 thread, float32")
     assert printed.count("6 steps, from step 2, 33% done") == printed.count("saved at step 4") == 1
     assert "Warning" not in done.stderr  # torch's, about a name that it has replaced
-    train.main(["--resume", f"--out={out}"])
+    resume(out)
     assert (out / "loss.png").exists()
     expected = [line for line in read_log(one) if line["step"] != 4 or "loss" in line]
     for alone, together in zip(expected, read_log(out), strict=True):

@@ -24,6 +24,7 @@ from runs import (
     assert_loads,
     new_run,
     read_log,
+    resume,
     same,
     stop_after,
 )
@@ -351,7 +352,7 @@ def test_nothing_to_resume(tmp_path):
             torch.save(content, path)
         message = rf"nothing to resume: .*pt cannot be read \(.*{reason}"
         with pytest.raises(SystemExit, match=message) as error:
-            train.main(["--resume", f"--out={tmp_path}"])
+            resume(tmp_path)
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
 
 
@@ -362,7 +363,7 @@ def test_a_state_with_other_contents_gets_a_message(changes, train_tiny, out):
     torch.save(assert_loads(out) | changes, out / "train_state.pt")
     message = r"this version of train\.py cannot resume .*train_state\.pt \(.*\): use the one that"
     with pytest.raises(SystemExit, match=message) as error:
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert "\n" not in str(error.value)
 
 
@@ -386,7 +387,7 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, train_tiny, corpus, 
         ids[: 40 if change != split else None].tofile(folder / f"{split}.bin")
     changed = r"--data .*corpus has different tokens than when .*out was trained\. Restore it"
     with pytest.raises(SystemExit, match=changed):
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -445,7 +446,7 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(
     monkeypatch.setattr(train, "init_process", note)
     moved = out.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
-        train.main(["--resume", f"--out={moved}", "--device=cuda", "--compile"])
+        resume(moved, "--device=cuda", "--compile")
     changed = {"out": str(moved), "resume": True, "device": "cuda", "compile": True}
     assert asked == [vars(train.parse_args([*tiny, "--steps=1"])) | changed]
 
