@@ -316,25 +316,20 @@ def start(*command: str) -> tuple[str, Callable]:
     except OSError as error:
         raise ValueError(f"{error}: give the path of a Python") from error
 
+    def read_line() -> str:
+        if line := process.stdout.readline():
+            return line
+        status = process.wait()
+        log.seek(0)
+        end = log.read().decode(errors="replace").strip()[-1000:]
+        raise ValueError(f"{command[0]} ended with status {status}; its log ends: {end}")
+
     def ask(*request):
         with suppress(BrokenPipeError):
             print(json.dumps(request), file=process.stdin, flush=True)
-        return json.loads(read_line(process, log))
+        return json.loads(read_line())
 
-    return read_line(process, log), ask
-
-
-def read_line(process: subprocess.Popen, log) -> str:
-    """
-    Return the process's next line. If the process has ended, raises ValueError with the end of its
-    log.
-    """
-    if line := process.stdout.readline():
-        return line
-    status = process.wait()
-    log.seek(0)
-    end = log.read().decode(errors="replace").strip()[-1000:]
-    raise ValueError(f"{process.args[0]} ended with status {status}; its log ends: {end}")
+    return read_line(), ask
 
 
 def write_gguf(gpt: GPT, path: str, format: str):
@@ -382,8 +377,9 @@ def bench_drafts(model="out/stdlib", quantize="none", deterministic=False) -> di
     figures are milliseconds per token, output tokens per second, how many of the answers are the
     same, and tokens per step with drafts.
     """
-    settings = Settings(quantize=quantize, deterministic=deterministic, prefix_cache=False)
-    settings = replace(settings, max_num_seqs=8)
+    settings = Settings(
+        quantize=quantize, deterministic=deterministic, prefix_cache=False, max_num_seqs=8
+    )
     gpt = build_model(model, DEVICE)
     engines = {}
     engines["with"] = Engine(gpt, replace(settings, speculate=True))

@@ -270,7 +270,8 @@ def draw_tables() -> dict:
     for block in range(12):
         x = 112 + 56 * block
         shapes.append(box(x, 150, 56, "empty", block))
-    for name, y, direction in ("a", 44, 1), ("b", 250, -1):
+    # the heights of each table, of its captions, and of the start and end of its arrows
+    for name, y, label, start, end in ("a", 44, 36, 88, 148), ("b", 250, 312, 250, 196):
         length = LENGTHS[name]
         shapes.append(caption(14, y + 18, f"text {name}:"))
         shapes.append(caption(14, y + 36, "block table"))
@@ -278,10 +279,8 @@ def draw_tables() -> dict:
             x = 112 + 150 * logical
             last = min(length, S * (logical + 1)) - 1
             shapes.append(box(x, y, 130, name, block))
-            label = y - 8 if direction > 0 else y + 62
             shapes.append(caption(x, label, f"tokens {S * logical} to {last}"))
             middle = 140 + 56 * block
-            start, end = (y + 44, 148) if direction > 0 else (y, 196)
             shapes.append(f'<path d="M{x + 65} {start}L{middle} {end}"/>')
             owners = [other for other in TABLES if block in TABLES[other]]
             height = 44 / len(owners)

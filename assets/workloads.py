@@ -172,7 +172,7 @@ def graph_us(call: Callable, number: int) -> float:
     return median(times[1:])
 
 
-def read_bandwidth(device="cpu") -> float:
+def read_bandwidth(device: str) -> float:
     """
     Measure memory read bandwidth, in bytes per second, by summing a tensor that is too large for
     any cache.

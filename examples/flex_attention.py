@@ -102,8 +102,8 @@ def main(directory="out/stdlib", *texts):
     prompts = [tokenizer.encode(text) for text in texts or TEXTS]
     plain = answers(model, prompts)
     flex = answers(model, prompts, plan_attention=plan_attention, attend=attend)
-    for pair in zip(plain, flex, strict=True):
-        print("torch {!r}\nflex  {!r}".format(*map(tokenizer.decode, pair)))
+    for expected, answer in zip(plain, flex, strict=True):
+        print(f"torch {tokenizer.decode(expected)!r}\nflex  {tokenizer.decode(answer)!r}")
     if plain != flex:
         sys.exit("the answers differ")
     print("the answers are equal")

@@ -8,10 +8,10 @@ import sys
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 
 import pytest
 import torch
+from test_data import ALONE
 
 import bench
 from assets import workloads
@@ -84,9 +84,18 @@ def toy(monkeypatch, tmp_path) -> Path:
     return tmp_path
 
 
-def run(monkeypatch, command: str):
-    monkeypatch.setattr(sys, "argv", ["bench.py", *shlex.split(command)])
-    main(bench.__doc__, bench.COMMANDS, bench.FLAGS)
+@pytest.fixture
+def run(toy, monkeypatch, capsys):
+    """Return a function that runs a command with the toy, and returns its figures."""
+
+    def run(command: str) -> dict:
+        monkeypatch.setattr(
+            sys, "argv", ["bench.py", *shlex.split(command.replace("DIR", str(toy)))]
+        )
+        main(bench.__doc__, bench.COMMANDS, bench.FLAGS)
+        return json.loads(capsys.readouterr().out)
+
+    return run
 
 
 FIGURES = {  # of a command: its flags, and a name in its answer
@@ -110,31 +119,26 @@ FIGURES = {  # of a command: its flags, and a name in its answer
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_command_runs(name, toy, monkeypatch, capsys):
+def test_a_command_runs(name, run):
     """
     Previously a name that had changed in another module was only noticed by a reader, as a
     traceback.
     """
     flags, figure = FIGURES[name]
-    run(monkeypatch, f"{name} {flags.replace('DIR', str(toy))}")
-    result = json.loads(capsys.readouterr().out)
+    result = run(f"{name} {flags}")
     assert result[figure] is not None
     assert result["bench"] == name
     for equal, count in re.findall(r"'equal answers': '(\d+) of (\d+)'", str(result)):
         assert equal == count
-    assert result.get("fp32, tokens unlike the dense model's", 0) == 0
 
 
-def test_the_floor_is_of_the_weights_as_they_are_kept(toy, monkeypatch, capsys):
+def test_the_floor_is_of_the_weights_as_they_are_kept(run, monkeypatch):
     """
     Would catch: one-byte integers compared with the floor of four bytes, which they would always
     beat.
     """
     monkeypatch.setattr(bench, "CASES", ())
-    floors = []
-    for quantize in ("none", "int8"):
-        run(monkeypatch, f"generate --quantize {quantize}")
-        floors.append(json.loads(capsys.readouterr().out)["floor, ms"])
+    floors = [run(f"generate --quantize {kind}")["floor, ms"] for kind in ("none", "int8")]
     weights = sum(weight.numel() for weight in workloads.build_model("10M").parameters())
     assert floors == [round(4e-6 * weights, 3), round(1e-6 * weights, 3)]  # at 1 GB/s
 
@@ -198,13 +202,12 @@ def llama(toy, monkeypatch) -> Path:
     return python
 
 
-def test_llama_cpp_gets_the_same_model(llama, toy, monkeypatch, capsys):
+def test_llama_cpp_gets_the_same_model(llama, run):
     """
     Would catch: heads whose halves are not interleaved; a matrix under another's name; an epsilon
     or base that the file lacks.
     """
-    run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
-    result = json.loads(capsys.readouterr().out)
+    result = run(f"quality --model DIR --data DIR --limit 300 --llama {llama}")
     assert result["llama.cpp's Q8_0"] == pytest.approx(result["fp32"], rel=1e-4)
     assert result["int8"] == pytest.approx(result["fp32"], rel=1e-2)
 
@@ -233,12 +236,11 @@ class Output:
 """
 
 
-def test_vllm_gets_the_same_work(toy, monkeypatch, capsys):
+def test_vllm_gets_the_same_work(run, toy, monkeypatch):
     """Would catch: its log taken for an answer; other weights; lengths in another order."""
     (toy / "vllm.py").write_text(VLLM)
     monkeypatch.setenv("PYTHONPATH", f"{toy}:{ROOT}")
-    run(monkeypatch, f"engine --model {toy} --vllm {sys.executable}")
-    result = json.loads(capsys.readouterr().out)
+    result = run(f"engine --model DIR --vllm {sys.executable}")
     assert result["vLLM"] == f"0.26.0, torch {torch.__version__}"
     for case, n in ("offline", 4), ("1 concurrent", 1), ("32 concurrent", 32):
         assert result[case]["vLLM"]["equal answers"] == f"{6 * n} of {6 * n}"
@@ -259,30 +261,29 @@ def test_a_shape_can_be_saved_for_vllm(name):
     hub_config(MODELS[name])
 
 
-def test_a_python_that_is_not_there(toy, monkeypatch):
+def test_a_python_that_is_not_there(run):
     with pytest.raises(SystemExit, match="'/no/python': give the path of a Python"):
-        run(monkeypatch, f"engine --model {toy} --vllm /no/python")
+        run("engine --model DIR --vllm /no/python")
 
 
 DEATHS = {"echo no AMX >&2; kill -ILL $$": -4, "echo ready; read line; echo no AMX >&2; exit 3": 3}
 
 
 @pytest.mark.parametrize("script", DEATHS)
-def test_the_last_words_of_llama_cpp_are_shown(script, llama, toy, monkeypatch):
+def test_the_last_words_of_llama_cpp_are_shown(script, llama, run):
     """Previously the message was "Expecting value: line 1 column 1 (char 0)"."""
     llama.write_text(f"#!/bin/sh\n{script}")
     with pytest.raises(SystemExit, match=f"ended with status {DEATHS[script]}; .*: no AMX$"):
-        run(monkeypatch, f"quality --model {toy} --data {toy} --limit 300 --llama {llama}")
+        run(f"quality --model DIR --data DIR --limit 300 --llama {llama}")
 
 
-def test_quality_scores_each_token_once(llama, toy, monkeypatch, capsys):
+def test_quality_scores_each_token_once(llama, toy, run):
     """
     Would catch: a window's last token left out or counted twice; the bytes of another tokenizer.
     """
-    run(monkeypatch, f"quality --model {toy} --data {toy} --limit 450")
-    result = json.loads(capsys.readouterr().out)
+    result = run("quality --model DIR --data DIR --limit 450")
     model = load_checkpoint(toy)
-    corpus = load_corpus(str(toy), SimpleNamespace(is_main=True, wait=tuple))
+    corpus = load_corpus(str(toy), ALONE)
     tokens = corpus.val[:450].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]))[0].log_softmax(-1)

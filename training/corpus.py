@@ -201,9 +201,10 @@ def run_recipe(read: Callable, folder: Path, argv=None):
     args = parser.parse_args(argv)
     try:
         tokenizer = args.init and load_tokenizer(args.init)
+        folder = args.out.resolve()
         documents = {}
         for source in filter(None, [*args.sources, args.val]):
-            if args.out.resolve().is_relative_to(source.resolve()):
+            if folder.is_relative_to(source.resolve()):
                 sys.exit(f"--out {args.out} is inside {source}, an input: choose another --out")
             documents |= read(source, args.init)
         val = read(args.val, args.init) if args.val else {}
@@ -211,7 +212,6 @@ def run_recipe(read: Callable, folder: Path, argv=None):
         if val and not train:
             sys.exit(f"--val {args.val} holds out every document: add files to train on")
         split = (train, val.values()) if args.val else hold_out(train)
-        folder = args.out.resolve()
         before = read_about(folder)
         sources = ", ".join(map(str, args.sources))
         write_corpus(folder, *split, tokenizer, sources=sources, init=args.init)

@@ -95,8 +95,7 @@ def attention_on_cpu(q, kv, attn: Attention, batch: WholeTexts) -> Tensor:
     if T > SHORT or attn.window or attn.softcap or not is_plain:
         return fused_attention(q, kv, attn, batch)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *kv))  # (B H, T, D)
-    future = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
-    mask = future.expand(B * H, T, T)
+    mask = torch.full((T, T), -torch.inf, dtype=q.dtype).triu(1)
     scores = torch.baddbmm(mask, q, k.mT, alpha=attn.scale)  # (B H, T, T), scaled and masked
     weights = F.dropout(scores.softmax(-1), batch.dropout)
     mixed = (weights @ v).view(B, H, T, D)

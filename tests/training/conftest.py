@@ -10,6 +10,7 @@ import pytest
 import torch
 from runs import PICTURE, ROOT, TINY
 
+import train
 from training.corpus import train_bpe, write_corpus
 
 
@@ -33,6 +34,12 @@ def out(tmp_path) -> Path:
 def tiny(corpus, out) -> list[str]:
     """Return the flags of a run of milliseconds into `out`."""
     return [*TINY, f"--data={corpus}", f"--out={out}"]
+
+
+@pytest.fixture
+def train_tiny(tiny):
+    """Return a function that trains as `tiny` says, with more flags."""
+    return lambda *flags: train.main([*tiny, *flags])
 
 
 @pytest.fixture(autouse=True)

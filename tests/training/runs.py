@@ -19,19 +19,23 @@ TINY = FLAGS.split()
 PICTURE = b"the curve of a loss"
 
 
-def new_run(flags: list[str], corpus: Path, machine: train.Process = MACHINE) -> train.Run:
+def new_run(flags: list[str], machine: train.Process = MACHINE) -> train.Run:
     args = train.parse_args(flags)
-    return train.Run(args, train.load_corpus(str(corpus), MACHINE), machine)
+    return train.Run(args, train.load_corpus(args.data, MACHINE), machine)
+
+
+def resume(out: Path, *flags: str):
+    train.main(["--resume", f"--out={out}", *flags])
 
 
 def after_update(monkeypatch, react):
-    """Have `react(run, result)` called after each step; it may return another result."""
+    """Have `react(run, result)` called after each step."""
     update = train.Run.update
 
     def update_and_react(self, *batch):
         result = update(self, *batch)
-        replaced = react(self, result)
-        return result if replaced is None else replaced
+        react(self, result)
+        return result
 
     monkeypatch.setattr(train.Run, "update", update_and_react)
 

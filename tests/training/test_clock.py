@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from runs import new_run, read_log, stop_after
+from runs import new_run, read_log, resume, stop_after
 
 import train
 from training import machine
@@ -62,13 +62,13 @@ def seconds(monkeypatch) -> Time:
     return time
 
 
-def test_the_clock_keeps_time_for_the_end(tiny, corpus):
+def test_the_clock_keeps_time_for_the_end(tiny):
     """
     The end has 1,001 held-out tokens and 64 passes of a sample, at 0.4 of the time of a step of 4 x
     32, and 5 seconds for the rest. Previously samples of a model of 135M parameters took minutes
     for which no time was reserved.
     """
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     forward = 0.4 * 2.0 * (1001 + 64 * 129) / 128
     assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
 
@@ -106,7 +106,7 @@ AGAIN = {
 
 @pytest.mark.parametrize("row", SCENES.strip().splitlines())
 def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
-    row, tiny, out, monkeypatch, seconds, capsys
+    row, train_tiny, out, monkeypatch, seconds, capsys
 ):
     """
     Previously a slow first step, which allocates, ended the run. One slow step determined the time
@@ -125,9 +125,9 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
     monkeypatch.delenv("MAKELEVEL", raising=False)
     if who == "make":
         monkeypatch.setenv("MAKELEVEL", "1")
-    flags = [*tiny, "--eval_every=20", "--overwrite"]
+    flags = ["--eval_every=20", "--overwrite"]
     number, unit = length.split()
-    train.main([*flags, f"--{unit.removesuffix('s')}s={number}"])
+    train_tiny(*flags, f"--{unit.removesuffix('s')}s={number}")
     printed = capsys.readouterr().out
     steps = len(seconds.steps)
     assert done == f"{steps} {seconds.steps[-1][1]:.3f}"
@@ -141,7 +141,7 @@ def test_a_timed_run_ends_well_in_time_and_too_few_steps_are_warned_of(
             expected = [WARNING.format(steps, length, least, again, minutes, out, then)]
         assert re.findall("warning: (.*)", text) == expected
     if expected:
-        train.main([*flags, f"--minutes={minutes}"])
+        train_tiny(*flags, f"--minutes={minutes}")
         assert "warning:" not in capsys.readouterr().out.partition("scoring")[2]
 
 
@@ -151,7 +151,7 @@ STOPS = {"once": ([12], [0, 11 / 41], 42), "twice": ([1, 8], [0, 0, 6 / 41], 44)
 
 @pytest.mark.parametrize("case", STOPS)
 def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
-    case, tiny, out, monkeypatch, seconds
+    case, train_tiny, out, monkeypatch, seconds
 ):
     """
     Previously a resumed run took all its --minutes again. Loading does not count, nor does the
@@ -160,10 +160,10 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
     stops, begins, steps = STOPS[case]
     seconds.corpus = 10.0
     stop_after(monkeypatch, stops)
-    train.main([*tiny, "--minutes=0.75", "--eval_every=1000"])
+    train_tiny("--minutes=0.75", "--eval_every=1000")
     for _ in stops:
         seconds.now += 3600  # however long it lay there
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     shares = [share for share, _ in seconds.steps]
     assert [shares[i] for i in (0, *stops)] == pytest.approx(begins)
     assert sorted(shares) == shares
@@ -171,7 +171,7 @@ def test_a_timed_run_that_is_resumed_has_the_rest_of_its_minutes(
 
 
 def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
-    tiny, out, monkeypatch, seconds, capsys
+    train_tiny, out, monkeypatch, seconds, capsys
 ):
     """
     The log has its loss and the norm of its gradient. A terminal also shows tokens per second, the
@@ -179,20 +179,20 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     """
     with monkeypatch.context() as patch:
         patch.setitem(train.STRIDES, "cpu", 4)  # as on a GPU: the last steps are fewer
-        train.main([*tiny, "--steps=6"])
+        train_tiny("--steps=6")
     assert "loss" not in capsys.readouterr().err  # no terminal
     logged = [(line["loss"], line["norm"]) for line in read_log(out, "loss")]
     assert logged == [(8 - step / 16, 1.5) for step in range(6)]
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     monkeypatch.setattr(train.Process, "peak", 2 * 128 * (6 * 7792 + 12 * 16 * 16))
-    train.main([*tiny, "--steps=60", "--overwrite"])
+    train_tiny("--steps=60", "--overwrite")
     shown = "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, 0.6 min left\x1b[K\r"
     assert shown in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", 1)  # the machine was busy when this was measured
-    train.main([*tiny, "--steps=60", "--overwrite"])
+    train_tiny("--steps=60", "--overwrite")
     assert "MFU 100%, " in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", None)  # of another GPU
-    train.main([*tiny, "--minutes=1", "--overwrite"])
+    train_tiny("--minutes=1", "--overwrite")
     shown = capsys.readouterr().err
     assert "0.1k tokens/s, 1.0 min left" in shown
     assert shown.endswith("0.1k tokens/s, 0.0 min left\x1b[K\r")

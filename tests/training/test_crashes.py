@@ -15,7 +15,17 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from runs import MACHINE, PICTURE, after_update, assert_loads, read_log, same, stop_after
+from runs import (
+    MACHINE,
+    PICTURE,
+    TINY,
+    after_update,
+    assert_loads,
+    read_log,
+    resume,
+    same,
+    stop_after,
+)
 from test_data import shakespeare
 
 import train
@@ -24,8 +34,7 @@ from tokenizer import load_tokenizer
 from training import report
 from training.corpus import bpe_tokenizer, char_tokenizer, write_corpus
 
-FLAGS = """--device=cpu --dtype=float32 --n_layer=1 --n_head=1 --n_embd=16
-    --context_length=16 --batch_size=2 --eval_tokens=32 --eval_every=1"""
+FLAGS = [*TINY, "--steps=2", "--eval_every=1", "--overwrite"]
 TEXT = "a tale told by an idiot, full of sound and fury, signifying nothing. " * 9
 TEXTS = {1: TEXT, 2: TEXT.upper()}
 
@@ -75,7 +84,7 @@ def whose(folder: Path, saved: dict) -> tuple | None:
 def resumed(folder: Path, saved: dict) -> tuple | None:
     """Return (seed, step) of the save that --resume finds, None if there is nothing to resume."""
     try:
-        train.main(["--resume", "--out", str(folder)])
+        resume(folder)
     except SystemExit as error:
         assert "nothing to resume" in str(error)
         return None
@@ -103,11 +112,10 @@ def test_a_training_killed_at_any_write_is_served_and_resumed_or_begun_anew(tmp_
         tokenizer = char_tokenizer(text)
         ids = tokenizer.encode(text)
         write_corpus(corpus, [ids], [ids[:100]], tokenizer)
-        flags = [*FLAGS.split(), "--steps=2", f"--seed={seed}", f"--data={corpus}", f"--out={out}"]
         with pytest.MonkeyPatch.context() as patch:
             after_update(patch, note_weights)
             disk = Disk(out, patch)
-            train.main(flags if seed == 1 else [*flags, "--overwrite"])
+            train.main([*FLAGS, f"--seed={seed}", f"--data={corpus}", f"--out={out}"])
         moments += disk.moments
         logs[seed] = read_log(out)
     verdicts = []
@@ -183,19 +191,21 @@ def full_disk(room: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(tiny, out, monkeypatch):
+def test_a_full_disk_ends_a_run_with_a_message_and_keeps_what_was_saved(
+    train_tiny, out, monkeypatch
+):
     """
     Previously it was a traceback, torch's about an unexpected position, and half a file stayed.
     """
     stop_after(monkeypatch, [5])
-    train.main([*tiny, "--steps=20"])
+    train_tiny("--steps=20")
     with full_disk(20_000), pytest.raises(SystemExit, match=r"out cannot be written .* free space"):
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert assert_loads(out)["step"] == 5
     assert not [*out.glob("*.tmp")]
     (out / "file").touch()
     with pytest.raises(SystemExit, match=r"file/out cannot be written .* choose another --out"):
-        train.main([*tiny, "--steps=2", f"--out={out / 'file' / 'out'}"])
+        train_tiny("--steps=2", f"--out={out / 'file' / 'out'}")
     (out / "loss.png.tmp").mkdir()  # cannot be written
     with pytest.raises(SystemExit, match=r"loss\.png cannot be written .*\. If a check"):
         report.draw({"training": [(1, 2.0)]}, out / "loss.png")

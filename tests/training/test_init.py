@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, read_log, same, stop_after
+from runs import MACHINE, read_log, resume, same, stop_after
 
 import train
 from checkpoint import load_checkpoint
@@ -24,7 +24,7 @@ from training.corpus import batch_rows, char_tokenizer, load_corpus, read_corpus
 
 VOCABULARY = 320  # rows of the models; the corpus has 300 tokens
 RECIPE = """--context_length=32 --batch_size=4 --warmup=2 --dtype=float32 --device=cpu
-    --eval_every=5 --eval_tokens=64 --vector_lr=0.01"""
+    --eval_every=5 --eval_tokens=64 --vector_lr=0.01 --steps=1"""
 COMPANIONS = {"chat_template.jinja": "{{ messages[0].content }}", "merges.txt": "#version"}
 TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"
 COMPANIONS |= {TOOL_TEMPLATE: "{{ tools }}"}
@@ -44,13 +44,16 @@ def make(family: str, folder: Path, corpus: Path, dtype=torch.float32, **changes
         (folder / name).write_text(text)
 
 
-def argv(base: Path, corpus: Path, out: Path, flags="--steps=1") -> list[str]:
-    places = f" --init={base} --data={corpus} --out={out} "
-    return (RECIPE + places + flags).split()
+@pytest.fixture
+def flags(corpus, out, tmp_path) -> list[str]:
+    """Return the flags of a run of one step from the model in tmp_path / "base"."""
+    return [*RECIPE.split(), f"--init={tmp_path / 'base'}", f"--data={corpus}", f"--out={out}"]
 
 
-def finetune(*run):
-    train.main(argv(*run))
+@pytest.fixture
+def finetune(flags):
+    """Return a function that trains as `flags` says, with more flags."""
+    return lambda *more: train.main([*flags, *more])
 
 
 KINDS = [(family, "bfloat16") for family in tiny_models.FAMILIES]
@@ -60,14 +63,14 @@ open_saved = partial(transformers.AutoModelForCausalLM.from_pretrained, attn_imp
 
 @pytest.mark.parametrize(("family", "dtype"), KINDS)
 @pytest.mark.quick("gpt2-bfloat16", "llama-float32", "gemma3-bfloat16")
-def test_a_model_opens_as_its_family_again(family, dtype, corpus, out, tmp_path):
+def test_a_model_opens_as_its_family_again(family, dtype, finetune, corpus, out, tmp_path):
     """
     It must not become a Llama, nor lose Gemma's offset of norms or its separate head. Its first
     loss is transformers', although GPT-2's config.json has dropout.
     """
     base = tmp_path / "base"
     make(family, base, corpus, getattr(torch, dtype))
-    finetune(base, corpus, out, "--steps=3")
+    finetune("--steps=3")
     hf_model, info = open_saved(out, output_loading_info=True)
     assert not any(info.values())
     before = open_saved(base, dtype=torch.float32)
@@ -96,23 +99,23 @@ def base(corpus, tmp_path) -> Path:
 
 
 def test_a_resumed_run_does_without_the_model_it_began_from(
-    base, corpus, out, tmp_path, monkeypatch
+    base, finetune, out, tmp_path, monkeypatch
 ):
     """It reaches the losses and weights of a run that was not stopped, including dropout."""
     whole = tmp_path / "whole"
-    flags = "--steps=6 --dropout=0.1 --eval_every=100"
-    finetune(base, corpus, whole, flags)
+    flags = ["--steps=6", "--dropout=0.1", "--eval_every=100"]
+    finetune(*flags, f"--out={whole}")
     calm = tmp_path / "calm"
-    finetune(base, corpus, calm)
+    finetune(f"--out={calm}")
     assert read_log(calm)[0] != read_log(whole)[0]
     stop_after(monkeypatch, [2, 4])
-    finetune(base, corpus, out, flags)
+    finetune(*flags)
     names = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", *COMPANIONS]
     companions = {name: (base / name).read_bytes() for name in names}
     shutil.rmtree(base)
     moved = out.rename(tmp_path / "moved")
     for _ in range(2):
-        train.main(["--resume", f"--out={moved}"])
+        resume(moved)
     assert read_log(moved) == read_log(whole)
     ours, theirs = (load_checkpoint(folder).state_dict() for folder in (moved, whole))
     assert same(ours, theirs)
@@ -120,7 +123,9 @@ def test_a_resumed_run_does_without_the_model_it_began_from(
         assert (moved / name).read_bytes() == companions[name]
 
 
-def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, tiny, corpus, out):
+def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(
+    base, finetune, train_tiny, out
+):
     """
     Previously the generation_config.json of a larger vocabulary made it unreadable. But then any
     *token*.json was deleted, even the user's. And the overwritten config.json described the new
@@ -129,11 +134,11 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
     config = read_json(base / "config.json")
     old = config | {"tie_word_embeddings": True, "torch_dtype": "float16"}
     write_json(base / "config.json", old)
-    finetune(base, corpus, out)
+    finetune()
     assert read_json(out / "config.json") == config
     write_json(out / "generation_config.json", {"eos_token_id": 310})
     (out / "my_tokens.json").touch()
-    train.main([*tiny, "--steps=1", "--overwrite"])
+    train_tiny("--steps=1", "--overwrite")
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not any((out / name).exists() for name in COMPANIONS)
     assert (out / "my_tokens.json").exists()
@@ -143,13 +148,13 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(base, 
 # Models that cannot be trained
 
 
-def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
+def test_a_corpus_of_other_tokens_is_refused(base, flags):
     """
     It may have tokens of images, for which the model has no rows, or come from another tokenizer
     with as many tokens. A token that is read but not predicted is ~token in a corpus.
     """
-    loaded = load_corpus(str(corpus), MACHINE)
-    args = train.parse_args(argv(base, corpus, out))
+    args = train.parse_args(flags)
+    loaded = load_corpus(args.data, MACHINE)
     refused = pytest.raises(ValueError, match=f"other tokens than .* --init {base} --out data/NAME")
     for split in "train", "val":
         for token in 320, ~320, 319, ~319:
@@ -162,7 +167,7 @@ def test_a_corpus_of_other_tokens_is_refused(base, corpus, out):
 
 
 def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
-    base, corpus, out, monkeypatch, capsys
+    base, flags, finetune, out, monkeypatch, capsys
 ):
     """
     It takes 16 bytes per weight and process. A machine's memory must hold all processes, a GPU's
@@ -171,14 +176,14 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
     count = sum(p.numel() for p in load_checkpoint(base).parameters())
     free = 16 * count
     monkeypatch.setattr(machine, "memory_of", lambda device: (free, 2**60))
-    finetune(base, corpus, out)
+    finetune()
     needed = f"{count / 1e6:.2f}M weights take {free / 2**30:.2f} GiB to train, 16 bytes each"
     assert f"memory: {needed}" in capsys.readouterr().out
     free = 0  # to resume, what was saved is already in memory when this is checked
-    train.main(["--resume", f"--out={out}"])
+    resume(out)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    loaded = load_corpus(str(corpus), MACHINE)
-    args = train.parse_args(argv(base, corpus, out))
+    args = train.parse_args(flags)
+    loaded = load_corpus(args.data, MACHINE)
     gpu = replace(MACHINE, device=torch.device("cuda"))
     for process, each in ((MACHINE, 2 * 16), (gpu, 16), (replace(gpu, world=2), 20)):
         free = each * count
@@ -188,7 +193,7 @@ def test_a_model_too_large_to_train_is_refused_before_it_is_loaded(
             machine.load_to_train(args, loaded, process)
 
 
-def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpus, out):
+def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, finetune):
     """
     Saved under the configuration of the whole model, the part's weights would not be found.
     Previously the tokenizer was reported as config.json.
@@ -196,10 +201,10 @@ def test_a_part_of_a_larger_model_and_a_broken_tokenizer_are_refused(base, corpu
     config = read_json(base / "config.json")
     write_json(base / "config.json", {"model_type": "larger", "text_config": config})
     with pytest.raises(SystemExit, match=r"has a text_config, .* save only the text model"):
-        finetune(base, corpus, out)
+        finetune()
     write_json(base / "config.json", config)
     message = r"tokenizer\.json is not a tokenizer .* or tokenizer_config.json .*: restore it"
     for name in ("tokenizer_config.json", "tokenizer.json"):
         (base / name).write_text("{")
         with pytest.raises(SystemExit, match=message):
-            finetune(base, corpus, out)
+            finetune()

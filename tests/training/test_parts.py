@@ -54,9 +54,9 @@ def test_an_epoch_is_every_window_once_in_another_order():
     assert epochs[0] != epoch_starts(99, 10, 4, 0).tolist()
 
 
-def test_the_shortest_corpus_is_two_windows_and_a_target(tiny, corpus):
+def test_the_shortest_corpus_is_two_windows_and_a_target(tiny):
     """Tokens that are not predicted are read, but are no targets."""
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     tokens = np.arange(65, dtype=np.int32)
     run.corpus.train = np.where(tokens % 3, tokens, ~tokens)
     x, y = train.Run(run.args, run.corpus, MACHINE).next_batch()
@@ -136,9 +136,9 @@ def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
+def test_a_batch_without_a_target_teaches_nothing(device, tiny):
     """Previously the mean of no losses was NaN, and ended the run."""
-    run = new_run(tiny, corpus, replace(MACHINE, ops=training_ops(device)))
+    run = new_run(tiny, replace(MACHINE, ops=training_ops(device)))
     x, y = run.next_batch()
     result = run.update(x, torch.full_like(y, -100))
     assert result.tolist() == [0, 0]
@@ -146,12 +146,12 @@ def test_a_batch_without_a_target_teaches_nothing(device, corpus, tiny):
     assert run.update(x, y)[0] > 5
 
 
-def test_nothing_is_dropped_while_the_model_is_looked_at(corpus, tiny):
+def test_nothing_is_dropped_while_the_model_is_looked_at(tiny):
     """
     This covers an evaluation and a sample, which ends at a context of 32. Then training drops
     again.
     """
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     modes = []
     run.model.register_forward_hook(lambda model, inputs, output: modes.append(model.training))
     run.evaluate_and_sample()
@@ -174,7 +174,7 @@ NEEDS_COMPILER = [
 @pytest.mark.parametrize("arch", ["gpt2", "llama"])
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=NEEDS_COMPILER)])
 @pytest.mark.quick("eager-gpt2")
-def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
+def test_a_compiled_step_is_the_step(arch, backend, tiny, monkeypatch):
     """
     It uses the operators of a GPU, where models are trained this way, in windows of both lengths.
     Each block is one graph, because Python between two graphs would wait for the device.
@@ -189,9 +189,9 @@ def test_a_compiled_step_is_the_step(arch, backend, tiny, corpus, monkeypatch):
     compile_block = partial(torch.compile, backend=noted, fullgraph=True)
     monkeypatch.setattr(torch, "compile", compile_block)
     flags = [*tiny, f"--arch={arch}", "--n_layer=2", "--steps=4", "--dropout=0"]
-    plain = new_run(flags, corpus, replace(MACHINE, ops=training_ops("cuda")))
+    plain = new_run(flags, replace(MACHINE, ops=training_ops("cuda")))
     machine = replace(MACHINE, compile=True, ops=training_ops("cuda", compiled=True))
-    compiled = new_run(flags, corpus, machine)
+    compiled = new_run(flags, machine)
     for _ in range(4):
         expected = plain.update(*plain.next_batch())
         result = compiled.update(*compiled.next_batch())
@@ -213,7 +213,7 @@ def start(monkeypatch):
     gc.set_threshold(*before)
 
 
-def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
+def test_the_compiler_is_started_where_it_is_wanted(train_tiny, start, monkeypatch):
     """
     It starts before the run's lock is taken, which its processes would inherit, and before signals
     are caught.
@@ -223,8 +223,8 @@ def test_the_compiler_is_started_where_it_is_wanted(tiny, start, monkeypatch):
     monkeypatch.setattr(train, "catch_signals", lambda: events.append("signals"))
     monkeypatch.setattr(train, "only_run_in", lambda out: nullcontext(events.append("lock")))
     monkeypatch.setattr(train, "train_and_report", lambda *args: events.append("run"))
-    train.main(tiny)
-    train.main([*tiny, "--device=cuda"])
+    train_tiny()
+    train_tiny("--device=cuda")
     assert events == ["signals", "lock", "run", 100_000, "signals", "lock", "run"]
     assert os.environ["TORCHINDUCTOR_WORKER_START"] == "subprocess"  # a value set by the user stays
 
@@ -254,7 +254,7 @@ def test_the_compilers_processes_are_there_at_once_and_end_when_one_dies(tmp_pat
     assert subprocess.run(command, cwd=ROOT, env=environment, timeout=40).returncode == 0
 
 
-def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
+def test_without_a_compiler_no_model_is_given_up(train_tiny, out, start, monkeypatch):
     """
     Previously it failed at the first step, when --overwrite had already deleted the model. If a
     process cannot be forked, those forked before are ended, because torch would wait for them for
@@ -268,11 +268,11 @@ def test_without_a_compiler_no_model_is_given_up(tiny, out, start, monkeypatch):
     monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-g++"))
     monkeypatch.setattr(AsyncCompile, "wakeup", MagicMock(side_effect=error))
     monkeypatch.setattr(multiprocessing, "active_children", lambda: [child])
-    flags = [*tiny, "--compile", "--overwrite"]
+    flags = ["--compile", "--overwrite"]
     with pytest.raises(SystemExit, match=r"no-such-g.*: install g.., set CXX to a C.. compiler"):
-        train.main(flags)
+        train_tiny(*flags)
     with pytest.raises(SystemExit, match=r"no more processes.*: raise `ulimit -u`, set TORCHIND"):
-        train.main([*flags, "--device=cuda"])
+        train_tiny(*flags, "--device=cuda")
     assert model.exists()
     child.kill.assert_called_once_with()
 
@@ -356,13 +356,13 @@ def test_a_text_longer_than_the_context_is_refused():
         small_gpt2()(torch.zeros(2, 33, dtype=torch.int64))
 
 
-def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
+def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny):
     """
     They are N(0, 0.02), and smaller in the projections into the residual stream, because two of
     these per layer add up. Biases are zero.
     """
     flags = [*tiny, "--arch=gpt2", "--bias", "--n_layer=3", "--n_embd=64", "--context_length=200"]
-    for name, w in new_run(flags, corpus).model.named_parameters():
+    for name, w in new_run(flags).model.named_parameters():
         if w.ndim == 2:
             spread = 0.02 / math.sqrt(6) if "c_proj" in name else 0.02
             expected = pytest.approx(spread, rel=0.05)
@@ -372,7 +372,7 @@ def test_initial_weights_are_gpt2s_and_follow_the_seed(tiny, corpus):
             assert torch.all(w == name.endswith("weight")), name  # of norms; biases
 
     first, again, other = (
-        new_run([*tiny, f"--seed={seed}"], corpus).model.wte.weight for seed in (3, 3, 4)
+        new_run([*tiny, f"--seed={seed}"]).model.wte.weight for seed in (3, 3, 4)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)

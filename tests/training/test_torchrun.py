@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from runs import MACHINE, ROOT, new_run, read_log
+from runs import MACHINE, ROOT, new_run, read_log, resume
 
 import train
 from checkpoint import load_checkpoint
@@ -180,7 +180,7 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
     assert printed.startswith("device: 2 x CPU, 1 thread, float32")
     assert printed.count("6 steps, from step 2, 33% done") == printed.count("saved at step 4") == 1
     assert "Warning" not in done.stderr  # torch's, about a name that it has replaced
-    train.main(["--resume", f"--out={out}"])
+    resume(out)
     assert (out / "loss.png").exists()
     expected = [line for line in read_log(one) if line["step"] != 4 or "loss" in line]
     for alone, together in zip(expected, read_log(out), strict=True):
@@ -191,11 +191,11 @@ def test_two_processes_take_the_steps_of_one_also_when_one_dies_or_is_left(tiny,
 
 
 @pytest.mark.parametrize("rank", ["x", "1"])
-def test_a_rank_that_torchrun_did_not_set_is_named(rank, tiny, monkeypatch):
+def test_a_rank_that_torchrun_did_not_set_is_named(rank, train_tiny, monkeypatch):
     """Previously one ended in a message about int(), and the other in a traceback."""
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(SystemExit, match=f"^RANK={rank} and WORLD_SIZE=1 are not torchrun's"):
-        train.main([*tiny, "--steps=2"])
+        train_tiny("--steps=2")
 
 
 RECIPE = """
@@ -226,19 +226,21 @@ def test_one_process_prepares_the_corpus_and_all_wait_for_it(tmp_path, monkeypat
     assert len(is_prepared) == 2  # a single process does not wait
 
 
-def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(tiny, out, monkeypatch):
+def test_a_batch_that_does_not_divide_is_refused_and_leaves_no_directory(
+    train_tiny, out, monkeypatch
+):
     monkeypatch.setattr(train, "init_process", lambda args: replace(MACHINE, world=3))
     monkeypatch.setattr(torch.distributed, "barrier", lambda: None)
     message = "--batch_size 4 is not divisible by 3, the number of processes"
     with pytest.raises(SystemExit, match=message):
-        train.main([*tiny, "--steps=2"])
+        train_tiny("--steps=2")
     assert not out.exists()
 
 
-def test_all_stop_when_one_is_asked_to(corpus, tiny, out, monkeypatch):
+def test_all_stop_when_one_is_asked_to(tiny, out, monkeypatch):
     """If one went on by itself, it would wait for the others' gradients for ever."""
     out.mkdir()
-    run = new_run([*tiny, "--steps=9"], corpus)
+    run = new_run([*tiny, "--steps=9"])
 
     def mean(process, x):
         return x + torch.tensor([0.25, 0.0]) if x.shape == (2,) else x

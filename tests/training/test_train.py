@@ -24,6 +24,7 @@ from runs import (
     assert_loads,
     new_run,
     read_log,
+    resume,
     same,
     stop_after,
 )
@@ -40,13 +41,13 @@ from training.corpus import char_tokenizer, read_corpus, train_bpe, write_corpus
 
 
 @pytest.mark.filterwarnings("error:No artists")  # in the legend
-def test_a_run_learns_and_leaves_a_checkpoint(pictures, tiny, corpus, out, monkeypatch, capsys):
+def test_a_run_learns_and_leaves_a_checkpoint(pictures, train_tiny, out, monkeypatch, capsys):
     """
     It prints its result, logs each step, and draws the loss. Previously a misspelt MPLBACKEND, or a
     name with a formula or bytes, ended in a traceback, and a name that begins with _ was left out.
     """
     monkeypatch.setenv("MPLBACKEND", "misspelt")
-    train.main([*tiny, "--steps=40"])
+    train_tiny("--steps=40")
     steps = read_log(out, "loss")
     last = read_log(out, "val_loss")[-1]
     assert [line["step"] for line in steps] == list(range(1, 41))
@@ -70,7 +71,7 @@ STOPS = {"by hand": (7,), "by make run": (1, 2, 10, 16)}
 
 @pytest.mark.parametrize("typed", STOPS)
 def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
-    typed, tiny, corpus, out, tmp_path, monkeypatch, capsys
+    typed, tiny, train_tiny, corpus, out, tmp_path, monkeypatch, capsys
 ):
     """
     They are equal to the bit, including dropout, because batches and noise are functions of (seed,
@@ -86,7 +87,7 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
         monkeypatch.setenv("MAKELEVEL", "1")
         command = "make run"
     whole = tmp_path / "whole"
-    train.main([*tiny, "--steps=20", f"--out={whole}"])
+    train_tiny("--steps=20", f"--out={whole}")
     stop_after(monkeypatch, stops)
     flags = [*tiny, "--steps=20", f"--data={corpus.name}"]
     for stop in stops:
@@ -147,15 +148,15 @@ WITHOUT_LOSS = {
 }
 
 
-def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
+def test_runs_are_compared(train_tiny, out, tmp_path, monkeypatch, capsys):
     """
     Would catch: a run that is started; a run that was stopped taken for one without a log; another
     field, or another run's.
     """
     ended = tmp_path / "ended"
     stop_after(monkeypatch, [7])
-    train.main([*tiny, "--steps=20"])
-    train.main([*tiny, "--steps=6", f"--out={ended}"])
+    train_tiny("--steps=20")
+    train_tiny("--steps=6", f"--out={ended}")
     for name, log in WITHOUT_LOSS.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "log.jsonl").write_bytes(log)
@@ -181,7 +182,7 @@ def test_runs_are_compared(tiny, out, tmp_path, monkeypatch, capsys):
             train.main(["--compare", name])
 
 
-def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, capsys):
+def test_windows_are_short_first_and_whole_at_the_end(train_tiny, out, monkeypatch, capsys):
     """
     A step has as many tokens in both. An evaluation on the way uses windows of the current length.
     """
@@ -195,7 +196,7 @@ def test_windows_are_short_first_and_whole_at_the_end(tiny, out, monkeypatch, ca
     monkeypatch.setattr(train, "evaluate", noted_evaluate)
     # of the batch after each step
     after_update(monkeypatch, lambda run, result: shapes.append(run.next_batch()[0].shape))
-    train.main([*tiny, "--steps=20"])
+    train_tiny("--steps=20")
     assert shapes == 14 * [(8, 16)] + 6 * [(4, 32)]
     assert windows == [(16, 64), (16, 64), (32, 64), (32, None)]
     logged = [(line["step"], line["val_loss"]) for line in read_log(out, "val_loss")]
@@ -208,11 +209,11 @@ HEART = "warning: the held-out loss was 2.0 and rose to 2.2, probably because th
 
 
 @pytest.mark.parametrize("losses", [(2.5, 2.0, 2.2, 1.0), (2.5, 2.0, 2.1, 9.0)])
-def test_a_text_that_is_learnt_by_heart_is_remarked_on(losses, tiny, monkeypatch, capsys):
+def test_a_text_that_is_learnt_by_heart_is_remarked_on(losses, train_tiny, monkeypatch, capsys):
     """README's example read 92,000 tokens 15 times, and nothing said that it was too often."""
     left = iter(losses)
     monkeypatch.setattr(train, "evaluate", lambda *_: (3 * next(left), 3))
-    train.main([*tiny, "--steps=20"])
+    train_tiny("--steps=20")
     assert (HEART in capsys.readouterr().out) == (losses[2] > 2.1)
 
 
@@ -227,7 +228,7 @@ DIVERGED = {
 
 
 @pytest.mark.parametrize(("at", "stride"), DIVERGED)
-def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkeypatch):
+def test_a_number_that_is_not_finite_stops_the_run(at, stride, train_tiny, out, monkeypatch):
     """If the losses of several steps are read together, the first bad one is named."""
     factor, message, kept = DIVERGED[at, stride]
 
@@ -240,14 +241,14 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, tiny, out, monkey
     after_update(monkeypatch, diverge)
     advice = "; what was saved before is kept. Start again with a lower --matrix_lr"
     with pytest.raises(SystemExit, match=f"{message}{advice}"):
-        train.main([*tiny, "--steps=20"])
+        train_tiny("--steps=20")
     state = torch.load(out / "train_state.pt", weights_only=True)
     assert state["step"] == kept
     # an evaluation follows its step
     assert read_log(out, "loss")[-1]["step"] == at - (at < 10)
 
 
-def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
+def test_two_runs_do_not_write_to_one_directory(train_tiny, out, monkeypatch):
     """
     Previously each overwrote what the other had saved. Or, if both renamed a file at the same time,
     one ended with the advice to make room.
@@ -256,18 +257,18 @@ def test_two_runs_do_not_write_to_one_directory(tiny, out, monkeypatch):
     def start_another(run, result):
         if run.step == 2:
             with pytest.raises(SystemExit, match=r"another run is writing to .*out: wait"):
-                train.main([*tiny, "--steps=1"])
+                train_tiny("--steps=1")
 
     after_update(monkeypatch, start_another)
     for more in ([], ["--overwrite"]):  # the first has released the directory
-        train.main([*tiny, "--steps=2", *more])
+        train_tiny("--steps=2", *more)
     assert_loads(out)
 
 
-def test_runs_without_the_optional_packages(tiny, out, monkeypatch, capsys):
+def test_runs_without_the_optional_packages(train_tiny, out, monkeypatch, capsys):
     for name in ("matplotlib", "matplotlib.figure", "tiktoken"):
         monkeypatch.setitem(sys.modules, name, None)
-    train.main([*tiny, "--steps=5"])
+    train_tiny("--steps=5")
     assert "no loss.png: matplotlib is not installed" in capsys.readouterr().out
     assert_loads(out)
 
@@ -351,23 +352,23 @@ def test_nothing_to_resume(tmp_path):
             torch.save(content, path)
         message = rf"nothing to resume: .*pt cannot be read \(.*{reason}"
         with pytest.raises(SystemExit, match=message) as error:
-            train.main(["--resume", f"--out={tmp_path}"])
+            resume(tmp_path)
         assert "\n" not in str(error.value)  # torch's own explanation has ten lines
 
 
 @pytest.mark.parametrize("changes", [{"model": {}}, {"optimizers": []}])
-def test_a_state_with_other_contents_gets_a_message(changes, tiny, out):
+def test_a_state_with_other_contents_gets_a_message(changes, train_tiny, out):
     """Previously a state of another version with the same flags ended in a traceback."""
-    train.main([*tiny, "--steps=1"])
+    train_tiny("--steps=1")
     torch.save(assert_loads(out) | changes, out / "train_state.pt")
     message = r"this version of train\.py cannot resume .*train_state\.pt \(.*\): use the one that"
     with pytest.raises(SystemExit, match=message) as error:
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "val", "train", "less to train"])
-def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, tmp_path):
+def test_a_corpus_that_was_made_anew_is_not_resumed(change, train_tiny, corpus, out, tmp_path):
     """
     Previously, with as many other tokens, the run continued, and its model learned what it could
     not read. With fewer tokens it ended in the advice to lower --context_length, which --resume
@@ -375,7 +376,7 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, t
     """
     folder = tmp_path / "corpus"
     shutil.copytree(corpus, folder)
-    train.main([*tiny, "--steps=1", f"--data={folder}"])
+    train_tiny("--steps=1", f"--data={folder}")
     before = {path: path.read_bytes() for path in out.iterdir()}
     if change == "tokenizer":
         text = string.printable * 2 + "wholly other words, and quixotic ones " * 2
@@ -386,7 +387,7 @@ def test_a_corpus_that_was_made_anew_is_not_resumed(change, tiny, corpus, out, t
         ids[: 40 if change != split else None].tofile(folder / f"{split}.bin")
     changed = r"--data .*corpus has different tokens than when .*out was trained\. Restore it"
     with pytest.raises(SystemExit, match=changed):
-        train.main(["--resume", f"--out={out}"])
+        resume(out)
     assert {path: path.read_bytes() for path in out.iterdir()} == before
 
 
@@ -424,16 +425,18 @@ def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row
 
 def test_a_llama_has_the_weights_of_a_gpt2(corpus):
     """Only GPT-2 has biases and GPT-2's activation."""
-    flags = ["--device=cpu", "--preset=gpt2-124M", "--arch=llama", "--n_layer=1"]
-    config = new_run(flags, corpus).model.config
+    flags = f"--data={corpus} --device=cpu --preset=gpt2-124M --arch=llama --n_layer=1"
+    config = new_run(flags.split()).model.config
     assert (config.norm, config.activation, config.gated) == ("rms", "silu", True)
     assert (config.n_inner, config.bias, config.tied) == (2048, False, True)
     widths = {1: 8, 128: 344, 376: 1000, 384: 1024}
     assert {n: train.gated_width(n) for n in widths} == widths
 
 
-def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_path, monkeypatch):
-    train.main([*tiny, "--steps=1"])
+def test_a_resumed_run_may_change_its_directory_and_its_machine(
+    tiny, train_tiny, out, tmp_path, monkeypatch
+):
+    train_tiny("--steps=1")
     asked = []
 
     def note(args):
@@ -443,19 +446,19 @@ def test_a_resumed_run_may_change_its_directory_and_its_machine(tiny, out, tmp_p
     monkeypatch.setattr(train, "init_process", note)
     moved = out.rename(tmp_path / "moved")
     with pytest.raises(SystemExit):
-        train.main(["--resume", f"--out={moved}", "--device=cuda", "--compile"])
+        resume(moved, "--device=cuda", "--compile")
     changed = {"out": str(moved), "resume": True, "device": "cuda", "compile": True}
     assert asked == [vars(train.parse_args([*tiny, "--steps=1"])) | changed]
 
 
-def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, corpus, out):
+def test_the_optimizers_have_the_settings_of_the_new_machine(tiny, train_tiny, out):
     """
     Previously the AdamW of a CPU, which is not `capturable`, kept a resumed GPU run from its graph.
     """
-    train.main([*tiny, "--steps=2"])
+    train_tiny("--steps=2")
     state = assert_loads(out)
     state["optimizers"][1]["param_groups"][0]["capturable"] = True
-    run = new_run([*tiny, "--steps=2"], corpus)
+    run = new_run([*tiny, "--steps=2"])
     run.load(state)
     assert run.optimizers[1].param_groups[0]["capturable"] is False
 
@@ -485,7 +488,7 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("kind", STREAMS)
-def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch):
+def test_a_run_that_cannot_print_goes_on(kind, train_tiny, out, tmp_path, monkeypatch):
     """Previously `train.py | head`, or a sample that the terminal could not show, ended it."""
     monkeypatch.chdir(tmp_path)
     for name in "stdout", "stderr":
@@ -497,30 +500,28 @@ def test_a_run_that_cannot_print_goes_on(kind, tiny, out, tmp_path, monkeypatch)
         monkeypatch.setattr(module, "generate_text", lambda run: "語")
     monkeypatch.setattr(sys, "excepthook", None)  # end_with_one_line sets it
     end_with_one_line()  # as the command does
-    train.main([*tiny, "--steps=6"])
+    train_tiny("--steps=6")
     assert (out / "loss.png").exists()
     report.compare([str(out)])
 
 
-def test_a_checkpoint_is_saved_before_its_sample_is_printed(tiny, out, monkeypatch):
+def test_a_checkpoint_is_saved_before_its_sample_is_printed(train_tiny, out, monkeypatch):
     """A terminal that was paused with Ctrl-S keeps a run waiting."""
     is_saved = []
     path = out / "train_state.pt"
     monkeypatch.setattr(train.Process, "print", lambda *_: is_saved.append(path.exists()))
-    train.main([*tiny, "--steps=6"])
+    train_tiny("--steps=6")
     assert is_saved[:2] == [False, True]  # the settings, and step 5
 
 
-def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(
-    tiny, corpus, monkeypatch
-):
+def test_samples_follow_temperature_and_seed_and_end_where_the_model_ends_them(tiny, monkeypatch):
     """
     The text after the end of a text is another text; a BOS comes before that end. Of two tokens,
     the second is drawn as often as softmax(difference / temperature) says. Previously a chat
     model's samples followed an end of text, and looked broken. Now they answer the first held-out
     question.
     """
-    run = new_run(tiny, corpus)
+    run = new_run(tiny)
     line = run.corpus.tokenizer.encode("x = 1\n")
     end = [299]
     logits = torch.tensor([0.0, 1.0]).repeat(20_000, 1)
