@@ -147,7 +147,7 @@ def test_the_router_beside_this_python_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "/nowhere")
     args = serve.parse_args(["--port", "0"])
-    assert router_command(args, range(1, 3))[:2] == [str(smg), "launch"]
+    assert router_command(args, [], range(1, 3))[:2] == [str(smg), "launch"]
 
 
 def test_each_server_has_its_share(monkeypatch):
