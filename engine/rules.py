@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Container, Iterable
 
 # parts of a rule that do not contain rule names: strings, comments, and regular expressions
-LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
+LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|(?://|#).*|/(?:\\.|[^/\\\n])+/[a-z]*')
 RULE = re.compile(r"(?m)^\s*[?!]*([a-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
 ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
 OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before it may occur zero times

@@ -10,6 +10,7 @@ REFUSED = r"""
 start: "a" start -> start cannot end: add an alternative without that rule
 start: x; x: "a" x | "b" y; y: "c" y -> start, x, y cannot end
 start: "c" x?; x: "b" x -> x cannot end
+start: "a" start # | "b" -> start cannot end
 start: "c" [x]; x: ("b" | "c") x{1,2} -> x cannot end
 start: "c" | x; x: "b"+ x+ -> x cannot end
 start: "a" start~1..2 -> start cannot end
@@ -33,6 +34,7 @@ start: "a" start{0,2} "b" -> aabb -> aab
 start: "a" start~0..2 "b" -> aabb -> aab
 start: "a" x ~ 2; x: "b" | "c" x ~ 0 -> abc -> ab
 start: x; x: "a" // x; | "b" -> b -> c
+start: x; x: "a" # x, <[256]> or " -> a -> b
 start: "start: x" /x: x\/ start/i X; X: "x" -> start: xX: X/ sTARTx -> start
 start: "<[256]>" /<[256]>/ "<|endoftext|>" -> <[256]><5><|endoftext|> -> <[256]><[256]><|endoftext|>
 start: "a" <[97-99]> <[^256]> -> abd -> ada
@@ -56,7 +58,10 @@ def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reaso
 
 @pytest.mark.parametrize("grammar, right, wrong", rows(SERVED))
 def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
-    """Would catch: every rule that names itself taken for endless; texts read as rules."""
+    """
+    Would catch: every rule that names itself taken for endless; texts read as rules. Previously
+    comments after # were, too.
+    """
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert matcher, said
     for text, fits in (right, True), (wrong, False):
