@@ -312,8 +312,8 @@ class CompileQueue:
     def _forget(self, id: str):
         """Drop the grammar of an aborted request, so that it is not compiled."""
         for message in chain(*self.waiting.values()):
-            if message["id"] == id:
-                message["grammar"] = None
+            if message["id"] == id:  # its turn may be minutes away, so drop its long parts now
+                message |= {"grammar": None, "prompt": None}
 
 
 class Grammar:
