@@ -281,7 +281,6 @@ def create_record(path: str):
 
 def main(argv: list[str] | None = None):
     set_environment()
-    sys.stdout.reconfigure(errors="replace")  # for characters that it cannot show
     args = parse_args(argv)
     announce(f"loading {args.model}")
     if args.sampling_note:  # about sampling defaults that come with the model

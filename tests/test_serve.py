@@ -1,6 +1,5 @@
 """serve.py: the address it listens at, the ranges of its flags, and what it imports."""
 
-import io
 import os
 import socket
 import subprocess
@@ -107,20 +106,6 @@ def test_a_modes_message_becomes_the_exit_status(monkeypatch, module, name, type
     with pytest.raises(SystemExit) as ended:
         serve.main([typed])
     assert ended.value.code == message
-
-
-@pytest.mark.parametrize("module, name, typed", MODES)
-def test_a_name_that_cannot_be_shown_is_shown_in_part(monkeypatch, module, name, typed):
-    """
-    Previously, if standard output could not show --served-model-name, the server's greeting ended
-    the link to the engine, and then the server: "the engine stopped unexpectedly".
-    """
-    data = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
-    monkeypatch.setattr(module, name, lambda *_: print("serving \u20ac", flush=True))
-    with pytest.raises(SystemExit):
-        serve.main([typed])
-    assert data.getvalue() == b"serving ?\n"
 
 
 @pytest.mark.parametrize("own", [{}, {"GOMP_SPINCOUNT": "7", "LRU_CACHE_CAPACITY": "7"}])
