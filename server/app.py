@@ -185,7 +185,8 @@ class Service:
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         call = http.scope["call"]
         job = Job(self, body, prompts, call)
-        call.logged["seed"] = job.seed  # the same call with this seed gets the same answer
+        # the first prompt's; with its own seed, a prompt gets the same answer again (see Job)
+        call.logged["seed"] = job.seed
         if self.args.log_requests:
             # these include the model's own defaults, but not the salt, which is secret
             fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})
