@@ -11,6 +11,8 @@ start: "a" start -> start cannot end: add an alternative without that rule
 start: x; x: "a" x | "b" y; y: "c" y -> start, x, y cannot end
 start: "c" x?; x: "b" x -> x cannot end
 start: "a" start # | "b" -> start cannot end
+start: B start; B: "b" | "c" -> start cannot end
+start: "a" start; %ignore /x/ | /y/ -> start cannot end
 start: "c" [x]; x: ("b" | "c") x{1,2} -> x cannot end
 start: "c" | x; x: "b"+ x+ -> x cannot end
 start: "a" start~1..2 -> start cannot end
@@ -34,6 +36,7 @@ start: "a" start{0,2} "b" -> aabb -> aab
 start: "a" start~0..2 "b" -> aabb -> aab
 start: "a" x ~ 2; x: "b" | "c" x ~ 0 -> abc -> ab
 start: x; x: "a" // x; | "b" -> b -> c
+start: "a" %json {; "type": "null"; } x; x: B; B: "b" -> anullb -> anull
 start: x; x: "a" # x, <[256]> or " -> a -> b
 start: "start: x" /x: x\/ start/i X; X: "x" -> start: xX: X/ sTARTx -> start
 start: "<[256]>" /<[256]>/ "<|endoftext|>" -> <[256]><5><|endoftext|> -> <[256]><[256]><|endoftext|>
@@ -50,7 +53,10 @@ def spread(grammar: str) -> str:
 
 @pytest.mark.parametrize("grammar, reason", rows(REFUSED))
 def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reason):
-    """Previously such an answer stopped half way, or ended only at max_tokens."""
+    """
+    Previously such an answer stopped half way, or ended only at max_tokens. If terminals came after
+    the rules, their alternatives later counted as those of the last rule.
+    """
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert not matcher
     assert reason in said
