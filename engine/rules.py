@@ -15,7 +15,7 @@ from collections.abc import Callable, Container, Iterable
 LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|(?://|#).*|/(?:\\.|[^/\\\n])+/[a-z]*')
 # the start of a rule, terminal or %ignore
 RULE = re.compile(r"(?m)^\s*(?:[?!]*([a-zA-Z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:|%ignore)")
-ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
+ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|<[^>\s]*>|[\w@-]+|\S")  # ~2..3 is {2,3}
 OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before it may occur zero times
 TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # tokens by id: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")

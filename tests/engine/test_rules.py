@@ -19,6 +19,7 @@ start: "a" start~1..2 -> start cannot end
 start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> x, y cannot end
 root ::= "a" root -> start cannot end
 root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> x_y cannot end
+start: <|x|> start -> start cannot end
 start: "a" <[256]> -> <[256]> would end the answer
 start: ("a" | <[3,200-256]>) "b" -> <[3,200-256]> would end
 start: "a" <[^97]> "b" -> <[^97]> would end
