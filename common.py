@@ -203,9 +203,11 @@ def open_closed_streams():
 def end_with_one_line():
     """
     Print one line instead of a traceback if Ctrl-C or a missing package ends the program. Programs
-    call this first, so it also opens closed streams.
+    call this first, so it also opens closed streams, and lets standard output replace characters
+    that it cannot show.
     """
     open_closed_streams()
+    sys.stdout.reconfigure(errors="replace")
 
     def explain(kind, error, traceback):
         if issubclass(kind, ModuleNotFoundError):

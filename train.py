@@ -684,7 +684,6 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
 
 
 def main(argv: list[str] | None = None):
-    sys.stdout.reconfigure(errors="replace")  # a sample may have characters that it cannot show
     try:
         args = parse_args(argv)
         if args.compare:

@@ -145,8 +145,7 @@ class Grammars:
         if self.kept.pop(compiled.key, None) is not compiled:  # later, it may have grown
             compiled.set_report(*report)
         self.kept[compiled.key] = compiled
-        for one in self.kept.values():
-            one.receive_all()
+        self.kept = {key: one for key, one in self.kept.items() if not one.is_gone()}
         while sum(one.size for one in self.kept.values()) > KEPT_MIB * 2**20:
             del self.kept[next(iter(self.kept))]
         return Grammar(compiled)
@@ -312,8 +311,8 @@ class CompileQueue:
     def _forget(self, id: str):
         """Drop the grammar of an aborted request, so that it is not compiled."""
         for message in chain(*self.waiting.values()):
-            if message["id"] == id:
-                message["grammar"] = None
+            if message["id"] == id:  # its turn may be minutes away, so drop its long parts now
+                message |= {"grammar": None, "prompt": None}
 
 
 class Grammar:

@@ -12,9 +12,10 @@ import re
 from collections.abc import Callable, Container, Iterable
 
 # parts of a rule that do not contain rule names: strings, comments, and regular expressions
-LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|//.*|/(?:\\.|[^/\\\n])+/[a-z]*')
-RULE = re.compile(r"(?m)^\s*[?!]*([a-z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:")
-ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|[\w@-]+|\S")  # ~2..3 is {2,3}
+LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"(?:i\b)?|(?://|#).*|/(?:\\.|[^/\\\n])+/[a-z]*')
+# the start of a rule, terminal or %ignore
+RULE = re.compile(r"(?m)^\s*(?:[?!]*([a-zA-Z_]\w*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?\s*:|%ignore)")
+ITEM = re.compile(r"~ *\d+(?:\.\.\d+)?|\{\d*,?\d*\}|<[^>\s]*>|[\w@-]+|\S")  # ~2..3 is {2,3}
 OPTIONAL = re.compile(r"[?*]|[{~] *[0,]")  # the item before it may occur zero times
 TOKENS = re.compile(r"<\[([^\]>\s]*)\]>")  # tokens by id: <[5]>, <[1-9,12]>, <[^5]>, <[*]>
 SPAN = re.compile(r"(\d+)(?:-(\d+))?")
@@ -38,11 +39,12 @@ def endless(parts: dict, has_end: Callable) -> str:
 
 def check_ends(lark: str):
     """Raise ValueError if a rule does not match any finite text."""
-    text = LITERAL.sub(" T ", lark)
+    text = LITERAL.sub(" 0 ", lark)
     if "%lark" in text or "::" in text:  # nested grammars, or rules with parameters
         return
     _, *parts = RULE.split(text)
-    rules = {name: ITEM.findall(body) for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    named = zip(parts[::2], parts[1::2], strict=True)
+    rules = {name: ITEM.findall(body) for name, body in named if name}
     names = endless(rules, has_end)
     if names:
         raise ValueError(f"{names:.99} cannot end: add an alternative without that rule")
@@ -74,7 +76,7 @@ def has_end(items: Iterable[str], endless: Container[str]) -> bool:
 
 def check_tokens(lark: str, ends: dict[int, str]):
     """Raise ValueError if a grammar names a token that ends an answer. `ends` maps ids to names."""
-    text = LITERAL.sub(" T ", lark)
+    text = LITERAL.sub(" 0 ", lark)
     found = [name for name in ends.values() if name in text]
     for ids in TOKENS.findall(text):
         spans = [(int(first), int(last or first)) for first, last in SPAN.findall(ids)]

@@ -153,13 +153,14 @@ class Choice:
         Return whether there is anything to send: text, the end of the answer, or tokens if they
         were requested.
         """
+        # an echo must wait for the prompt's scores, which arrive with one of the choices' tokens
+        if 0 < len(self.prompt_entries) < len(self.prompt):
+            return False
         if self.finish_reason:
             return not self.is_end_sent
         if self.tokens and (self.body.return_token_ids or self.num_logprobs is not None):
             return True
-        # an echo must wait for the prompt's scores, which arrive with the first token
-        waits = self.prompt_entries and not self.tokens
-        return bool(self.text or self.deltas) and not waits
+        return bool(self.text or self.deltas)
 
     def mark_sent(self):
         """Clear the text, tokens and entries that have been sent to the client."""

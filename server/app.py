@@ -97,8 +97,8 @@ class Service:
             message = "the body must be JSON, sent with the header Content-Type: application/json"
             raise ApiError(400, message)
         self.check_ready()  # before reading the body, which may be long
-        limit = self.args.max_body_mib * 2**20
-        message = f"the body has more than {int(limit)} bytes: shorten it or raise --max-body-mib"
+        limit = int(min(self.args.max_body_mib * 2**20, sys.maxsize))  # the flag may be inf
+        message = f"the body has more than {limit} bytes: shorten it or raise --max-body-mib"
         too_long = ApiError(413, message)
         if int(http.headers.get("content-length", 0)) > limit:
             raise too_long
@@ -185,7 +185,8 @@ class Service:
         body.check_fits(prompts, info["vocab_size"], info["max_model_len"], info["eos_token_ids"])
         call = http.scope["call"]
         job = Job(self, body, prompts, call)
-        call.logged["seed"] = job.seed  # the same call with this seed gets the same answer
+        # the first prompt's; with its own seed, a prompt gets the same answer again (see Job)
+        call.logged["seed"] = job.seed
         if self.args.log_requests:
             # these include the model's own defaults, but not the salt, which is secret
             fields = body.model_dump(exclude_unset=True, exclude={"cache_salt"})

@@ -163,9 +163,10 @@ class Connection(HttpToolsProtocol):
     # what the client sends
 
     def data_received(self, data):
-        self.is_sending = True
-        self.watch_client()
-        self._unset_keepalive_if_required()
+        if self.is_sending or data.strip(b"\r\n"):  # empty lines may come between two requests
+            self.is_sending = True
+            self.watch_client()
+            self._unset_keepalive_if_required()
         self.unparsed += len(data)
         try:
             self.parser.feed_data(data)

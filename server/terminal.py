@@ -129,8 +129,6 @@ def add_answer(args: Namespace, engine, chat: Chat, messages: list[dict]) -> lis
 
 def run(args: Namespace, build_engine: Callable):
     """Answer --prompt, or the lines of --chat. `build_engine(args)` loads the model."""
-    # characters that the terminal cannot show are replaced
-    sys.stdout.reconfigure(errors="replace")
     tokenizer = load_tokenizer(args.model)
     chat = None if args.raw else load_chat(args.model, tokenizer, args.default_chat_template_kwargs)
     if args.chat and not chat:

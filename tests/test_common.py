@@ -3,6 +3,7 @@ common.py: whenever a process or a machine stops, a reader finds either the old 
 And the message for a directory without a model.
 """
 
+import io
 import os
 import runpy
 import sys
@@ -107,3 +108,17 @@ def test_an_old_python_is_named(file, monkeypatch):
     monkeypatch.delitem(sys.modules, "common")
     with pytest.raises(SystemExit, match=r"needs Python 3\.11 or later, but .*\.venv/bin/python"):
         runpy.run_path(f"{file}.py")
+
+
+def test_standard_output_shows_what_it_can(monkeypatch):
+    """
+    Previously, if it could not show --served-model-name, the server's greeting ended the link to
+    the engine, and then the server: "the engine stopped unexpectedly". Other programs ended in a
+    UnicodeEncodeError.
+    """
+    data = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(data, encoding="ascii"))
+    monkeypatch.setattr(sys, "excepthook", None)  # end_with_one_line sets it
+    common.end_with_one_line()
+    print("serving \u20ac", flush=True)
+    assert data.getvalue() == b"serving ?\n"

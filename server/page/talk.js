@@ -438,7 +438,10 @@ const clicks = {
   pause: togglePause,
   live: goLive,
   close: () => choose(),
-  fit: fitAll,
+  fit() { // all steps, if there are any yet
+    chart.scale = (paper.width - LEFT - 30) / (chart.end || 1000)
+    pan(0)
+  },
 }
 // The visible button for a key. The tour's buttons take precedence over the player's.
 function buttonOf(key) {

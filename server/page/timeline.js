@@ -272,11 +272,6 @@ function hold(unit, x, scale) { // zoom so that this unit stays at x
   pan(unit + (LEFT - x) / chart.scale)
 }
 
-function fitAll() {
-  chart.scale = (paper.width - LEFT - 30) / chart.end
-  pan(0)
-}
-
 function seekTo(x) { // returns the column
   const i = columnAt(x)
   if (chart.columns[i]) seek(chart.columns[i].place)

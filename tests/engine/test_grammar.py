@@ -342,7 +342,7 @@ def test_messages_go_by_one_whose_grammar_is_compiled():
     """
     Would catch: a loop that waits for a grammar; a request added after its abort, or dropped
     together with another one; clients that hang up and leave others waiting behind grammars that
-    are no longer wanted.
+    are no longer wanted. Previously their prompts stayed in memory until their turn.
     """
     library = SlowLibrary()
     queue = CompileQueue(lambda: library)
@@ -350,6 +350,7 @@ def test_messages_go_by_one_whose_grammar_is_compiled():
     assert list(queue.pass_on([ask("a"), ask("b"), free, ask("d")])) == [free]
     aborts = [{"op": "abort", "id": id} for id in "bc"]
     assert list(queue.pass_on(aborts)) == aborts
+    assert [message["prompt"] for message in queue.waiting[""]] == [[1], None, [1]]
     library.done.add("a")
     [message] = queue.pass_on([])
     assert (message["id"], message["grammar"].result()) == ("a", "a")

@@ -216,16 +216,19 @@ def test_a_compiler_ends_when_the_http_process_is_gone(monkeypatch):
 def test_kept_grammars_are_bounded_by_their_memory(grammars, monkeypatch):
     """
     Would catch: 64 grammars of 175 MB; the one used last evicted first; a refused one that is kept.
+    Previously one whose process had ended still counted, and others were evicted for it.
     """
     monkeypatch.setattr(grammars, "kept", {})
 
-    def keep(key: str, mib: int):
-        compiled = Compiled(key, Mock(fileno=lambda: -1), [])
+    def keep(key: str, mib: int, file: int = 9):
+        sock = Mock(**{"fileno.return_value": file, "recv.side_effect": BlockingIOError})
+        compiled = Compiled(key, sock, [])
         compiled.report.reply = PROCESS_MIB * 2**20, mib * 2**20, b""
         grammars.finish(compiled)
 
     for i in [*range(100), 0]:
         keep(f"small {i}", 1)
+    keep("ended", KEPT_MIB - 1, file=-1)
     assert len(grammars.kept) == 100
     keep("large", KEPT_MIB - 1)
     with pytest.raises(Refused):

@@ -10,12 +10,16 @@ REFUSED = r"""
 start: "a" start -> start cannot end: add an alternative without that rule
 start: x; x: "a" x | "b" y; y: "c" y -> start, x, y cannot end
 start: "c" x?; x: "b" x -> x cannot end
+start: "a" start # | "b" -> start cannot end
+start: B start; B: "b" | "c" -> start cannot end
+start: "a" start; %ignore /x/ | /y/ -> start cannot end
 start: "c" [x]; x: ("b" | "c") x{1,2} -> x cannot end
 start: "c" | x; x: "b"+ x+ -> x cannot end
 start: "a" start~1..2 -> start cannot end
 start: "c" | x; x[lazy]: (y "c"?)~2; y.2: (x | y) -> x, y cannot end
 root ::= "a" root -> start cannot end
 root ::= x-y? # | "a"; x-y ::= "b" (x-y | x-y "c") -> x_y cannot end
+start: <|x|> start -> start cannot end
 start: "a" <[256]> -> <[256]> would end the answer
 start: ("a" | <[3,200-256]>) "b" -> <[3,200-256]> would end
 start: "a" <[^97]> "b" -> <[^97]> would end
@@ -33,6 +37,8 @@ start: "a" start{0,2} "b" -> aabb -> aab
 start: "a" start~0..2 "b" -> aabb -> aab
 start: "a" x ~ 2; x: "b" | "c" x ~ 0 -> abc -> ab
 start: x; x: "a" // x; | "b" -> b -> c
+start: "a" %json {; "type": "null"; } x; x: B; B: "b" -> anullb -> anull
+start: x; x: "a" # x, <[256]> or " -> a -> b
 start: "start: x" /x: x\/ start/i X; X: "x" -> start: xX: X/ sTARTx -> start
 start: "<[256]>" /<[256]>/ "<|endoftext|>" -> <[256]><5><|endoftext|> -> <[256]><[256]><|endoftext|>
 start: "a" <[97-99]> <[^256]> -> abd -> ada
@@ -48,7 +54,10 @@ def spread(grammar: str) -> str:
 
 @pytest.mark.parametrize("grammar, reason", rows(REFUSED))
 def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reason):
-    """Previously such an answer stopped half way, or ended only at max_tokens."""
+    """
+    Previously such an answer stopped half way, or ended only at max_tokens. If terminals came after
+    the rules, their alternatives later counted as those of the last rule.
+    """
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert not matcher
     assert reason in said
@@ -56,7 +65,10 @@ def test_a_grammar_that_cannot_end_as_it_says_is_refused(library, grammar, reaso
 
 @pytest.mark.parametrize("grammar, right, wrong", rows(SERVED))
 def test_a_grammar_that_can_end_is_served(library, grammar, right, wrong):
-    """Would catch: every rule that names itself taken for endless; texts read as rules."""
+    """
+    Would catch: every rule that names itself taken for endless; texts read as rules. Previously
+    comments after # were, too.
+    """
     matcher, said = library.try_to_compile("grammar", spread(grammar))
     assert matcher, said
     for text, fits in (right, True), (wrong, False):

@@ -238,7 +238,10 @@ def test_a_stream_says_the_same_however_it_is_cut(
 
 
 def test_scores_of_a_prompt_come_with_one_of_its_choices():
-    """Only one row has them, in any order, but all choices get them. An echo waits for them."""
+    """
+    Only one row has them, in any order, but all choices get them. An echo waits for them.
+    Previously, if a grammar refused that choice's first token, a stream sent the others without.
+    """
     body = CompletionRequest(prompt=[[97, 98]], n=2, echo=True, logprobs=0, stream=True)
     first, second = choices = [choice_of(body, [97, 98]) for _ in range(2)]
     for choice in choices:
@@ -246,7 +249,8 @@ def test_scores_of_a_prompt_come_with_one_of_its_choices():
     assert not first.has_unsent()
     unscored = CompletionRequest(prompt=[[97, 98]], echo=True, stream=True)
     assert choice_of(unscored, [97, 98]).has_unsent()
-    second.add_tokens([99], None, 0, scores_of([99], 0))
+    second.add_tokens([99], "length", 0, scores_of([99], 0))
+    assert not second.has_unsent()
     first.add_tokens([100], None, 0, scores_of([100], 0), scores_of([98], 0))
     for choice, token in zip(choices, "dc", strict=True):
         (chunk,) = choice.chunks()

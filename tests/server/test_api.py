@@ -102,6 +102,14 @@ def test_a_body_may_be_as_long_as_the_flag_says(size, status, chunked):
         assert caller.status == status
 
 
+def test_a_body_may_have_no_limit():
+    """Previously, with --max-body-mib inf, each body got a 500 (OverflowError)."""
+    with House("--max-body-mib", "inf") as house:
+        caller = house.ask()
+        house.engine.step(b"x", "length")
+        assert caller.status == 200
+
+
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 SCALARS |= st.sampled_from([10**4299, -(10**4299), 2**63])
 VALUES = st.recursive(

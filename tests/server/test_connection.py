@@ -188,6 +188,23 @@ def test_an_answer_may_take_its_time_and_an_idle_connection_ends():
         assert caller.closed == ("close", limit - 0.1 + 100 + limit)
 
 
+def test_an_empty_line_after_a_request_is_no_request(house):
+    """
+    Old clients send one after a body. If it came in a packet of its own, the connection used to be
+    cut off 30 s later, in the middle of an answer, or when it was idle.
+    """
+    caller = house.connect()
+    caller.send(STREAM)
+    caller.send(b"\r\n")
+    house.clock.run(31)
+    house.engine.step(b"x", "length")
+    assert caller.answer.status == 200
+    house.clock.run(1)
+    caller.send(b"\r\n")
+    house.clock.run(74)
+    assert caller.closed == ("close", 31 + 75)
+
+
 def test_a_client_has_30_s_to_read_what_waits_for_it(house):
     """
     This includes the last byte. Reading on in time restarts the clock. When the time is over, the

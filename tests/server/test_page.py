@@ -849,6 +849,16 @@ def test_the_wheel_zooms_at_the_pointer_and_f_fits(open_record):
     assert page("pan(chart.end), followPlace(), chart.left === chart.end")  # the view stays there
 
 
+def test_f_before_the_first_step_does_no_harm(open_page):
+    """Previously the scale was then infinite, and the steps that came later were not drawn."""
+    page = live_page(open_page)
+    wait_for(page, "grid")
+    page.keyboard.press("f")
+    say(page, engines(1, 2))
+    wait_for(page, "chart.columns.length > 9")
+    assert 0 < page("widthOf(chart.columns[0])") < 10_000
+
+
 def test_what_is_pointed_at_is_marked_and_a_dragged_range_is_summed(open_record):
     """Hovering marks a column and no row. A range dragged in the ruler stays, in any direction."""
     page = open_record()
@@ -1254,7 +1264,7 @@ def test_a_restarted_engine_has_rows_of_its_own(open_page):
     # the ruler once showed the new engine's times minus the old engine's start
     texts = page(
         """(() => { const texts = []; write = (colour, text) => texts.push(`${text}`);
-            fitAll(); drawRuler(chart.columns); return texts; })()"""
+            clicks.fit(); drawRuler(chart.columns); return texts; })()"""
     )
     assert texts and not [text for text in texts if "· -" in text]
 

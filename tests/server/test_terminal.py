@@ -17,6 +17,7 @@ from browser import save_random_model
 from processes import RUN
 
 import serve
+from common import end_with_one_line
 from params import SamplingParams
 from server import terminal
 from training.corpus import bpe_tokenizer
@@ -84,6 +85,8 @@ def run(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(serve, "build_engine", build)
         monkeypatch.setattr(signal, "signal", lambda *_: None)  # pytest keeps its own SIGPIPE
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        monkeypatch.setattr(sys, "excepthook", None)  # end_with_one_line sets it
+        end_with_one_line()  # as the command does
         with pytest.raises(SystemExit) as ended:
             serve.main(["--model", str(tmp_path), *flags])
         out, err = capfd.readouterr()
