@@ -658,6 +658,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
                 if args.init:  # copy everything, so that resuming does not need --init's folder
                     copy_companions(args.init, run.out)
                     save_checkpoint(run.model, run.out)
+                    run.save()  # so that a run killed in its first steps can be resumed
                 else:
                     corpus.tokenizer.save(run.out)
     except (OSError, ValueError) as error:  # about a file or a model; the message is for the user
