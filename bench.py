@@ -427,7 +427,8 @@ def bench_quality(model="out/stdlib", data="stdlib", limit=50_000, llama="") -> 
     from training.corpus import load_corpus
 
     corpus = load_corpus(data, SimpleNamespace(is_main=True, wait=tuple))
-    text = corpus.tokenizer.decode(corpus.val.tolist())
+    # a token that is not predicted is stored as ~id
+    text = corpus.tokenizer.decode([max(id, ~id) for id in corpus.val.tolist()])
     tokenizer = load_tokenizer(model)
     tokens = tokenizer.encode(text)[:limit]
     gpt = load_checkpoint(model)
@@ -811,8 +812,8 @@ def bench_server(model="out/stdlib", streams=(1, 32, 256), repeats=1) -> dict:
         for n in streams:
             row = result[plural(n, "stream")] = measure(n)
             if n > 1:
-                rate = round(0.7 * n / row["s"], 1)
-                result[f"{n} at {rate}/s"] = measure(n, rate)
+                rate = 0.7 * n / row["s"]
+                result[f"{n} at {rate:.3g}/s"] = measure(n, rate)
     return result
 
 

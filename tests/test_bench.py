@@ -5,10 +5,12 @@ import math
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 from test_data import ALONE
@@ -280,16 +282,37 @@ def test_the_last_words_of_llama_cpp_are_shown(script, llama, run):
 def test_quality_scores_each_token_once(llama, toy, run):
     """
     Would catch: a window's last token left out or counted twice; the bytes of another tokenizer.
+    Previously a corpus with tokens that are not predicted, as in dialogues, was an OverflowError.
     """
+    val = np.fromfile(toy / "val.bin", np.int32)
+    np.concatenate([~val[:9], val[9:]]).tofile(toy / "val.bin")
     result = run("quality --model DIR --data DIR --limit 450")
     model = load_checkpoint(toy)
     corpus = load_corpus(str(toy), ALONE)
-    tokens = corpus.val[:450].tolist()
+    tokens = val[:450].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]))[0].log_softmax(-1)
     nats = -sum(logits[0, i, token].item() for i, token in enumerate(tokens[1:]))
     size = len(corpus.tokenizer.decode_bytes(tokens[1:]))
     assert result["fp32"] == pytest.approx(nats / math.log(2) / size, abs=2e-5)
+
+
+def test_a_slow_server_too_gets_requests_at_seven_tenths_of_its_rate(toy, monkeypatch):
+    """
+    Previously the rate was rounded to tenths of a request per second: 0.124 to 0.1, and 0.04 to 0,
+    with which all requests were sent together.
+    """
+    rates = []
+
+    def measure_load(address, work, rate=0.0) -> dict:
+        rates.append(rate)
+        return {"s": 50.0}
+
+    monkeypatch.setattr(bench, "measure_load", measure_load)
+    monkeypatch.setattr(bench, "server", lambda model: nullcontext(["127.0.0.1", "1"]))
+    result = bench.bench_server(str(toy), streams=(3,))
+    assert rates == [0, 0, 0.7 * 3 / 50]
+    assert [*result] == ["3 streams", "3 at 0.042/s"]
 
 
 def test_each_help_can_be_printed(capsys):
