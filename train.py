@@ -400,12 +400,16 @@ class Run:
         is_long = self.share >= 1 - LONG_SHARE
         return self.args.context_length if is_long else self.args.short_context
 
+    def batch_shape(self) -> tuple[int, int]:
+        """Return (B, T) for the next step. B T is constant if each T divides the context length."""
+        T = self.window()
+        return self.args.batch_size * (self.args.context_length // T), T
+
     def next_batch(self):
         """Return this process's tokens and targets (B / world, T) int64 for the next step."""
         args = self.args
         process = self.process
-        T = self.window()
-        B = args.batch_size * (args.context_length // T)  # keeps the number of tokens constant
+        B, T = self.batch_shape()
         place = (args.seed, self.step, process.rank, process.world)
         rows = torch.from_numpy(batch_rows(self.corpus.train, B, T, *place))
         if process.device.type == "cuda":
