@@ -196,7 +196,7 @@ def check(name: str):
         meaning = [tests[test] for test in tests if failed[1].startswith(test)]
         print(fill(" ".join(["not yet:", *meaning]), 100), *line, error[1], sep="\n")
         sys.exit(f"cd {relpath(copy)}; python -m pytest -xvv {quote(failed[1])}  # with details")
-    if " passed" not in output:
+    if failed or " passed" not in output:
         sys.exit(f"{output}\nthe tests cannot run: make .venv/tests-ready installs their packages")
     (copy / "solved").touch()
     print("right:", output.strip().splitlines()[-1])
