@@ -235,7 +235,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
         if "activation" not in typed:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
-    args.out = args.out or f"out/{Path(source).name}"
+    args.out = args.out or f"out/{os.path.basename(os.path.abspath(source))}"
     if folder_of(args.data) == Path(args.data):  # a path, which --resume may read from elsewhere
         args.data = str(Path(args.data).resolve())
     args.short_context = min(args.short_context or args.context_length, args.context_length)

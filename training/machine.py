@@ -358,7 +358,7 @@ def catch_signals() -> list[int]:
 
     def note(number, frame):
         # not `print`, as the signal may have interrupted one; OSError if the terminal is gone
-        if not caught and os.environ.get("RANK", "0") == "0":
+        if not caught and os.environ.get("RANK", "0") in ("0", ""):
             with suppress(OSError):
                 os.write(2, STOPPING)
         caught.append(number)

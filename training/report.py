@@ -225,7 +225,7 @@ def only_run_in(out: str):
         os.makedirs(out, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
     try:
-        if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes to write
+        if os.environ.get("RANK", "0") in ("0", ""):  # of torchrun's, only this one writes
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}: wait until it ends, or choose another --out")

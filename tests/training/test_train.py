@@ -248,11 +248,13 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, train_tiny, out, 
     assert read_log(out, "loss")[-1]["step"] == at - (at < 10)
 
 
-def test_two_runs_do_not_write_to_one_directory(train_tiny, out, monkeypatch):
+@pytest.mark.parametrize("rank", ["0", ""])
+def test_two_runs_do_not_write_to_one_directory(rank, train_tiny, out, monkeypatch):
     """
     Previously each overwrote what the other had saved. Or, if both renamed a file at the same time,
-    one ended with the advice to make room.
+    one ended with the advice to make room. Later, this was only so if RANK was set, but empty.
     """
+    monkeypatch.setenv("RANK", rank)
 
     def start_another(run, result):
         if run.step == 2:
@@ -397,6 +399,7 @@ SETTINGS = """
  -> {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03}
 --data=text -> {"n_layer": 3, "arch": "llama", "out": "out/text"}
 --preset=gpt2-124M --data=/a/notes/ -> {"out": "out/notes"}
+--preset=gpt2-124M --data=/a/b/.. -> {"out": "out/a"}
 --preset=gpt2-124M --data=a/b --out=c -> {"out": "c"}
 --n_layer=2 --minutes=5 -> {"n_layer": 2, "minutes": 5, "arch": "llama", "steps": null}
 --context_length=64 -> {"short_context": 64}
@@ -416,6 +419,7 @@ SETTINGS = """
 
 @pytest.mark.parametrize("row", SETTINGS.strip("\n").splitlines())
 def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row, chat):
+    """Previously --data=. meant --out=out itself, and --data=.. the folder that out is in."""
     typed, settings = row.replace("CHAT", chat).split(" -> ")
     args = vars(train.parse_args(["--device=cpu", *typed.split()]))
     assert args | json.loads(settings) == args
