@@ -315,6 +315,31 @@ def test_a_slow_server_too_gets_requests_at_seven_tenths_of_its_rate(toy, monkey
     assert [*result] == ["3 streams", "3 at 0.042/s"]
 
 
+SIZES = {"cpu": (32, 512, 900, 65), "cuda": (256, 8192, 2048, 90)}
+
+
+@pytest.mark.parametrize("device", SIZES)
+def test_in_the_steps_that_are_measured_all_requests_decode(device, monkeypatch):
+    """
+    On a CPU, with a GPU's sizes. Previously the steps in which some requests decoded while others
+    still had to begin were not counted. So if the context was short, requests ended in the steps
+    that `overhead` measures, and otherwise some were preempted in the last ones.
+    """
+    n, token_budget, context_length, steps = SIZES[device]
+    monkeypatch.setattr(bench, "DEVICE", device)
+    monkeypatch.setattr("engine.sizing.CPU_SEQS", n)
+    monkeypatch.setattr("engine.sizing.CPU_TOKENS", token_budget)
+    config = GPTConfig(65, context_length, n_layer=1, n_head=1, n_embd=8)
+    engine, num_requests, context = bench.engine_for_decodes(
+        GPT(config).eval().requires_grad_(False), 900
+    )
+    workloads.let_decode(engine, num_requests, context)
+    for _ in range(steps):
+        engine.step()
+    assert len(engine.scheduler.active) == n
+    assert engine.counts()["preemptions"] == 0
+
+
 def test_each_help_can_be_printed(capsys):
     """A bare % in a help text would be a TypeError."""
     for command in bench.COMMANDS:
