@@ -24,6 +24,7 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from common import (
     SPINS_TRAINING,
@@ -676,7 +677,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)
     else:
-        again = f"python train.py --resume --out {run.out}"
+        again = f"python train.py --resume --out {quote(str(run.out))}"
         if "MAKELEVEL" in os.environ:  # started by `make run`, maybe with no active environment
             again = "make run"
         process.print(f"stopped and saved at step {run.step}; to continue: `{again}`")

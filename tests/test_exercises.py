@@ -35,9 +35,11 @@ def run(repo, *arguments) -> subprocess.CompletedProcess:
 @pytest.fixture
 def out(tmp_path, monkeypatch):
     """Where the copies are, which are made of this repo itself."""
-    monkeypatch.setattr(exercises, "OUT", tmp_path)
+    folder = tmp_path / "my copies"  # a shell splits this name
+    folder.mkdir()
+    monkeypatch.setattr(exercises, "OUT", folder)
     monkeypatch.setattr(exercises, "SECONDS", 600)  # beside other tests
-    return tmp_path
+    return folder
 
 
 def test_each_names_functions_tests_and_places_that_exist():

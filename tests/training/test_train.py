@@ -77,19 +77,21 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     They are equal to the bit, including dropout, because batches and noise are functions of (seed,
     step). Previously, after `make run`, the command to continue used `python`, which has no torch
     outside the environment. From another folder, a relative --data was not found. And without a
-    tokenizer, or with that of another run, what was resumed could not be served.
+    tokenizer, or with that of another run, what was resumed could not be served. A shell can also
+    read the command if --out has a blank.
     """
+    out = out.with_name("my model")
     monkeypatch.chdir(corpus.parent)
     stops = STOPS[typed]
     monkeypatch.delenv("MAKELEVEL", raising=False)
-    command = f"python train.py --resume --out {out}"
+    command = f"python train.py --resume --out '{out}'"
     if typed == "by make run":
         monkeypatch.setenv("MAKELEVEL", "1")
         command = "make run"
     whole = tmp_path / "whole"
     train_tiny("--steps=20", f"--out={whole}")
     stop_after(monkeypatch, stops)
-    flags = [*tiny, "--steps=20", f"--data={corpus.name}"]
+    flags = [*tiny, "--steps=20", f"--data={corpus.name}", f"--out={out}"]
     for stop in stops:
         train.main(flags)  # returns: exit status 0
         flags = ["--resume", f"--out={out}"]
