@@ -29,8 +29,11 @@ ALONE = SimpleNamespace(is_main=True, wait=lambda: None)  # a process
 def library(tmp_path, monkeypatch) -> Path:
     """
     Return a standard library of 201 small modules, one of them not UTF-8, and files to leave out.
+    Previously, a link to a file that does not exist, such as an editor's lock, ended the recipe.
     """
     root = tmp_path / "library"
+    root.mkdir()
+    (root / ".#module1.py").symlink_to("user@host.1")
     for i, name in enumerate([*INCLUDED, *LEFT_OUT.split()]):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
