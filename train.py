@@ -175,7 +175,7 @@ def build_parser() -> Parser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     about = "duration of a run without --steps, not counting the time to make the corpus"
-    flag("--minutes", about, 2.25, at_least(0.01, float))
+    flag("--minutes", about, 2.25, at_least(0.01, float, below=10**6))
     about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences per step, over all devices, of context_length tokens each", 8)
