@@ -32,6 +32,8 @@ PIP = $(BIN)/python -m pip install --disable-pip-version-check $$(test -t 2 || e
 CORPORA := $(foreach name,stdlib stdlib_gpt2 shakespeare_char shakespeare_char_gpt2, $(addprefix data/$(name)/, \
 	train.bin val.bin meta.json tokenizer.json tokenizer_config.json))
 
+# goals share one environment and its cores, so they are made one after another, even with MAKEFLAGS=-j
+.NOTPARALLEL:
 .PHONY: run test tests test-avx2 test-slow test-all lint same-python clean clean-models
 
 run: same-python $(VENV)/ready $(MODEL)/loss.png

@@ -131,7 +131,7 @@ def announce(what: str):
     Print a command's first line immediately, because importing torch takes seconds (ten on a busy
     machine). Under torchrun, only one process prints this line.
     """
-    if os.environ.get("RANK", "0") == "0":
+    if os.environ.get("RANK", "0") in ("0", ""):
         say(f"{what} ..")
 
 

@@ -61,7 +61,7 @@ def run(repo: Path, *arguments: str) -> str:
     except subprocess.TimeoutExpired:
         sys.exit(
             f"not yet: it has not ended after {SECONDS} s: an endless loop, or a slow machine?\n"
-            f"cd {relpath(repo)}; python {join(arguments)}  # runs it without this limit"
+            f"cd {quote(relpath(repo))}; python {join(arguments)}  # runs it without this limit"
         )
 
 
@@ -195,8 +195,8 @@ def check(name: str):
         line = re.findall(r"^> +(.+)", output[: error.start()], re.M)[-1:]
         meaning = [tests[test] for test in tests if failed[1].startswith(test)]
         print(fill(" ".join(["not yet:", *meaning]), 100), *line, error[1], sep="\n")
-        sys.exit(f"cd {relpath(copy)}; python -m pytest -xvv {quote(failed[1])}  # with details")
-    if " passed" not in output:
+        sys.exit(f"cd {quote(relpath(copy))}; python -m pytest -xvv {quote(failed[1])}  # details")
+    if failed or " passed" not in output:
         sys.exit(f"{output}\nthe tests cannot run: make .venv/tests-ready installs their packages")
     (copy / "solved").touch()
     print("right:", output.strip().splitlines()[-1])

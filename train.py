@@ -24,6 +24,7 @@ import time
 from argparse import BooleanOptionalAction, Namespace
 from functools import partial
 from pathlib import Path
+from shlex import quote
 
 from common import (
     SPINS_TRAINING,
@@ -174,7 +175,7 @@ def build_parser() -> Parser:
 def add_recipe_flags(group):
     flag = partial(add_flag, group)
     about = "duration of a run without --steps, not counting the time to make the corpus"
-    flag("--minutes", about, 2.25, at_least(0.01, float))
+    flag("--minutes", about, 2.25, at_least(0.01, float, below=10**6))
     about = "number of optimizer steps (nanoGPT: max_iters); default: as many as fit into --minutes"
     flag("--steps", about, kind=positive)
     flag("--batch_size", "sequences per step, over all devices, of context_length tokens each", 8)
@@ -235,7 +236,7 @@ def parse_args(argv: list[str] | None) -> Namespace:
         if "activation" not in typed:
             args.activation = "silu"
     source = args.data if "data" in typed else args.preset
-    args.out = args.out or f"out/{Path(source).name}"
+    args.out = args.out or f"out/{os.path.basename(os.path.abspath(source))}"
     if folder_of(args.data) == Path(args.data):  # a path, which --resume may read from elsewhere
         args.data = str(Path(args.data).resolve())
     args.short_context = min(args.short_context or args.context_length, args.context_length)
@@ -400,12 +401,16 @@ class Run:
         is_long = self.share >= 1 - LONG_SHARE
         return self.args.context_length if is_long else self.args.short_context
 
+    def batch_shape(self) -> tuple[int, int]:
+        """Return (B, T) for the next step. B T is constant if each T divides the context length."""
+        T = self.window()
+        return self.args.batch_size * (self.args.context_length // T), T
+
     def next_batch(self):
         """Return this process's tokens and targets (B / world, T) int64 for the next step."""
         args = self.args
         process = self.process
-        T = self.window()
-        B = args.batch_size * (args.context_length // T)  # keeps the number of tokens constant
+        B, T = self.batch_shape()
         place = (args.seed, self.step, process.rank, process.world)
         rows = torch.from_numpy(batch_rows(self.corpus.train, B, T, *place))
         if process.device.type == "cuda":
@@ -658,6 +663,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
                 if args.init:  # copy everything, so that resuming does not need --init's folder
                     copy_companions(args.init, run.out)
                     save_checkpoint(run.model, run.out)
+                    run.save()  # so that a run killed in its first steps can be resumed
                 else:
                     corpus.tokenizer.save(run.out)
     except (OSError, ValueError) as error:  # about a file or a model; the message is for the user
@@ -671,7 +677,7 @@ def train_and_report(args: Namespace, state: dict | None, caught: list[int]):
         report_result(run, *evaluate(run.model, corpus, process, args.context_length))
         clock.warn_of_few_steps(run.step)
     else:
-        again = f"python train.py --resume --out {run.out}"
+        again = f"python train.py --resume --out {quote(str(run.out))}"
         if "MAKELEVEL" in os.environ:  # started by `make run`, maybe with no active environment
             again = "make run"
         process.print(f"stopped and saved at step {run.step}; to continue: `{again}`")

@@ -5,10 +5,12 @@ import math
 import re
 import shlex
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import numpy as np
 import pytest
 import torch
 from test_data import ALONE
@@ -280,16 +282,62 @@ def test_the_last_words_of_llama_cpp_are_shown(script, llama, run):
 def test_quality_scores_each_token_once(llama, toy, run):
     """
     Would catch: a window's last token left out or counted twice; the bytes of another tokenizer.
+    Previously a corpus with tokens that are not predicted, as in dialogues, was an OverflowError.
     """
+    val = np.fromfile(toy / "val.bin", np.int32)
+    np.concatenate([~val[:9], val[9:]]).tofile(toy / "val.bin")
     result = run("quality --model DIR --data DIR --limit 450")
     model = load_checkpoint(toy)
     corpus = load_corpus(str(toy), ALONE)
-    tokens = corpus.val[:450].tolist()
+    tokens = val[:450].tolist()
     with torch.inference_mode():
         logits = model(torch.tensor([tokens]))[0].log_softmax(-1)
     nats = -sum(logits[0, i, token].item() for i, token in enumerate(tokens[1:]))
     size = len(corpus.tokenizer.decode_bytes(tokens[1:]))
     assert result["fp32"] == pytest.approx(nats / math.log(2) / size, abs=2e-5)
+
+
+def test_a_slow_server_too_gets_requests_at_seven_tenths_of_its_rate(toy, monkeypatch):
+    """
+    Previously the rate was rounded to tenths of a request per second: 0.124 to 0.1, and 0.04 to 0,
+    with which all requests were sent together.
+    """
+    rates = []
+
+    def measure_load(address, work, rate=0.0) -> dict:
+        rates.append(rate)
+        return {"s": 50.0}
+
+    monkeypatch.setattr(bench, "measure_load", measure_load)
+    monkeypatch.setattr(bench, "server", lambda model: nullcontext(["127.0.0.1", "1"]))
+    result = bench.bench_server(str(toy), streams=(3,))
+    assert rates == [0, 0, 0.7 * 3 / 50]
+    assert [*result] == ["3 streams", "3 at 0.042/s"]
+
+
+SIZES = {"cpu": (32, 512, 900, 65), "cuda": (256, 8192, 2048, 90)}
+
+
+@pytest.mark.parametrize("device", SIZES)
+def test_in_the_steps_that_are_measured_all_requests_decode(device, monkeypatch):
+    """
+    On a CPU, with a GPU's sizes. Previously the steps in which some requests decoded while others
+    still had to begin were not counted. So if the context was short, requests ended in the steps
+    that `overhead` measures, and otherwise some were preempted in the last ones.
+    """
+    n, token_budget, context_length, steps = SIZES[device]
+    monkeypatch.setattr(bench, "DEVICE", device)
+    monkeypatch.setattr("engine.sizing.CPU_SEQS", n)
+    monkeypatch.setattr("engine.sizing.CPU_TOKENS", token_budget)
+    config = GPTConfig(65, context_length, n_layer=1, n_head=1, n_embd=8)
+    engine, num_requests, context = bench.engine_for_decodes(
+        GPT(config).eval().requires_grad_(False), 900
+    )
+    workloads.let_decode(engine, num_requests, context)
+    for _ in range(steps):
+        engine.step()
+    assert len(engine.scheduler.active) == n
+    assert engine.counts()["preemptions"] == 0
 
 
 def test_each_help_can_be_printed(capsys):

@@ -4,6 +4,7 @@ data/: the same corpus on every run, held-out text kept apart, and files that ar
 
 import hashlib
 import runpy
+from http.client import IncompleteRead
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,8 +29,11 @@ ALONE = SimpleNamespace(is_main=True, wait=lambda: None)  # a process
 def library(tmp_path, monkeypatch) -> Path:
     """
     Return a standard library of 201 small modules, one of them not UTF-8, and files to leave out.
+    Previously, a link to a file that does not exist, such as an editor's lock, ended the recipe.
     """
     root = tmp_path / "library"
+    root.mkdir()
+    (root / ".#module1.py").symlink_to("user@host.1")
     for i, name in enumerate([*INCLUDED, *LEFT_OUT.split()]):
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,14 +100,24 @@ def test_a_name_with_gpt2_is_the_same_text_in_gpt2s_tokens(library, tmp_path, mo
         assert documents(folder / "stdlib_gpt2", split) == documents(folder / "stdlib", split)
 
 
-def test_shakespeare_without_network_says_what_to_do(tmp_path, monkeypatch):
-    """The message has the address and the place, and no partial file is left."""
+FAILURES = {
+    "no route to host": OSError("no route to host"),
+    r"IncompleteRead\(5 bytes read, 995 more expected\)": IncompleteRead(b"First", 995),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_shakespeare_without_network_says_what_to_do(failure, tmp_path, monkeypatch):
+    """
+    The message has the address and the place, and no partial file is left. Previously a connection
+    that broke off was a traceback.
+    """
 
     def unreachable(address, timeout):
-        raise OSError("no route to host")
+        raise FAILURES[failure]
 
     monkeypatch.setattr("urllib.request.urlopen", unreachable)
-    message = r"cannot fetch https://.*input\.txt \(no route to host\): .* put it at .*/input\.txt"
+    message = rf"cannot fetch https://.*input\.txt \({failure}\): .* put it at .*/input\.txt"
     with pytest.raises(SystemExit, match=message):
         shakespeare["prepare"](tmp_path)
     assert list(tmp_path.iterdir()) == []

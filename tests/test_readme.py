@@ -496,6 +496,17 @@ def test_an_installation_says_how_much_will_come(options, gpu, clone):
     assert (options or "-r") in (clone / "calls").read_text()
 
 
+def test_goals_are_made_one_after_another(clone):
+    """Previously, with MAKEFLAGS=-j, both halves of `make test-all` ran at once."""
+    test_run = "*pytest*) echo begin >> runs; sleep 0.2; echo end >> runs ;;"
+    (clone / "python3").write_text(INSTALLER.replace("*.py*)", f"{test_run}\n    *.py*)"))
+    (clone / "requirements-test.txt").touch()
+    (clone / ".venv/bin").mkdir(parents=True)
+    (clone / ".venv/bin/ruff").symlink_to(shutil.which("true"))
+    assert make(clone, "-j", "test-all").returncode == 0
+    assert (clone / "runs").read_text().split() == ["begin", "end"] * 2
+
+
 def test_another_python_than_the_environments_is_refused(clone):
     """`make run PYTHON=..` was once silently ignored if there was already an environment."""
     other = "PYTHON=./python3"

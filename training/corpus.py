@@ -277,7 +277,7 @@ class Corpus:
         """
         predicted = self.val[self.val >= 0]
         text = self.tokenizer.decode_bytes(predicted[-count:].tolist())
-        return nats / math.log(2) / len(text)
+        return nats / math.log(2) / max(1, len(text))  # an end-of-text token has no bytes
 
 
 def load_corpus(name: str, process) -> Corpus:

@@ -358,7 +358,7 @@ def catch_signals() -> list[int]:
 
     def note(number, frame):
         # not `print`, as the signal may have interrupted one; OSError if the terminal is gone
-        if not caught and os.environ.get("RANK", "0") == "0":
+        if not caught and os.environ.get("RANK", "0") in ("0", ""):
             with suppress(OSError):
                 os.write(2, STOPPING)
         caught.append(number)
@@ -451,7 +451,7 @@ def closing_seconds(run, step_seconds: float) -> float:
     """
     # A training step takes 6 operations per weight and token, 2 of them for the forward pass. With
     # attention and norms, the forward pass's share is somewhat larger.
-    forward_seconds = 0.4 * step_seconds / (run.args.batch_size * run.args.context_length)
+    forward_seconds = 0.4 * step_seconds / math.prod(run.batch_shape())
     # Without a cache, each sampled token takes a pass over all tokens before it. Reading the
     # weights takes as long as computing about 128 tokens.
     sampled = SAMPLE_TOKENS * (len(sample_prompt(run)) + 128)

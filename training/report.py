@@ -11,6 +11,7 @@ the model is or why the run cannot continue. Also draws the curves of several ru
 
 import fcntl
 import json
+import math
 import os
 import sys
 import textwrap
@@ -67,7 +68,7 @@ def print_progress(run, loss: float, step_seconds: float):
     if not (process.is_main and sys.stderr.isatty()):
         return
     args = run.args
-    rate = args.batch_size * args.context_length / step_seconds
+    rate = math.prod(run.batch_shape()) / step_seconds
     line = f"step {run.step}, {run.share:.0%}: loss {loss:.3f}, {rate / 1e3:.1f}k tokens/s"
     if process.peak:
         c = run.model.config
@@ -224,7 +225,7 @@ def only_run_in(out: str):
         os.makedirs(out, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
     try:
-        if os.environ.get("RANK", "0") == "0":  # the only one of torchrun's processes to write
+        if os.environ.get("RANK", "0") in ("0", ""):  # of torchrun's, only this one writes
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}: wait until it ends, or choose another --out")

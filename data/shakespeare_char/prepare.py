@@ -8,6 +8,7 @@ once, or uses the text from input.txt in this folder. The files are
 
 import sys
 import urllib.request
+from http.client import HTTPException
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -31,7 +32,7 @@ def fetch(path: Path) -> str:
         try:
             with urllib.request.urlopen(ADDRESS, timeout=20) as response:
                 content = response.read()
-        except OSError as error:  # includes all network failures
+        except (OSError, HTTPException) as error:  # the latter if it ends too early
             sys.exit(
                 f"cannot fetch {ADDRESS} ({error}): download it elsewhere and put it at {path}"
             )

@@ -45,7 +45,8 @@ def read_library(root: Path) -> tuple[list[str], list[str]]:
     """Return the texts to train on and those to hold out, both sorted by file name."""
     train = []
     val = []
-    for name in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+    files = filter(Path.is_file, root.rglob("*.py"))  # a link may point to nothing
+    for name in sorted(path.relative_to(root) for path in files):
         if any(part in LEFT_OUT or part.startswith(GENERATED) for part in name.parts):
             continue
         side = val if is_held_out(name.as_posix()) else train

@@ -94,6 +94,7 @@ serve --top-k 5 -> ; --top-k is a field of requests here
 serve --reasoning-parser qwen3 -> ; --reasoning-parser is --reasoning here
 train --decay_lr=True -> ; --decay_lr is on by default here
 train --beta1=0.9 -> ; --beta1 is fixed here
+train --minutes inf -> inf is too large, wanted less than 1000000
 train --compile=False -> ignored explicit argument 'False': a switch has no value
 train config/train_shakespeare_char.py -> ; config is --preset here
 """  # noqa: E501
@@ -101,7 +102,10 @@ train config/train_shakespeare_char.py -> ; config is --preset here
 
 @pytest.mark.parametrize("row", [row for row in WRONG.splitlines() if row])
 def test_a_wrong_flag_has_two_lines(row, capsys):
-    """Previously 27 lines of usage came before the one that says what is wrong."""
+    """
+    Previously 27 lines of usage came before the one that says what is wrong. And train.py began
+    with --minutes=inf, and ended after three steps in a traceback about NaN.
+    """
     typed, problem = row.split(" -> ")
     program, *flags = typed.replace("DEEP", "[" * 100_000).split()
     with pytest.raises(SystemExit) as end:

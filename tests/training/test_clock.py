@@ -66,11 +66,13 @@ def test_the_clock_keeps_time_for_the_end(tiny):
     """
     The end has 1,001 held-out tokens and 64 passes of a sample, at 0.4 of the time of a step of 4 x
     32, and 5 seconds for the rest. Previously samples of a model of 135M parameters took minutes
-    for which no time was reserved.
+    for which no time was reserved. And with windows of 20 a step has 4 x 20 tokens, for which the
+    time of 4 x 32 was reserved.
     """
-    run = new_run(tiny)
-    forward = 0.4 * 2.0 * (1001 + 64 * 129) / 128
-    assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
+    for short, tokens in (16, 128), (20, 80):
+        run = new_run([*tiny, f"--short_context={short}"])
+        forward = 0.4 * 2.0 * (1001 + 64 * 129) / tokens
+        assert machine.closing_seconds(run, 2.0) == pytest.approx(forward + 5)
 
 
 # A run | seconds until the corpus is made | seconds of the steps from each number on | seconds of
@@ -175,7 +177,8 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
 ):
     """
     The log has its loss and the norm of its gradient. A terminal also shows tokens per second, the
-    share of the machine's arithmetic (7,792 weights, a window of 16), and the time left.
+    share of the machine's arithmetic (7,792 weights, a window of 16), and the time left. Previously
+    windows that do not divide the context counted as if they did: here, 4 x 17 tokens as 128.
     """
     with monkeypatch.context() as patch:
         patch.setitem(train.STRIDES, "cpu", 4)  # as on a GPU: the last steps are fewer
@@ -188,6 +191,9 @@ def test_the_log_and_a_terminal_have_the_numbers_of_each_step(
     train_tiny("--steps=60", "--overwrite")
     shown = "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, 0.6 min left\x1b[K\r"
     assert shown in capsys.readouterr().err
+    monkeypatch.setattr(train.Process, "peak", 2 * 68 * (6 * 7792 + 12 * 16 * 17))
+    train_tiny("--steps=60", "--overwrite", "--short_context=17")
+    assert "step 24, 40%: loss 6.562, 0.1k tokens/s, MFU 50%, " in capsys.readouterr().err
     monkeypatch.setattr(train.Process, "peak", 1)  # the machine was busy when this was measured
     train_tiny("--steps=60", "--overwrite")
     assert "MFU 100%, " in capsys.readouterr().err

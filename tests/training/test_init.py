@@ -14,7 +14,7 @@ import pytest
 import tiny_models
 import torch
 import transformers
-from runs import MACHINE, read_log, resume, same, stop_after
+from runs import MACHINE, after_update, read_log, resume, same, stop_after
 
 import train
 from checkpoint import load_checkpoint
@@ -142,6 +142,32 @@ def test_a_model_from_scratch_keeps_nothing_of_the_one_that_it_overwrites(
     assert load_checkpoint(out).config.eos_token_ids == (299,)
     assert not any((out / name).exists() for name in COMPANIONS)
     assert (out / "my_tokens.json").exists()
+
+
+@pytest.mark.parametrize("way", ["--resume", "torchrun"])
+def test_a_finetuning_killed_in_its_first_steps_goes_on(
+    way, base, finetune, flags, out, monkeypatch
+):
+    """
+    Previously its folder held a copy of the model, but nothing to resume: --resume failed, and so
+    did each restart by torchrun, with "holds a model".
+    """
+
+    def kill(run, result):
+        if run.step == 3:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        after_update(patch, kill)
+        with pytest.raises(MemoryError):
+            finetune("--steps=4")
+    assert same(load_checkpoint(base).state_dict(), load_checkpoint(out).state_dict())
+    if way == "--resume":
+        resume(out)
+    else:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        finetune("--steps=4")
+    assert [line["step"] for line in read_log(out, "loss")] == [1, 2, 3, 4]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -83,7 +83,8 @@ def test_evaluation_scores_what_is_to_be_predicted_once(corpus):
     """
     Each token is scored given everything before it in its window, in plain torch one window at a
     time, also in the last, short window. The bits are per byte of what was scored. Previously, if
-    one process had only windows without targets, its sum was divided by zero tokens.
+    one process had only windows without targets, its sum was divided by zero tokens. And a run that
+    held out only an empty answer of a dialogue ended in a division by zero bytes.
     """
     loaded = train.load_corpus(str(corpus), MACHINE)
     ids = torch.from_numpy(loaded.val.astype(np.int64))
@@ -107,6 +108,8 @@ def test_evaluation_scores_what_is_to_be_predicted_once(corpus):
     text = loaded.tokenizer.decode_bytes(ids[is_predicted].tolist())
     bits = loaded.bits_per_byte(*score)
     assert bits == pytest.approx(expected / math.log(2) / len(text), rel=1e-5)
+    loaded.val = np.array([~5, 299], np.int32)
+    assert loaded.bits_per_byte(math.log(2), 1) == 1
 
 
 def test_an_evaluation_takes_some_windows_and_few_at_a_time(corpus):

@@ -77,19 +77,21 @@ def test_a_stopped_run_resumes_to_the_losses_of_an_uninterrupted_one(
     They are equal to the bit, including dropout, because batches and noise are functions of (seed,
     step). Previously, after `make run`, the command to continue used `python`, which has no torch
     outside the environment. From another folder, a relative --data was not found. And without a
-    tokenizer, or with that of another run, what was resumed could not be served.
+    tokenizer, or with that of another run, what was resumed could not be served. A shell can also
+    read the command if --out has a blank.
     """
+    out = out.with_name("my model")
     monkeypatch.chdir(corpus.parent)
     stops = STOPS[typed]
     monkeypatch.delenv("MAKELEVEL", raising=False)
-    command = f"python train.py --resume --out {out}"
+    command = f"python train.py --resume --out '{out}'"
     if typed == "by make run":
         monkeypatch.setenv("MAKELEVEL", "1")
         command = "make run"
     whole = tmp_path / "whole"
     train_tiny("--steps=20", f"--out={whole}")
     stop_after(monkeypatch, stops)
-    flags = [*tiny, "--steps=20", f"--data={corpus.name}"]
+    flags = [*tiny, "--steps=20", f"--data={corpus.name}", f"--out={out}"]
     for stop in stops:
         train.main(flags)  # returns: exit status 0
         flags = ["--resume", f"--out={out}"]
@@ -248,11 +250,13 @@ def test_a_number_that_is_not_finite_stops_the_run(at, stride, train_tiny, out, 
     assert read_log(out, "loss")[-1]["step"] == at - (at < 10)
 
 
-def test_two_runs_do_not_write_to_one_directory(train_tiny, out, monkeypatch):
+@pytest.mark.parametrize("rank", ["0", ""])
+def test_two_runs_do_not_write_to_one_directory(rank, train_tiny, out, monkeypatch):
     """
     Previously each overwrote what the other had saved. Or, if both renamed a file at the same time,
-    one ended with the advice to make room.
+    one ended with the advice to make room. Later, this was only so if RANK was set, but empty.
     """
+    monkeypatch.setenv("RANK", rank)
 
     def start_another(run, result):
         if run.step == 2:
@@ -397,6 +401,7 @@ SETTINGS = """
  -> {"activation": "silu", "out": "out/stdlib", "matrix_lr": 0.03}
 --data=text -> {"n_layer": 3, "arch": "llama", "out": "out/text"}
 --preset=gpt2-124M --data=/a/notes/ -> {"out": "out/notes"}
+--preset=gpt2-124M --data=/a/b/.. -> {"out": "out/a"}
 --preset=gpt2-124M --data=a/b --out=c -> {"out": "c"}
 --n_layer=2 --minutes=5 -> {"n_layer": 2, "minutes": 5, "arch": "llama", "steps": null}
 --context_length=64 -> {"short_context": 64}
@@ -416,6 +421,7 @@ SETTINGS = """
 
 @pytest.mark.parametrize("row", SETTINGS.strip("\n").splitlines())
 def test_flags_come_before_the_preset_of_the_device_and_that_before_defaults(row, chat):
+    """Previously --data=. meant --out=out itself, and --data=.. the folder that out is in."""
     typed, settings = row.replace("CHAT", chat).split(" -> ")
     args = vars(train.parse_args(["--device=cpu", *typed.split()]))
     assert args | json.loads(settings) == args
