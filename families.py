@@ -377,6 +377,7 @@ def read_fields(saved: dict, *others: dict) -> GPTConfig:
     Return the configuration in a parsed config.json. `others` are further parsed files that may
     name end-of-text tokens. Raises CheckpointError, or another of the errors in common.MALFORMED.
     """
+    others = saved, *others  # a larger model may name further end-of-text tokens than its text part
     saved = without_nesting(saved)
     family = family_named(saved)
     check_keys(saved, family)

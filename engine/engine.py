@@ -211,8 +211,9 @@ class Engine:
         self.promised.pop(id, None)
         request = self.requests.get(id)
         if request is not None:
-            request.finish_reason = "abort"
-            self.scheduler.complete(request)
+            if request.status != "done":  # Ctrl-C may have come before a finished one was forgotten
+                request.finish_reason = "abort"
+                self.scheduler.complete(request)
             self._forget(request)
 
     def _forget(self, request: Answer):

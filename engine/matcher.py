@@ -276,6 +276,7 @@ def check_start(answer, mask: bytes):
 
 def plain(error: str, otherwise: str = "") -> str:
     """Return the library's reason without codes, internal notation, backtraces or panics."""
+    error = error.encode(errors="replace").decode()  # schemas may spell "\ud800"
     if error.startswith("panic"):
         return "the grammar library crashes on it"
     for part, message in CLEARER.items():

@@ -11,6 +11,7 @@ If the model has no weights yet (meta device), neither does the copy. checkpoint
 """
 
 import mmap
+from contextlib import suppress
 from copy import deepcopy
 from math import prod
 
@@ -91,7 +92,7 @@ class Arena:
         size = count * dtype.itemsize  # a multiple of 32, because there are only whole panels
         if self.used + size > len(self.memory):
             self.memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(AttributeError, OSError):  # a system without such pages
                 self.memory.madvise(mmap.MADV_HUGEPAGE)
             self.used = 0
         zeros = torch.frombuffer(self.memory, dtype=dtype, count=count, offset=self.used)

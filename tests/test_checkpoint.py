@@ -317,18 +317,19 @@ LISTED = '{"7": {"content": "<|im_end|>"}, "8": {"content": "<|im_start|>"}}'
 def test_the_tokens_that_end_a_text(tmp_path, name, is_old):
     """
     Any of three files may name one. In Qwen's finetunes only tokenizer_config.json had <|im_end|>,
-    and chats never ended.
+    and chats never ended. Where the model is part of a larger one, the larger one's end was lost.
     """
+    part = json.dumps(changed('{"eos_token_id": 5}'))
     listed = "null" if is_old else LISTED  # as transformers 5 saves them: only in tokenizer.json
     files = {
-        "config.json": json.dumps(changed('{"eos_token_id": 5}')),
+        "config.json": f'{{"eos_token_id": [5, 4], "text_config": {part}}}',
         "generation_config.json": '{"eos_token_id": [5, 6]}',
         "tokenizer_config.json": f'{{"eos_token": {name}, "added_tokens_decoder": {listed}}}',
         "tokenizer.json": f'{{"added_tokens": {ADDED if is_old else "[]"}}}',
     }
     for file, content in files.items():
         (tmp_path / file).write_text(content)
-    assert load_config(tmp_path).eos_token_ids == (5, 6, 7)
+    assert load_config(tmp_path).eos_token_ids == (5, 4, 6, 7)
 
 
 BROKEN = """

@@ -379,6 +379,20 @@ def test_generate_raises_errors_and_leaves_an_idle_pool():
     assert engine.generate([[3]], greedy(8), progress=False) == [greedy_answer([3], 8)]
 
 
+def test_ctrl_c_as_an_answer_ends():
+    """
+    Previously `generate` raised an AttributeError instead, and its other requests remained in the
+    engine for ever.
+    """
+    engine = simulated_engine()
+    broken = SimpleNamespace(resolved=Mock(side_effect=KeyboardInterrupt))
+    engine.acting["resolved"].append(broken)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1], [2]], [greedy(1), greedy(8)], progress=False)
+    engine.acting["resolved"].remove(broken)
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("moment", ["planned", "launched"])
 def test_a_stage_that_fails_ends_the_requests_of_its_step(moment):
     """

@@ -54,6 +54,8 @@ REFUSED = r"""
 {"$defs": {"a": {"required": "b"}}} -> required is "b"
 {"type": "integer", "divisibleBy": 5} -> divisibleBy is from draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
+{"$schema": "\ud800"} -> $schema is ?, wanted
+{"$ref": "#/\udfff"} -> it has no schema at #/?
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
 {"$ref": "#/$defs/a"} -> it has no schema at #/$defs/a: a $ref must be
@@ -147,7 +149,8 @@ def test_what_cannot_be_obeyed_is_refused(library, grammar, reason):
     Each schema is tested by itself, within a client's own grammar, and as a tool's. Previously half
     of an answer had been sent when nothing could follow, or it went on for ever. Would catch: a
     keyword that is ignored; a client's options that turn checks off; messages that only the
-    library's authors understand.
+    library's authors understand. A lone surrogate in a message ended the engine, which could not
+    send it.
     """
     kind, _, text = grammar.partition(" ")
     if kind not in ("regex", "grammar"):

@@ -5,6 +5,8 @@ what replaces cpu.c in bf16 and without a compiler.
 """
 
 import ctypes
+import errno
+import mmap
 import os
 import resource
 import shlex
@@ -341,6 +343,13 @@ def test_a_row_is_the_same_in_any_company(case, quantize, threads):
         ours = results(machine(threads), case, quantize, rows)
         for name, y in ours.items():
             assert torch.equal(y, expected[name][rows]), (name, len(rows))
+
+
+def test_a_kernel_without_huge_pages():
+    """Previously no model could be loaded there, because such a kernel refuses to give advice."""
+    refusing = Mock(side_effect=OSError(errno.EINVAL, "Invalid argument"))
+    with patch("mmap.mmap", type("Memory", (mmap.mmap,), {"madvise": refusing})):
+        assert Arena().zeros(2, 32).tolist() == [[0.0] * 32] * 2
 
 
 # --------------------------------------------------------------------------------------------------
