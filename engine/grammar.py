@@ -158,11 +158,11 @@ class Grammars:
 @dataclass
 class Question:
     """
-    A question to a grammar's process, and the `reply`. `reply` is None until it arrives. If the
-    process ends without replying, `reply` is the reason (str).
+    A question to a grammar's process (see matcher.py), and the `reply`. `reply` is None until it
+    arrives. If the process ends without replying, `reply` is the reason (str).
     """
 
-    kind: int | None = None
+    asked: tuple = (None, None)
     reply: int | bytes | str | tuple | None = None
 
 
@@ -179,9 +179,9 @@ class Compiled:
         self.key = key
         self.sock = sock
         self.unsent = unsent  # shared by all grammars of one `Grammars` object
-        self.outbox: list[tuple] = []  # questions to send
+        self.outbox: list[Question] = []  # questions to send
         self.report = Question()
-        self.pending = deque([self.report])  # questions without a reply; replies come in order
+        self.pending = deque([self.report])  # questions sent; replies come in the same order
         self.ids = count()  # ids for answers
         self.limit = GONE  # the reason to give if the process ends
 
@@ -193,12 +193,15 @@ class Compiled:
         self.limit = TOO_SLOW
 
     def ask(self, id: int, kind: int, accepted: list[int], tokens: list[int]) -> Question:
-        """Queue a question about an answer (see matcher.py), to be sent with the next message."""
+        """
+        Queue a question about an answer, to be sent with the next message. Garbage collection may
+        call this method, through `Grammar.__del__`, at any line that asks or sends.
+        """
+        question = Question((id, kind, accepted, tokens))
         if not self.outbox:
             self.unsent.append(self)
-        self.outbox.append((id, kind, accepted, tokens))
-        self.pending.append(Question(kind))
-        return self.pending[-1]
+        self.outbox.append(question)
+        return question
 
     def wait_for(self, question: Question, deadline: float):
         """Send the queued questions for all grammars. Returns the reply, or None if it is late."""
@@ -209,11 +212,11 @@ class Compiled:
         return question.reply
 
     def _send(self):
-        message = marshal.dumps(self.outbox)
-        self.outbox = []
+        sent, self.outbox = self.outbox, []
+        self.pending += sent
         try:
             self.sock.settimeout(0)
-            self.sock.send(message)
+            self.sock.send(marshal.dumps([question.asked for question in sent]))
         except OSError:  # the process has ended or stopped reading
             self.sock.close()
 
@@ -234,7 +237,7 @@ class Compiled:
         for reply in marshal.loads(message) if message else [self.limit] * len(self.pending):
             question = self.pending.popleft()
             question.reply = reply
-            if question.kind == END and isinstance(reply, int):
+            if question.asked[1] == END and isinstance(reply, int):
                 self.size = reply - self.not_counted
         return True
 

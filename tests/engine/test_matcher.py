@@ -301,6 +301,8 @@ def test_all_who_wait_are_told_that_a_process_has_ended(replies):
     with theirs:
         compiled = Compiled(("regex", "a"), ours, [])
         questions = [compiled.report, *(compiled.ask(id, MASK, [], []) for id in range(3))]
+        compiled._send()
+        theirs.recv(999)
         if replies:
             theirs.send(marshal.dumps(["a reply"] * replies))
     assert compiled.is_gone()
@@ -321,6 +323,19 @@ def test_a_step_sends_a_message_a_grammar(grammars, monkeypatch):
         answer.offer(letter)
     assert all(answer.accept(letter) for answer in answers)
     assert len(messages) == len({*messages}) == 3
+
+
+def test_garbage_is_collected_while_a_question_is_sent(grammars, monkeypatch):
+    """
+    An answer that is part of a cycle asks its last question when it is collected, at any time. All
+    later replies were then taken for those to other questions.
+    """
+    first = grammars.compile("choice", '["abc"]')
+    answer, garbage = first.copy(), [first.copy()]
+    tokens = walk(first, 3)
+    dumps = marshal.dumps
+    monkeypatch.setattr(marshal, "dumps", lambda message: (dumps(message), garbage.clear())[0])
+    assert all(answer.accept(token, time.monotonic() + 9) for token in tokens)
 
 
 def test_the_memory_of_answers_is_freed(grammars):
