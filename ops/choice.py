@@ -37,7 +37,13 @@ def triton_tables() -> tuple[Ops, Ops]:
     """
     Return TRITON and DETERMINISTIC. Their modules are imported here because only a GPU needs them.
     """
-    from ops import deterministic, fused, linear, prefix, sampling_kernels
+    from ops import (  # one per line: a feature is deleted with its lines
+        deterministic,
+        fused,
+        linear,
+        prefix,
+        sampling_kernels,
+    )
 
     fastest = TORCH_OPS._replace(
         name="triton",

@@ -55,9 +55,9 @@ REFUSED = r"""
 {"type": "integer", "divisibleBy": 5} -> divisibleBy is from draft 3
 {"$schema": "http://json-schema.org/draft-03/schema#"} -> $schema is http://json-schema.org/draft-03/schema#, wanted the address of draft 4
 {"$schema": "\ud800"} -> $schema is ?, wanted
-{"$ref": "#/\udfff"} -> it has no schema at #/?
 {"properties": {"a": {"$schema": "draft-07"}}} -> $schema is draft-07
 {"$ref": "#/x/y", "x": {"y": {"multipleOf": -1}}} -> multipleOf is -1
+{"$ref": "#/\udfff"} -> it has no schema at #/?
 {"$ref": "#/$defs/a"} -> it has no schema at #/$defs/a: a $ref must be
 {"$ref": "#a"} -> it has no schema at #a
 {"$ref": "#None"} -> it has no schema at #None
