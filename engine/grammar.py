@@ -162,7 +162,10 @@ class Question:
     arrives. If the process ends without replying, `reply` is the reason (str).
     """
 
-    asked: tuple = (None, None)
+    id: int | None = None  # the answer's
+    kind: int | None = None
+    accepted: Iterable[int] = ()
+    tokens: Iterable[int] = ()
     reply: int | bytes | str | tuple | None = None
 
 
@@ -197,7 +200,7 @@ class Compiled:
         Queue a question about an answer, to be sent with the next message. Garbage collection may
         call this method, through `Grammar.__del__`, at any line that asks or sends.
         """
-        question = Question((id, kind, accepted, tokens))
+        question = Question(id, kind, accepted, tokens)
         if not self.outbox:
             self.unsent.append(self)
         self.outbox.append(question)
@@ -214,9 +217,10 @@ class Compiled:
     def _send(self):
         sent, self.outbox = self.outbox, []
         self.pending += sent
+        message = [(one.id, one.kind, one.accepted, one.tokens) for one in sent]
         try:
             self.sock.settimeout(0)
-            self.sock.send(marshal.dumps([question.asked for question in sent]))
+            self.sock.send(marshal.dumps(message))
         except OSError:  # the process has ended or stopped reading
             self.sock.close()
 
@@ -237,7 +241,7 @@ class Compiled:
         for reply in marshal.loads(message) if message else [self.limit] * len(self.pending):
             question = self.pending.popleft()
             question.reply = reply
-            if question.asked[1] == END and isinstance(reply, int):
+            if question.kind == END and isinstance(reply, int):
                 self.size = reply - self.not_counted
         return True
 

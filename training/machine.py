@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from checkpoint import load_checkpoint, memory_of
-from common import plural, say
+from common import is_main_process, plural, say
 from model import GPT, TORCH_OPS, Ops
 from ops.packed import can_pack
 from tokenizer import load_tokenizer
@@ -358,7 +358,7 @@ def catch_signals() -> list[int]:
 
     def note(number, frame):
         # not `print`, as the signal may have interrupted one; OSError if the terminal is gone
-        if not caught and os.environ.get("RANK", "0") in ("0", ""):
+        if not caught and is_main_process():
             with suppress(OSError):
                 os.write(2, STOPPING)
         caught.append(number)

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from common import MALFORMED, plural, say, write_atomically
+from common import MALFORMED, is_main_process, plural, say, write_atomically
 
 BY_HEART = 0.1  # nats per token by which the held-out loss has to rise to be remarked on
 SAMPLE_TOKENS = 64
@@ -225,7 +225,7 @@ def only_run_in(out: str):
         os.makedirs(out, exist_ok=True)
         lock = os.open(out, os.O_RDONLY)
     try:
-        if os.environ.get("RANK", "0") in ("0", ""):  # of torchrun's, only this one writes
+        if is_main_process():
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         sys.exit(f"another run is writing to {out}: wait until it ends, or choose another --out")
