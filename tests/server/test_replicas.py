@@ -256,18 +256,16 @@ def test_a_server_that_is_killed_loses_no_request(bin, checkpoint):
 @slow
 def test_prompts_that_begin_alike_go_to_one_cache(bin, checkpoint):
     """
-    There are 400 requests with 16 prefixes of 96 tokens. Each server's pool has room for half of
-    the prefixes, plus one in case a busy router divides them 9 to 7. The hit rate must be at least
-    nine tenths of that of one pool twice as large; round robin gets 64%.
+    There are 400 requests with 16 prefixes of 96 tokens. The router's choice of a server for a new
+    prefix depends on chance. But the prefix must be computed there only, so almost all are computed
+    once. Round robin computes each one twice.
     """
     rng = random.Random(0)
     # letters of two bytes, each of which is a token
     prefixes = ["".join(rng.choices("абвгдежз", k=48)) for _ in range(16)]
     asked = [{"prompt": f"{rng.choice(prefixes)}{i:04}", "max_tokens": 1} for i in range(400)]
-    with Process(checkpoint, "--kv-blocks", "126") as server:
-        answers = ask_all(partial(ask, server.url, str(checkpoint)), asked, threads=2)
-    with Replicas(bin, checkpoint, "--kv-blocks", "63") as replicas:
-        # in sequence, because otherwise chance decides which server gets a new prefix
-        of_two = ask_all(replicas.ask, asked, threads=1)
-    hits, hits_of_two = (sum(answer.cached for answer in run) for run in (answers, of_two))
-    assert hits_of_two >= 0.9 * hits > 0
+    with Replicas(bin, checkpoint) as replicas:
+        # in sequence, because a busy server's prefixes may go to the other one
+        answers = ask_all(replicas.ask, asked, threads=1)
+    num_computed = [answer.cached for answer in answers].count(0)
+    assert 16 <= num_computed <= 20
