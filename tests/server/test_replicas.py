@@ -17,7 +17,7 @@ from functools import partial, partialmethod
 import httpx
 import pytest
 import torch
-from processes import ROOT, Process, wait_until
+from processes import ROOT, wait_until
 
 import serve
 from examples.replicas import main, router_command, shares_of_the_machine, wait_until_ready
